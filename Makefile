@@ -1,0 +1,52 @@
+# Everything sets up its own virtual environment; nothing needs to be installed by hand.
+#   make demo   train a small Llama on real text with two ranks, then let it write
+#   make test   the tests
+# The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
+# serves torch with several GB of CUDA libraries.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test test-all check lint types bench clean
+
+demo: $(VENV)/.base
+	$(BIN)/meshwright train examples/demo.toml
+	$(BIN)/meshwright generate runs/latest --prompt "def main(" --max-tokens 300
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -m ""
+
+check: lint types test
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.overhead
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	@echo "setting up $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(INDEX) "$(PINNED_TORCH)"
+	$(PIP) --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

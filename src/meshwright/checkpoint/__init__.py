@@ -1,0 +1,1 @@
+"""Saving and loading, so that a file is either whole and verified or not there."""

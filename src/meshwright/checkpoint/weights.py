@@ -1,0 +1,83 @@
+"""Saving a model's weights as a step folder, and loading any model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from meshwright.checkpoint.commit import commit, prune, steps, verify
+from meshwright.errors import CheckpointError
+from meshwright.execute.build import fill, full_tensor
+from meshwright.models import build_model
+from meshwright.models.hf import load_hf
+from meshwright.spec.loading import Config
+from meshwright.spec.model import ModelSpec
+
+WEIGHTS, SPEC = "model.safetensors", "model.json"
+
+
+def save_weights(model: nn.Module, config: Config, step: int, root: Path, *, write: bool) -> Path:
+    """Commit the full weights of a step under `root`; a collective where they are sharded.
+
+    Only the rank with `write` touches the disk. Older steps beyond `checkpoint.keep` are removed
+    after the new one has been verified.
+    """
+    tensors = {
+        name: full_tensor(parameter.detach()).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+    }
+    if not write:
+        return root
+
+    def files(folder: Path) -> None:
+        save_file(tensors, folder / WEIGHTS)
+        text = config.model.model_dump_json(indent=1, exclude={"init_from"})
+        (folder / SPEC).write_text(text + "\n", encoding="utf-8")
+
+    facts = {"tokenizer": config.data.tokenizer}
+    path = commit(root, step, files, facts)
+    prune(root, config.checkpoint.keep)
+    return path
+
+
+def load_model(folder: str | Path) -> nn.Module:
+    """Return the model of a run folder, a step folder or a Hugging Face folder, in fp32.
+
+    `model(input_ids)` gives logits `[batch, seq, vocab]`. Every file is verified before it is
+    read. Raises `CheckpointError` naming what is missing or corrupt.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder")
+    step = find_step(path)
+    if step is not None:
+        return _load_step(step)
+    if (path / "config.json").is_file():
+        return load_hf(path)
+    raise CheckpointError(
+        f"{path} is neither a run with a checkpoint, nor a step folder, nor a Hugging Face folder "
+        "(no checkpoints/, manifest.json or config.json in it)"
+    )
+
+
+def find_step(path: Path) -> Path | None:
+    """Return the step folder that `path` is or holds the newest of, if any."""
+    if (path / SPEC).is_file():
+        return path
+    found = steps(path / "checkpoints") or steps(path)
+    return found[-1] if found else None
+
+
+def _load_step(folder: Path) -> nn.Module:
+    verify(folder)
+    spec = ModelSpec(**json.loads((folder / SPEC).read_text(encoding="utf-8")))
+    tensors = load_file(folder / WEIGHTS)
+    model = build_model(spec, device="meta", max_seq_len=spec.context)
+    model.to_empty(device="cpu")
+    model.init_tables(torch.device("cpu"))
+    fill(model, lambda name, shape: tensors[name])
+    return model

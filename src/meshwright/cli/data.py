@@ -1,0 +1,294 @@
+"""`meshwright data`: prepare, inspect and verify indexed stores, and train a tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.common import add_json, print_json
+from meshwright.data import Store, load_tokenizer, open_store, prepare, train_bpe, verify
+from meshwright.data.corpora import Source
+from meshwright.data.dataset import source_of
+from meshwright.data.store import Progress as Report
+from meshwright.data.view import split
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.session import cache_folder
+from meshwright.spec.loading import load_config
+from meshwright.spec.training import DataSpec
+from meshwright.units import format_bytes, format_count, format_seconds
+
+PREPARE = """\
+example:
+  meshwright data prepare stories --source tinystories:valid --tokenizer bytes
+  meshwright train data.source=stories
+"""
+INSPECT = """\
+example:
+  meshwright data inspect stories
+"""
+VERIFY = """\
+example:
+  meshwright data verify stories && echo intact
+"""
+TRAIN_TOKENIZER = """\
+example:
+  meshwright data train-tokenizer bpe --source stdlib --vocab-size 4096
+  meshwright train data.tokenizer=bpe/tokenizer.json
+"""
+EXAMPLES = "examples:\n" + "".join(
+    text.split("\n", 1)[1] for text in (PREPARE, INSPECT, VERIFY, TRAIN_TOKENIZER)
+)
+SAMPLE_TOKENS = 48
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `data`."""
+    parser.description = "Prepare, inspect and verify indexed stores of tokens."
+    parser.epilog = EXAMPLES
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    command = _action(actions, "prepare", "tokenise text into an indexed store", PREPARE)
+    command.add_argument("out", metavar="OUT", help="the folder to write; continues if interrupted")
+    _add_source(command)
+    command.add_argument(
+        "--tokenizer", default="bytes", help="'bytes', 'gpt2' or the path of a tokenizer.json"
+    )
+    command.add_argument("--eos", metavar="TOKEN", help="what ends a document, if not found")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (the cores)")
+    command.add_argument(
+        "--validation",
+        type=float,
+        default=DataSpec().validation,
+        metavar="SHARE",
+        help="tell how this share would be held out (data.validation decides, at training)",
+    )
+
+    command = _action(actions, "inspect", "what a store holds", INSPECT)
+    command.add_argument("store", metavar="STORE")
+
+    command = _action(actions, "verify", "read a store again and compare all hashes", VERIFY)
+    command.add_argument("store", metavar="STORE")
+
+    command = _action(actions, "train-tokenizer", "train a byte-level BPE", TRAIN_TOKENIZER)
+    command.add_argument("out", metavar="OUT", help="a .json file, or a folder for tokenizer.json")
+    _add_source(command)
+    command.add_argument("--vocab-size", type=_positive, required=True, metavar="N")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action and return the exit code."""
+    actions = {
+        "prepare": _prepare,
+        "inspect": _inspect,
+        "verify": _verify,
+        "train-tokenizer": _train_tokenizer,
+    }
+    return actions[args.action](args)
+
+
+def _action(actions: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_json(parser)
+    return parser
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="stdlib, tinystories, hf:NAME, or text files, jsonl files and folders of them",
+    )
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of jsonl rows")
+    parser.add_argument(
+        "--separator", metavar="TEXT", help=r"ends a document in a text file; '\n\n': blank lines"
+    )
+    parser.add_argument("--cache", metavar="DIR", help="folder for downloads")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _sources(args: argparse.Namespace, report: Report) -> list[Source]:
+    separator = args.separator.replace("\\n", "\n") if args.separator else None
+    spec = DataSpec(text_key=args.text_key, separator=separator)
+    cache = Path(args.cache) if args.cache else cache_folder(load_config(), os.environ)
+    return [source_of(name, spec, cache, report) for name in args.source]
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Report]:
+    """Show a progress bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    if not 0 <= args.validation < 1:
+        raise ConfigError(f"--validation {args.validation} must be in [0, 1)")
+    started = time.perf_counter()
+    with _bar("preparing") as report:
+        store = prepare(
+            _sources(args, report),
+            args.tokenizer,
+            Path(args.out),
+            eos=args.eos,
+            workers=args.workers,
+            progress=report,
+        )
+    seconds = time.perf_counter() - started
+    train, held = split(store.shards, args.validation, store.manifest.vocab_size)
+    facts = _facts(store) | {
+        "seconds": seconds,
+        "validation": {
+            "share": args.validation,
+            "documents": held.documents,
+            "tokens": len(held),
+            "train_documents": train.documents,
+            "train_tokens": len(train),
+        },
+    }
+    if args.json:
+        print_json(facts)
+        return EXIT_DONE
+    _print_table(store)
+    share = f"{args.validation:g} held out: {format_count(len(held))} tokens"
+    print(f"{share} of {held.documents} documents; took {format_seconds(seconds)}")
+    return EXIT_DONE
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    store = open_store(Path(args.store))
+    ids = store.shards[0].tokens[:SAMPLE_TOKENS].tolist()
+    text = store.tokenizer().decode(ids)
+    if args.json:
+        print_json(_facts(store) | {"sample": {"ids": ids, "text": text}})
+        return EXIT_DONE
+    _print_table(store)
+    print(f"first {len(ids)} tokens: {text!r}")
+    return EXIT_DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    with _bar("verifying") as report:
+        found = verify(Path(args.store), report)
+    seconds = time.perf_counter() - started
+    passed = not found.problems
+    if args.json:
+        print_json(
+            {
+                "store": args.store,
+                "passed": passed,
+                "problems": list(found.problems),
+                "files": found.files,
+                "bytes": found.bytes,
+                "seconds": seconds,
+            }
+        )
+    elif passed:
+        size = f"{found.files} files, {format_bytes(found.bytes)}"
+        print(f"{args.store} is intact: {size}, {format_seconds(seconds)}")
+    else:
+        for problem in found.problems:
+            print(f"{args.store}: {problem}")
+    return EXIT_DONE if passed else EXIT_CHECK_FAILED
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    with _bar("downloading") as report:
+        sources = _sources(args, report)
+        parts = [(source, part) for source in sources for part in source.parts()]
+    texts = (text for source, part in parts for text in source.documents(part))
+    if not args.json:
+        print("training a tokenizer", file=sys.stderr)
+    file = train_bpe(texts, args.vocab_size, Path(args.out))
+    tokenizer = load_tokenizer(str(file))
+    facts = {"file": str(file), "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_token}
+    if args.json:
+        print_json(facts | {"digest": tokenizer.digest})
+    else:
+        print(f"{file}: {tokenizer.vocab_size} entries, {tokenizer.eos_token} ends a document")
+    return EXIT_DONE
+
+
+def _facts(store: Store) -> dict[str, Any]:
+    manifest = store.manifest
+    return {
+        "store": str(store.folder),
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "unigram_entropy": manifest.entropy,
+        "tokenizer": {
+            "name": manifest.tokenizer.name,
+            "digest": manifest.tokenizer.digest,
+            "eos_id": manifest.tokenizer.eos_id,
+        },
+        "sources": list(manifest.sources),
+        "shards": [
+            {
+                "file": shard.tokens_file.file,
+                "bytes": shard.tokens_file.bytes,
+                "tokens": shard.tokens,
+                "documents": shard.documents,
+                "max_id": shard.max_id,
+            }
+            for shard in manifest.shards
+        ],
+        "digest": store.digest,
+    }
+
+
+def _print_table(store: Store) -> None:
+    manifest = store.manifest
+    size = sum(record.bytes for record in manifest.files())
+    name = manifest.tokenizer.name
+    rows = {
+        "documents": f"{manifest.documents:,}",
+        "tokens": f"{manifest.tokens:,}",
+        "vocabulary": f"{manifest.vocab_size:,} ({name}, document ends with {_eos(store)})",
+        "stored as": f"{manifest.dtype}, {len(manifest.shards)} shards, {format_bytes(size)}",
+        "unigram entropy": f"{manifest.entropy:.3f} nats per token",
+        "sources": ", ".join(str(source.get("kind", "?")) for source in manifest.sources),
+    }
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for key, value in rows.items():
+        table.add_row(Text(key, "dim"), Text(value))
+    Console(soft_wrap=True).print(table)
+
+
+def _eos(store: Store) -> str:
+    record = store.manifest.tokenizer
+    return f"{record.eos_token} = {record.eos_id}" if record.eos_token else str(record.eos_id)

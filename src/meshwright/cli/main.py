@@ -1,0 +1,74 @@
+"""`meshwright COMMAND`: finds the command, runs it, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, cast
+
+from meshwright.errors import EXIT_STOPPED, MeshwrightError
+from meshwright.version import __version__
+
+# A command's module is imported when it is called, so that `--help` answers at once.
+COMMANDS: Final[Mapping[str, str]] = {
+    "train": "train a model: start the ranks, write the run folder",
+    "generate": "sample text from a run or a Hugging Face folder",
+    "data": "prepare, inspect and verify corpora",
+    "config": "show the resolved config with origins, or its schema",
+}
+
+EXAMPLE = """\
+examples:
+  meshwright train                                  a small Llama on the built-in corpus
+  meshwright train run.toml train.steps=500         a config, one value changed
+  meshwright generate runs/latest --prompt "def "   what it writes
+  meshwright config show run.toml                   every value and where it came from
+
+exit codes: 0 done, 1 a check failed, 2 refused before start, 3 a rank failed,
+4 stopped on request after saving, 5 no progress after repeated restarts
+"""
+
+
+class Command(Protocol):
+    """What the module of a command offers."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it and return the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; the message of an error goes to stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="meshwright",
+        description="Plan, prove, train and explain the parallel training of language models.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if words and words[0] == name:
+            module = cast(Command, importlib.import_module(f"meshwright.cli.{name}"))
+            module.configure(command)
+            command.set_defaults(module=module)
+    args = parser.parse_args(words)
+    try:
+        return cast(Command, args.module).run(args)
+    except MeshwrightError as error:
+        print(f"meshwright {args.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return EXIT_STOPPED
+    except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
+        sys.stderr.close()
+        return 0

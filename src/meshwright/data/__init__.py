@@ -1,0 +1,24 @@
+"""Corpora, tokenizers, the indexed store and the sampler. Numpy only; never imports torch."""
+
+from meshwright.data.dataset import Dataset, open_data, refuse_changed
+from meshwright.data.sampler import IGNORE, Position, Rows, Sampler
+from meshwright.data.store import Store, open_store, verify
+from meshwright.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from meshwright.data.writer import prepare
+
+__all__ = [
+    "IGNORE",
+    "Dataset",
+    "Position",
+    "Rows",
+    "Sampler",
+    "Store",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_data",
+    "open_store",
+    "prepare",
+    "refuse_changed",
+    "train_bpe",
+    "verify",
+]

@@ -1,0 +1,352 @@
+"""Where documents come from: the standard library, text and jsonl files, Hugging Face data sets.
+
+A source lists its parts (a file, a byte range of a large file, a range of rows) in a fixed order
+and reads the documents of any part by itself, so that parts can be read by different processes
+and the corpus is the same however many there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.data.files import reading
+from meshwright.errors import DataError, nearest, refusal
+from meshwright.units import MIB
+
+PART_BYTES = 16 * MIB
+HF_PART_ROWS = 20_000
+END_OF_TEXT = "<|endoftext|>"
+BLANK_LINE = "\n\n"
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp"),
+    *(".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh"),
+)
+Fingerprint = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a source: bytes `start` to `stop` of a file, or rows of a data set.
+
+    `size` is its text in bytes, exact for files and an estimate for rows.
+    """
+
+    path: str
+    start: int
+    stop: int
+    size: int
+
+
+class Source(Protocol):
+    """A corpus of documents; must be picklable, for the processes that read it."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Return what tells this corpus from a changed one, cheaply, as JSON values."""
+
+    def parts(self) -> list[Part]:
+        """Return the parts in order; raises DataError where there is nothing to read."""
+
+    def documents(self, part: Part) -> Iterator[str]:
+        """Read the non-empty documents of one part in order; raises DataError."""
+
+
+@dataclass(frozen=True)
+class Stdlib:
+    """The Python standard library's own sources, one file a document.
+
+    It is on every machine. Tests and installed packages are left out, and so are `encodings` and
+    `pydoc_data`: tables written by programs, with little to learn in them. Files that are not
+    UTF-8 are skipped.
+    """
+
+    root: Path = Path(os.__file__).parent
+
+    _LEFT_OUT = frozenset(
+        {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+        | {"encodings", "pydoc_data"}
+    )
+
+    def _files(self) -> list[Path]:
+        found = _walk(self.root, (".py",), self._LEFT_OUT)
+        if not found:
+            raise DataError(
+                f"the Python standard library has no sources in {self.root}; use own text files"
+            )
+        return found
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the interpreter's version and a hash of the names and sizes."""
+        listing = "".join(
+            f"{path.relative_to(self.root).as_posix()} {path.stat().st_size}\n"
+            for path in self._files()
+        )
+        version = f"{platform.python_implementation()} {platform.python_version()}"
+        digest = hashlib.sha256(listing.encode()).hexdigest()
+        return {"kind": "stdlib", "python": version, "files": digest}
+
+    def parts(self) -> list[Part]:
+        """Return one part per file."""
+        return [_whole(path) for path in self._files() if path.stat().st_size]
+
+    def documents(self, part: Part) -> Iterator[str]:
+        """Read one source file."""
+        try:
+            text = _read(part).decode("utf-8")
+        except UnicodeDecodeError:
+            return
+        if text.strip():
+            yield text
+
+
+@dataclass(frozen=True)
+class Files:
+    """Text files, jsonl files, and folders of them, in the order given and sorted inside a folder.
+
+    A `.jsonl` or `.ndjson` file gives one document per row, its field `text_key`. A text file is
+    one document, or is split at `separator`; left out, that is `<|endoftext|>` where the file has
+    it. A separator of two newlines splits at blank lines.
+    """
+
+    paths: tuple[Path, ...]
+    text_key: str = "text"
+    separator: str | None = None
+
+    def _files(self) -> list[Path]:
+        found: list[Path] = []
+        for path in self.paths:
+            if path.is_dir():
+                inside = _walk(path, (*TEXT_SUFFIXES, *JSONL_SUFFIXES), frozenset())
+                if not inside:
+                    kinds = " ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
+                    raise DataError(f"{path} has no text files (looked for {kinds})")
+                found += inside
+            elif path.is_file():
+                found.append(path)
+            else:
+                raise DataError(_missing(path))
+        return found
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the path, size and time of change of each file, hashed, and the options."""
+        listing = hashlib.sha256()
+        for path in self._files():
+            with reading(path):
+                state = path.stat()
+            listing.update(f"{path.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+        return {
+            "kind": "files",
+            "paths": [str(path) for path in self.paths],
+            "files": listing.hexdigest(),
+            "text_key": self.text_key,
+            "separator": self.separator,
+        }
+
+    def parts(self) -> list[Part]:
+        """Return a part per file, large ones cut between documents at about `PART_BYTES`."""
+        parts = [part for path in self._files() for part in self._cut(path)]
+        if not parts:
+            raise DataError(f"the corpus is empty: {', '.join(map(str, self.paths))}")
+        return parts
+
+    def _cut(self, path: Path) -> Iterator[Part]:
+        with reading(path):
+            size = path.stat().st_size
+            if size == 0:
+                return
+            pattern = self._boundary(path)
+            if size <= PART_BYTES or pattern is None:
+                yield _whole(path)
+                return
+            # Documents are stripped, so a cut after any separator gives the same documents.
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+                start = 0
+                while start < size:
+                    match = pattern.search(data, min(start + PART_BYTES, size))
+                    stop = match.end() if match else size
+                    yield Part(str(path), start, stop, stop - start)
+                    start = stop
+
+    def _boundary(self, path: Path) -> re.Pattern[bytes] | None:
+        """Return what separates the documents of a file; None where it is one document."""
+        if path.suffix.lower() in JSONL_SUFFIXES:
+            return re.compile(rb"\n")
+        separator = self.separator
+        if separator is None:
+            with reading(path), path.open("rb") as file:
+                separator = END_OF_TEXT if END_OF_TEXT.encode() in file.read(MIB) else ""
+        if separator == BLANK_LINE:
+            return re.compile(rb"\n[ \t\r]*\n")
+        return re.compile(re.escape(separator.encode())) if separator else None
+
+    def documents(self, part: Part) -> Iterator[str]:
+        """Read the documents of a file or of a range of it."""
+        path = Path(part.path)
+        content = _read(part)
+        if path.suffix.lower() in JSONL_SUFFIXES:
+            yield from self._rows(path, part.start, content)
+            return
+        pattern = self._boundary(path)
+        if pattern is None:
+            text = _decode(path, 0, content).removeprefix("\ufeff")
+            if text.strip():
+                yield text
+            return
+        position = 0
+        for match in (*pattern.finditer(content), None):
+            end = match.start() if match else len(content)
+            text = _decode(path, part.start + position, content[position:end])
+            if text := text.removeprefix("\ufeff").strip():
+                yield text
+            position = match.end() if match else end
+
+    def _rows(self, path: Path, start: int, content: bytes) -> Iterator[str]:
+        for number, line in enumerate(content.split(b"\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                text = self._text_of(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                # Counted only now: earlier parts of the file end at line ends.
+                above = _read(Part(str(path), 0, start, start)).count(b"\n")
+                raise DataError(f"{path}, line {above + number}: {error}") from error
+            if text.strip():
+                yield text
+
+    def _text_of(self, row: object) -> str:
+        if not isinstance(row, dict):
+            raise ValueError(f"the row is a JSON {type(row).__name__}, not an object")
+        if self.text_key not in row:
+            legal = nearest(self.text_key, row) or list(row)[:5]
+            hint = "Name the field with data.text_key"
+            raise ValueError(refusal(f"no field {self.text_key!r}", legal=legal, hint=hint))
+        text = row[self.text_key]
+        if not isinstance(text, str):
+            raise ValueError(f"field {self.text_key!r} is a {type(text).__name__}, not text")
+        if not text.isascii():
+            text.encode()  # a lone surrogate, legal in JSON, is not Unicode text
+        return text
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A data set by the `datasets` library: its name, configuration and split.
+
+    The name is one of the hub's, or a local folder that the library can read.
+    """
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    text_key: str = "text"
+
+    @staticmethod
+    def parse(text: str, text_key: str) -> HuggingFace:
+        """Read `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`; an empty CONFIG is the default."""
+        name, _, rest = text.partition(":")
+        config, _, split = rest.partition(":")
+        if not name or ":" in split:
+            raise DataError(f'source = "hf:{text}": write hf:NAME or hf:NAME:CONFIG:SPLIT')
+        return HuggingFace(name, config or None, split or "train", text_key)
+
+    @cached_property
+    def _rows(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError(
+                f"source = hf:{self.name} needs the datasets library: pip install 'meshwright[hf]'"
+            ) from error
+        try:
+            rows = datasets.load_dataset(self.name, self.config, split=self.split)
+        except Exception as error:  # network, cache, names: the library raises all kinds
+            raise DataError(f"cannot load hf:{self.name}: {error!s:.300}") from error
+        if self.text_key not in rows.column_names:
+            legal = nearest(self.text_key, rows.column_names) or rows.column_names[:5]
+            hint = "Name the field with data.text_key"
+            rule = f"hf:{self.name} has no field {self.text_key!r}"
+            raise DataError(refusal(rule, legal=legal, hint=hint))
+        return rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process loads the rows itself, from the library's cache.
+        return {key: value for key, value in self.__dict__.items() if key != "_rows"}
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the names and the library's own fingerprint of the rows."""
+        names = {"kind": "hf", "name": self.name, "config": self.config, "split": self.split}
+        content = {"text_key": self.text_key, "rows": len(self._rows)}
+        return names | content | {"fingerprint": str(self._rows._fingerprint)}
+
+    def parts(self) -> list[Part]:
+        """Return ranges of rows."""
+        count = len(self._rows)
+        if count == 0:
+            raise DataError(f"the corpus is empty: hf:{self.name}")
+        per_row = max(1, int(self._rows.data.nbytes) // count)
+        starts = range(0, count, HF_PART_ROWS)
+        stops = (min(start + HF_PART_ROWS, count) for start in starts)
+        return [Part("", a, b, (b - a) * per_row) for a, b in zip(starts, stops, strict=True)]
+
+    def documents(self, part: Part) -> Iterator[str]:
+        """Read the text field of a range of rows."""
+        column = self._rows[part.start : part.stop][self.text_key]
+        for number, text in enumerate(column, part.start):
+            if not isinstance(text, str):
+                raise DataError(
+                    f"hf:{self.name}, row {number}: field {self.text_key!r} is a "
+                    f"{type(text).__name__}, not text"
+                )
+            if text.strip():
+                yield text
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[Path]:
+    """Return the files under a folder by suffix, sorted by path; hidden names are left out."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in left_out and not f.startswith(".")]
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.lower().endswith(suffixes) and not name.startswith(".")
+        ]
+    return sorted((path for path in found if path.is_file()), key=Path.as_posix)
+
+
+def _whole(path: Path) -> Part:
+    size = path.stat().st_size
+    return Part(str(path), 0, size, size)
+
+
+def _read(part: Part) -> bytes:
+    path = Path(part.path)
+    with reading(path), path.open("rb") as file:
+        file.seek(part.start)
+        content = file.read(part.stop - part.start)
+    if len(content) != part.stop - part.start:
+        raise DataError(f"{path} has become shorter while it was being read")
+    return content
+
+
+def _decode(path: Path, start: int, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {start + error.start}") from error
+
+
+def _missing(path: Path) -> str:
+    known = nearest(str(path), ("stdlib", "tinystories"))
+    hint = "A source is stdlib, tinystories, hf:NAME, or the path of a file or folder"
+    return refusal(f"no such file or folder: {path}", legal=known, hint=hint)

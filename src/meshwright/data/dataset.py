@@ -1,0 +1,229 @@
+"""`open_data`: from a DataSpec to a data set that can be sampled."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.corpora import Files, HuggingFace, Source, Stdlib
+from meshwright.data.files import sha256_bytes
+from meshwright.data.megatron import megatron_prefix, open_megatron
+from meshwright.data.sampler import Sampler
+from meshwright.data.store import FORMAT, Progress, Store, entropy_of, is_store, open_store
+from meshwright.data.tinystories import TinyStories
+from meshwright.data.tokenizers import Tokenizer, load_tokenizer
+from meshwright.data.view import Shard, TokenView, split
+from meshwright.data.writer import prepare
+from meshwright.errors import DataError
+from meshwright.spec.training import DataSpec
+from meshwright.units import MIB, format_bytes
+
+Split = Literal["train", "validation"]
+Say = Callable[[str], None]
+PROBE_TOKENS = MIB
+SAY_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Everything that training reads: two disjoint streams of tokens.
+
+    `unigram_entropy` is that of the distribution of single tokens, in nats: the loss of a model
+    that knows frequencies only (None for a Megatron pair, which is not read through). `identity`
+    is what must not change when a run is resumed. `validation` is empty for a share of 0.
+    `vocab_size` bounds every id that is read. `folders` are the prepared stores, in order.
+    """
+
+    spec: DataSpec
+    train: TokenView
+    validation: TokenView
+    tokenizer: Tokenizer
+    vocab_size: int
+    unigram_entropy: float | None
+    identity: dict[str, str]
+    folders: tuple[Path, ...]
+
+    def view(self, split: Split) -> TokenView:
+        """Return the stream of a split."""
+        return self.train if split == "train" else self.validation
+
+    def tokens(self, split: Split) -> int:
+        """Return how many tokens a split has."""
+        return len(self.view(split))
+
+    def documents(self, split: Split) -> int:
+        """Return how many documents a split has."""
+        return self.view(split).documents
+
+    def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler:
+        """Return the sampler of a split; DataError where it is shorter than one sample."""
+        return Sampler(
+            self.view(split),
+            seq_len=seq_len,
+            batch=batch,
+            seed=self.spec.seed,
+            packing=self.spec.packing,
+            name=split,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """One source, opened: its name, shards, tokenizer, digest, counts of ids and folder."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    tokenizer: Tokenizer
+    digest: str
+    counts: NDArray[np.int64] | None
+    folder: Path | None
+
+
+def open_data(
+    spec: DataSpec, cache: Path, vocab_size: int | None = None, progress: Say | None = None
+) -> Dataset:
+    """Open what a DataSpec names, preparing it under `cache` where that has not been done.
+
+    A prepared store and a Megatron pair are read where they are; several sources follow each
+    other in the order given. `vocab_size` is the model's, which must hold the tokenizer's.
+    `progress` gets lines of text about a download or a preparation. Raises DataError: anything
+    missing, corrupt, empty, or of another tokenizer.
+    """
+    opened = [_open(name, spec, cache, progress) for name in spec.sources]
+    if not opened:
+        raise DataError("data.source names nothing")
+    first = opened[0]
+    for other in opened[1:]:
+        if other.tokenizer.digest != first.tokenizer.digest:
+            raise DataError(
+                f"sources of different tokenizers cannot be mixed: {first.name} has "
+                f"{first.tokenizer.name}, {other.name} has {other.tokenizer.name}"
+            )
+    size = first.tokenizer.vocab_size
+    if vocab_size is not None and vocab_size < size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size} is smaller than the vocabulary of {size} of the "
+            f"tokenizer {first.tokenizer.name}"
+        )
+    shards = [shard for source in opened for shard in source.shards]
+    train, validation = split(shards, spec.validation, size)
+    known = [source.counts for source in opened if source.counts is not None]
+    identity = {
+        "tokenizer": first.tokenizer.digest,
+        "data": sha256_bytes("\n".join(source.digest for source in opened).encode()),
+        "validation": str(spec.validation),
+        "packing": spec.packing,
+        "seed": str(spec.seed),
+    }
+    return Dataset(
+        spec=spec,
+        train=train,
+        validation=validation,
+        tokenizer=first.tokenizer,
+        vocab_size=size,
+        unigram_entropy=entropy_of(sum(known[1:], known[0])) if len(known) == len(opened) else None,
+        identity=identity,
+        folders=tuple(source.folder for source in opened if source.folder is not None),
+    )
+
+
+def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise DataError where the data of a resumed run is not what it was trained on.
+
+    Both are a data set's `identity`; the message names what differs, with both values.
+    """
+    changed = [key for key in recorded if recorded[key] != now.get(key)]
+    if changed:
+        pairs = [f"{key} was {recorded[key]:.16}, is {now.get(key)!s:.16}" for key in changed]
+        raise DataError(f"the run was started on other data: {'; '.join(pairs)}")
+
+
+def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
+    """Return the source of documents that a name stands for; nothing is read yet."""
+    if name == "stdlib":
+        return Stdlib()
+    kind, _, rest = name.partition(":")
+    if kind == "tinystories":
+        return TinyStories(cache / "downloads", rest or "train", progress=progress)
+    if kind == "hf":
+        return HuggingFace.parse(rest, spec.text_key)
+    return Files((Path(name),), spec.text_key, spec.separator)
+
+
+def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
+    path = Path(name)
+    if is_store(path):
+        return _open_prepared(name, open_store(path), spec)
+    prefix = megatron_prefix(path) if name not in ("stdlib", "tinystories") else None
+    if prefix is not None:
+        return _open_pair(name, prefix, spec)
+    source = source_of(name, spec, cache, _steps(f"downloading {name}", say))
+    tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
+    key = json.dumps([FORMAT, source.fingerprint(), tokenizer.digest], sort_keys=True)
+    folder = cache / "stores" / sha256_bytes(key.encode())[:24]
+    if is_store(folder):
+        store = open_store(folder)  # without the lock, which a read-only cache would not give
+    else:
+        store = prepare(
+            [source],
+            spec.tokenizer,
+            folder,
+            eos=spec.eos,
+            workers=spec.workers,
+            progress=_steps(f"preparing {name}", say),
+        )
+    return _Opened(name, store.shards, tokenizer, store.digest, store.counts(), folder)
+
+
+def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
+    # The default tokenizer stands for "the store's": a resolved config spells defaults out, so
+    # that one which was asked for cannot be told from one which was not.
+    if spec.tokenizer != DataSpec.model_fields["tokenizer"].default:
+        asked = load_tokenizer(spec.tokenizer, spec.eos)
+        record = store.manifest.tokenizer
+        if asked.digest != record.digest:
+            raise DataError(
+                f"data.tokenizer = {spec.tokenizer!r}, but the store {store.folder} was prepared "
+                f"with {record.name!r} (vocabulary {record.vocab_size}); leave data.tokenizer out "
+                "to use the store's"
+            )
+    tokenizer = store.tokenizer()
+    return _Opened(name, store.shards, tokenizer, store.digest, store.counts(), store.folder)
+
+
+def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
+    pair = open_megatron(prefix)
+    tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
+    # The pair does not say how it was tokenised. All ids are checked as they are read; a look at
+    # the first ones tells of a wrong tokenizer before anything starts.
+    whole, _ = split([pair.shard], 0.0, tokenizer.vocab_size)
+    try:
+        whole.read(0, min(len(whole), PROBE_TOKENS))
+    except DataError as error:
+        raise DataError(
+            f"{error}. Is data.tokenizer = {spec.tokenizer!r} what {name} was tokenised with?"
+        ) from error
+    return _Opened(name, (pair.shard,), tokenizer, pair.digest, None, None)
+
+
+def _steps(what: str, say: Say | None) -> Progress | None:
+    """Return a progress callback that says a line at tenths of the work, if it takes a while."""
+    if say is None:
+        return None
+    said, last = -1, time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal said, last
+        tenth, now = 10 * done // max(1, total), time.monotonic()
+        if tenth > said and now - last >= SAY_EVERY_S:
+            said, last = tenth, now
+            say(f"{what}: {10 * tenth}% of {format_bytes(total)}")
+
+    return report

@@ -1,0 +1,194 @@
+"""Files that are either whole or absent: atomic writing, hashing, and locks between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from meshwright.errors import DataError
+from meshwright.units import MIB
+
+BLOCK_BYTES = MIB  # a damaged file is narrowed down to one block of this size
+_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def plain_name(name: str) -> bool:
+    """Tell whether a name that was read from a file is a plain file name, never a path."""
+    return _PLAIN.fullmatch(name) is not None
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Return the SHA-256 of bytes, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class FileHash:
+    """SHA-256 of a file's bytes and the CRC-32 of each of its blocks, as the bytes arrive."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._sha = hashlib.sha256()
+        self._blocks: list[int] = []
+        self._crc = 0
+
+    def update(self, data: bytes) -> None:
+        """Take the next bytes."""
+        view = memoryview(data)
+        self._sha.update(view)
+        while len(view):
+            room = BLOCK_BYTES - self.size % BLOCK_BYTES
+            self._crc = zlib.crc32(view[:room], self._crc)
+            taken = min(room, len(view))
+            self.size += taken
+            view = view[taken:]
+            if self.size % BLOCK_BYTES == 0:
+                self._blocks.append(self._crc)
+                self._crc = 0
+
+    @property
+    def sha256(self) -> str:
+        """The hash of all bytes so far, in hex."""
+        return self._sha.hexdigest()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """CRC-32 of each block of `BLOCK_BYTES`, the last one possibly shorter."""
+        partial = (self._crc,) if self.size % BLOCK_BYTES else ()
+        return (*self._blocks, *partial)
+
+
+def hash_file(path: Path) -> FileHash:
+    """Hash a file from the disk; DataError with the path where it cannot be read."""
+    result = FileHash()
+    with reading(path), path.open("rb") as file:
+        while chunk := file.read(4 * MIB):
+            result.update(chunk)
+    return result
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a failure of the operating system inside the block into a DataError with the path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class AtomicFile:
+    """A file that appears under its name only when it is complete and on the disk.
+
+    Used as a context: leaving it by an exception removes what was written. `hash` follows the
+    bytes. Raises DataError, with the path and the bytes written so far, when the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hash = FileHash()
+        self._temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+
+    def __enter__(self) -> AtomicFile:
+        try:
+            # "x" never follows a link that someone put there.
+            self._file = self._temporary.open("xb")
+        except OSError as error:
+            raise self._failed(error) from error
+        return self
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise self._failed(error) from error
+        self.hash.update(data)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                self._temporary.replace(self.path)
+                sync_folder(self.path.parent)
+        except OSError as error:
+            if kind is None:
+                raise self._failed(error) from error
+        finally:
+            with suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> DataError:
+        return DataError(
+            f"cannot write {self.path} (after {self.hash.size} bytes): {error.strerror or error}"
+        )
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a whole small file atomically."""
+    with AtomicFile(path) as file:
+        file.write(data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the file system knows how."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def writable_folder(folder: Path) -> Path:
+    """Create the folder where needed and prove that it takes files, else raise DataError."""
+    probe = folder / f".probe.tmp-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the folder {folder}: {error.strerror or error}"
+        ) from error
+    return folder
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a killed writer left behind; only the holder of the folder's lock may."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for one writer at a time; others wait, and a dead one's lock is free.
+
+    The lock file stays behind, since removing it would let two processes lock different files.
+    """
+    path = writable_folder(folder) / ".lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise DataError(f"cannot lock {path}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

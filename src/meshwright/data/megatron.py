@@ -1,0 +1,112 @@
+"""Megatron's `.bin`/`.idx` pair, read in place.
+
+The index (little endian): magic, version 1, code of the token type, number of sequences, length
+of the document index; then the sizes of the sequences (int32, tokens), where each starts (int64,
+bytes), and the document index (int64: the first sequence of each document, and the end).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.files import reading, sha256_bytes
+from meshwright.data.view import Shard, map_array
+from meshwright.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class MegatronPair:
+    """A validated pair: its shard, the number of its documents and a digest of its index."""
+
+    shard: Shard
+    digest: str
+
+
+def megatron_prefix(path: Path) -> Path | None:
+    """Return the common name of a pair, given either file or that name; None where there is none.
+
+    The check is by name and existence only.
+    """
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return prefix if _with(prefix, ".idx").is_file() else None
+
+
+def open_megatron(prefix: Path) -> MegatronPair:
+    """Open the pair PREFIX.bin and PREFIX.idx; the tokens are not copied.
+
+    Raises DataError, naming the file and both values, where a size does not fit, or sequences or
+    documents are out of order, overlap or leave the file.
+    """
+    index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
+    with reading(index_path):
+        content = index_path.read_bytes()
+    with reading(tokens_path):
+        token_bytes = tokens_path.stat().st_size
+    dtype, sizes, pointers, documents = _parse(index_path, content)
+    width = np.dtype(dtype).itemsize
+    stops = np.cumsum(sizes, dtype=np.int64)
+    wrong = np.flatnonzero(pointers != (stops - sizes) * width)
+    if len(wrong):
+        first = int(wrong[0])
+        expected = int((stops - sizes)[first]) * width
+        raise DataError(
+            f"{index_path}: sequence {first} starts at byte {pointers[first]}, but the sequences "
+            f"before it end at byte {expected}"
+        )
+    total = int(stops[-1]) if len(stops) else 0
+    if token_bytes != total * width:
+        raise DataError(
+            f"{tokens_path} has {token_bytes} bytes, its index says {total * width} "
+            f"({total} tokens of {width} bytes)"
+        )
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), stops])[documents[1:]]
+    ends = np.unique(ends[ends > 0])  # documents without tokens vanish
+    if not total:
+        raise DataError(f"the corpus is empty: {tokens_path}")
+    shard = Shard(tokens_path, map_array(tokens_path, dtype, total), ends)
+    return MegatronPair(shard, sha256_bytes(content))
+
+
+def _parse(
+    path: Path, content: bytes
+) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the token type, sequence sizes, pointers and document index of an index file."""
+    if len(content) < HEADER.size or not content.startswith(MAGIC):
+        raise DataError(f"{path} is not a Megatron index: it starts with {content[:9]!r}")
+    _, version, code, sequences, documents = HEADER.unpack_from(content)
+    if version != VERSION:
+        raise DataError(f"{path} has index version {version}; only {VERSION} is known")
+    if code not in DTYPES:
+        raise DataError(f"{path} has token type {code}, which is not one of integers")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if len(content) != expected:
+        raise DataError(
+            f"{path} has {len(content)} bytes, its header says {expected} "
+            f"({sequences} sequences, {documents} document offsets)"
+        )
+    sizes = np.frombuffer(content, "<i4", sequences, HEADER.size).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
+    starts = np.frombuffer(content, "<i8", documents, HEADER.size + 12 * sequences)
+    if len(sizes) and sizes.min() < 0:
+        raise DataError(f"{path}: sequence {int(sizes.argmin())} has {sizes.min()} tokens")
+    ordered = len(starts) > 0 and starts[0] == 0 and starts[-1] == sequences
+    if not ordered or (np.diff(starts) < 0).any():
+        raise DataError(
+            f"{path}: the document index must rise from 0 to {sequences} (the sequences), it is "
+            f"{starts[:3].tolist()}...{starts[-3:].tolist()}"
+        )
+    return DTYPES[code], sizes, pointers.astype(np.int64), starts.astype(np.int64)
+
+
+def _with(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)

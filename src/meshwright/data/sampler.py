@@ -1,0 +1,144 @@
+"""The sampler: which tokens the rows of a global batch are, as a pure function of the step.
+
+Sample k of a run is window `permute(k % n)` of epoch `k // n`, a window being `seq_len + 1`
+consecutive tokens at stride `seq_len`. No state is kept, so a run resumes at any step, on any
+number of ranks, with the same global batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.permutation import permute
+from meshwright.data.view import TokenView
+from meshwright.errors import DataError
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a global batch: int64 [rows, seq_len] each.
+
+    `targets` is the next token of each input, or `IGNORE` where that belongs to another document
+    and packing is "documents". `segments` numbers the documents within each row from 0, and is
+    None where packing is "stream".
+    """
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    segments: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a step stands, for logs: counted at its first sample.
+
+    `epoch` is from 0, `sample` is within the epoch of `samples`, `tokens` were read before.
+    """
+
+    epoch: int
+    sample: int
+    samples: int
+    tokens: int
+
+
+class Sampler:
+    """Global batches of `batch` sequences of `seq_len` tokens from a stream.
+
+    `seed` and the epoch give the order. `vocab_size` tightens the check of ids below that of the
+    stream (a model with a smaller vocabulary). `name` is the split's, for messages. `samples` is
+    how many an epoch has. Raises DataError for a stream shorter than one sample.
+    """
+
+    def __init__(
+        self,
+        view: TokenView,
+        *,
+        seq_len: int,
+        batch: int,
+        seed: int = 0,
+        packing: Literal["stream", "documents"] = "stream",
+        vocab_size: int | None = None,
+        name: str = "train",
+    ) -> None:
+        self.view = view
+        self.seq_len = seq_len
+        self.batch = batch
+        self.seed = seed
+        self.packing = packing
+        self.vocab_size = vocab_size
+        self.samples = (len(view) - 1) // seq_len
+        if self.samples < 1:
+            raise DataError(
+                f"the {name} split has {len(view)} tokens, one sample needs {seq_len + 1} "
+                f"(seq_len = {seq_len})"
+            )
+
+    def windows(self, step: int, rows: range | slice | None = None) -> NDArray[np.int64]:
+        """Return which window of the stream each row of a step is, int64 [rows]."""
+        if step < 0:
+            raise IndexError(f"step {step} is negative")
+        chosen = self._range(rows)
+        first = step * self.batch
+        # Python integers until they are small: a far step times a large batch may pass 64 bits.
+        epoch, offset = divmod(first, self.samples)
+        offsets = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64) + offset
+        epochs, places = np.divmod(offsets, self.samples)
+        out = np.empty_like(places)
+        for later in np.unique(epochs).tolist():
+            here = epochs == later
+            out[here] = permute(places[here], self.samples, f"{self.seed}/{epoch + later}")
+        return out
+
+    def rows(self, step: int, rows: range | slice | None = None) -> Rows:
+        """Return rows of the global batch of a step; left out, all of them.
+
+        Raises IndexError for rows outside the batch, and DataError naming file and token for an
+        id outside the vocabulary and for rows of which every target is ignored.
+        """
+        starts = self.windows(step, rows) * self.seq_len
+        ids = self.view.windows(starts, self.seq_len + 1, self.vocab_size)
+        inputs = np.ascontiguousarray(ids[:, :-1])
+        targets = np.ascontiguousarray(ids[:, 1:])
+        if self.packing == "stream":
+            return Rows(inputs, targets, None)
+        documents = self._documents(starts)
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+        if targets.size and (targets == IGNORE).all():
+            path, token = self.view.locate(int(starts[0]))
+            raise DataError(
+                f"every target from token {token} of {path.name} on is the first of another "
+                f"document: step {step} has nothing to learn from ({path.parent})"
+            )
+        return Rows(inputs, targets, np.ascontiguousarray(documents[:, :-1]))
+
+    def position(self, step: int) -> Position:
+        """Return where the first sample of a step stands."""
+        first = step * self.batch
+        epoch, sample = divmod(first, self.samples)
+        return Position(epoch, sample, self.samples, first * self.seq_len)
+
+    def _documents(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number the documents within each window from 0, int64 [rows, seq_len + 1]."""
+        ends = self.view.ends
+        lo = np.searchsorted(ends, starts, side="right")
+        hi = np.searchsorted(ends, starts + self.seq_len, side="right")
+        counts = hi - lo
+        row = np.repeat(np.arange(len(starts)), counts)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        steps = np.zeros((len(starts), self.seq_len + 1), dtype=np.int64)
+        steps[row, ends[lo[row] + nth] - starts[row]] = 1
+        return np.cumsum(steps, axis=1)
+
+    def _range(self, rows: range | slice | None) -> range:
+        if rows is None:
+            return range(self.batch)
+        chosen = range(self.batch)[rows] if isinstance(rows, slice) else rows
+        if len(chosen) and not (min(chosen) >= 0 and max(chosen) < self.batch):
+            raise IndexError(f"rows {chosen} of a batch of {self.batch}")
+        return chosen

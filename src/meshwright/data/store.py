@@ -1,0 +1,344 @@
+"""The indexed store: a folder of token shards, their document offsets, and a manifest.
+
+    manifest.json      what is in it, with the size and SHA-256 of every other file
+    tokens-00000.bin   token ids, little endian, uint16 or uint32 by the vocabulary's size
+    docs-00000.idx     where each document ends, in tokens of its shard, int64
+    counts.bin         how often each id occurs, int64 [vocab_size]
+    tokenizer.json     the tokenizer, where it is a file
+
+Documents are stored each ended by the tokenizer's end-of-document id, and none crosses shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+
+from meshwright.data.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
+from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
+from meshwright.data.view import Shard, map_array
+from meshwright.errors import DataError
+from meshwright.spec.model import Spec
+from meshwright.units import MIB
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+COUNTS = "counts.bin"
+TOKENIZER = "tokenizer.json"
+CHUNK_TOKENS = MIB
+Progress = Callable[[int, int], None]
+
+
+class FileRecord(Spec):
+    """A file of the store: plain name, bytes, SHA-256, CRC-32 of each block of 1 MiB."""
+
+    file: str
+    bytes: int = Field(ge=0)
+    sha256: str
+    blocks: tuple[int, ...] = ()
+
+
+class ShardRecord(Spec):
+    """A shard: its two files, its sizes and its largest id."""
+
+    tokens_file: FileRecord
+    index_file: FileRecord
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    max_id: int = Field(ge=-1)
+
+
+class TokenizerRecord(Spec):
+    """The tokenizer that wrote the store; `file` is the copy that the store keeps."""
+
+    kind: Literal["bytes", "tiktoken", "json"]
+    name: str
+    digest: str
+    vocab_size: int = Field(gt=0)
+    eos_id: int = Field(ge=0)
+    eos_token: str
+    file: FileRecord | None = None
+
+
+class Manifest(Spec):
+    """Everything about a store; `entropy` is that of the tokens' distribution, in nats."""
+
+    format: Literal[1] = 1
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(gt=0)
+    tokenizer: TokenizerRecord
+    sources: tuple[dict[str, Any], ...]
+    shards: tuple[ShardRecord, ...]
+    documents: int = Field(gt=0)
+    tokens: int = Field(gt=0)
+    entropy: float = Field(ge=0)
+    counts: FileRecord
+
+    def files(self) -> Iterator[FileRecord]:
+        """Yield the record of every file but the manifest."""
+        for shard in self.shards:
+            yield from (shard.tokens_file, shard.index_file)
+        yield self.counts
+        if self.tokenizer.file is not None:
+            yield self.tokenizer.file
+
+    def to_json(self) -> bytes:
+        """Return the file's content, which carries the digest of the rest of it."""
+        body = self.model_dump(mode="json")
+        return json.dumps({"digest": _digest(body), **body}, indent=1).encode() + b"\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """An opened store: its manifest and its memory-mapped shards."""
+
+    folder: Path
+    manifest: Manifest
+    shards: tuple[Shard, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it holds: the tokens, their documents and the tokenizer."""
+        names = [record.sha256 for record in self.manifest.files()]
+        return sha256_bytes("\n".join([self.manifest.tokenizer.digest, *names]).encode())
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the store's own tokenizer; DataError where it is not the one that wrote it."""
+        record = self.manifest.tokenizer
+        loaded: Tokenizer
+        if record.kind == "bytes":
+            loaded = BytesTokenizer()
+        elif record.kind == "tiktoken":
+            loaded = TiktokenTokenizer()
+        else:
+            loaded = JsonTokenizer(self.folder / TOKENIZER, record.name, record.eos_token)
+        if loaded.digest != record.digest:
+            raise DataError(
+                f"the tokenizer of {self.folder} ({record.name}) has changed: "
+                f"digest {loaded.digest}, the manifest says {record.digest}"
+            )
+        return loaded
+
+    def counts(self) -> NDArray[np.int64]:
+        """Return how often each id occurs, int64 [vocab_size]."""
+        with reading(self.folder / COUNTS):
+            return np.fromfile(self.folder / COUNTS, dtype="<i8").astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` read and what it found; no problems means that the store is intact."""
+
+    files: int
+    bytes: int
+    problems: tuple[str, ...]
+
+
+def is_store(folder: Path) -> bool:
+    """Tell whether a folder claims to be an indexed store."""
+    return (folder / MANIFEST).is_file()
+
+
+def open_store(folder: Path) -> Store:
+    """Open a store after the checks that need no reading of tokens.
+
+    Those are: the manifest's own digest, plain names, all sizes, counts, order of documents, and
+    the recorded largest id. Raises DataError naming the file and both values. `verify` reads all.
+    """
+    manifest = _read_manifest(folder)
+    problems = [problem for record in manifest.files() if (problem := _present(folder, record))]
+    problems += _inconsistent(manifest)
+    if problems:
+        raise _refused(folder, problems)
+    shards = tuple(_open_shard(folder, manifest, record) for record in manifest.shards)
+    problems = [p for s, r in zip(shards, manifest.shards, strict=True) for p in _ends(s, r)]
+    if problems:
+        raise _refused(folder, problems)
+    return Store(folder, manifest, shards)
+
+
+def verify(folder: Path, progress: Progress | None = None) -> Verification:
+    """Read every byte of a store again and compare; problems are returned, not raised.
+
+    A damaged shard is narrowed down to its blocks, and an impossible id to its token. `progress`
+    is called with the bytes read so far and in all.
+    """
+    try:
+        manifest = _read_manifest(folder)
+    except DataError as error:
+        return Verification(1, 0, (str(error),))
+    problems = _inconsistent(manifest)
+    records = list(manifest.files())
+    total, done = sum(record.bytes for record in records), 0
+    usable = set()
+    for record in records:
+        problem = _present(folder, record) or _damage(folder, record)
+        usable |= {record.file} if _present(folder, record) is None else set()
+        problems += [problem] if problem else []
+        done += record.bytes
+        if progress:
+            progress(done, total)
+    for shard in manifest.shards:
+        if {shard.tokens_file.file, shard.index_file.file} <= usable and not problems_of(shard):
+            opened = _open_shard(folder, manifest, shard)
+            problems += [*_ends(opened, shard), *_ids(opened, manifest.vocab_size)]
+    return Verification(len(records) + 1, done, tuple(problems))
+
+
+def entropy_of(counts: NDArray[np.int64]) -> float:
+    """Return the entropy of a distribution given by counts, in nats."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Return the type that token ids are stored in."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def problems_of(record: ShardRecord, width: int | None = None) -> list[str]:
+    """Return how a shard's own numbers contradict each other."""
+    tokens, index = record.tokens_file, record.index_file
+    found = []
+    if record.tokens == 0 or record.documents == 0:
+        found.append(f"{tokens.file} is empty")
+    if tokens.bytes not in (
+        [record.tokens * width] if width else [record.tokens * 2, record.tokens * 4]
+    ):
+        found.append(f"{tokens.file} has {tokens.bytes} bytes for {record.tokens} tokens")
+    if index.bytes != 8 * record.documents:
+        found.append(f"{index.file} has {index.bytes} bytes for {record.documents} documents")
+    return found
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _refused(folder: Path, problems: list[str]) -> DataError:
+    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    return DataError(
+        f"the store {folder} cannot be used: {'; '.join(problems[:3])}{more}. "
+        "Restore the files, or remove the folder and prepare it again"
+    )
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{folder} is not an indexed store: it has no {MANIFEST}")
+    with reading(path):
+        content = path.read_bytes()
+    try:
+        body = json.loads(content)
+        if not isinstance(body, dict):
+            raise ValueError("not a JSON object")
+        stated = body.pop("digest", None)
+        if stated != (found := _digest(body)):
+            raise ValueError(f"its content has digest {found}, it states {stated}")
+        manifest = Manifest.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"{path} is not a manifest of format {FORMAT}: {where}: {first['msg']}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is corrupt: {error}") from error
+    for record in manifest.files():
+        if not plain_name(record.file):
+            raise DataError(f"{path} names {record.file!r}, which is not a plain file name")
+    return manifest
+
+
+def _inconsistent(manifest: Manifest) -> list[str]:
+    """Return how the manifest's numbers contradict each other."""
+    width = np.dtype(manifest.dtype).itemsize
+    found = [problem for shard in manifest.shards for problem in problems_of(shard, width)]
+    found += [
+        f"{shard.tokens_file.file} has id {shard.max_id}, vocabulary is {manifest.vocab_size}"
+        for shard in manifest.shards
+        if shard.max_id >= manifest.vocab_size
+    ]
+    sums = {
+        "tokens": (manifest.tokens, sum(shard.tokens for shard in manifest.shards)),
+        "documents": (manifest.documents, sum(shard.documents for shard in manifest.shards)),
+        "vocab_size": (manifest.vocab_size, manifest.tokenizer.vocab_size),
+        "bytes of counts": (manifest.counts.bytes, 8 * manifest.vocab_size),
+    }
+    found += [f"{MANIFEST}: {what} {a}, should be {b}" for what, (a, b) in sums.items() if a != b]
+    return found
+
+
+def _present(folder: Path, record: FileRecord) -> str | None:
+    """Return what is wrong with a file as the folder lists it; None where nothing is."""
+    path = folder / record.file
+    if path.is_symlink():
+        return f"{record.file} is a symbolic link; a store holds its files itself"
+    if not path.is_file():
+        return f"{record.file} is missing"
+    size = path.stat().st_size
+    return (
+        f"{record.file} has {size} bytes, should be {record.bytes}"
+        if size != record.bytes
+        else None
+    )
+
+
+def _damage(folder: Path, record: FileRecord) -> str | None:
+    """Hash a file again and narrow a difference down; None where there is none."""
+    found = hash_file(folder / record.file)
+    if found.sha256 == record.sha256:
+        return None
+    pairs = enumerate(zip(found.blocks, record.blocks, strict=False))
+    bad = [number for number, (here, there) in pairs if here != there]
+    if not bad:
+        return f"{record.file} is damaged: SHA-256 {found.sha256}, should be {record.sha256}"
+    ranges = ", ".join(
+        f"{n * BLOCK_BYTES}-{min((n + 1) * BLOCK_BYTES, record.bytes) - 1}" for n in bad[:4]
+    )
+    more = f" and {len(bad) - 4} more blocks" if len(bad) > 4 else ""
+    return f"{record.file} is damaged within bytes {ranges}{more}: its SHA-256 differs"
+
+
+def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
+    path = folder / record.tokens_file.file
+    dtype = np.dtype(manifest.dtype).newbyteorder("<").str
+    tokens = map_array(path, dtype, record.tokens)
+    ends = map_array(folder / record.index_file.file, "<i8", record.documents)
+    return Shard(path, tokens, ends)
+
+
+def _ends(shard: Shard, record: ShardRecord) -> list[str]:
+    """Check that document ends rise to the number of tokens."""
+    lengths = np.diff(shard.ends, prepend=0)
+    name = record.index_file.file
+    if (lengths <= 0).any():
+        first = int(np.argmax(lengths <= 0))
+        before = int(shard.ends[first - 1]) if first else 0
+        return [
+            f"{name}: document {first} ends at token {shard.ends[first]}, "
+            f"the one before at {before}"
+        ]
+    if shard.ends[-1] != record.tokens:
+        return [f"{name}: the last document ends at token {shard.ends[-1]} of {record.tokens}"]
+    return []
+
+
+def _ids(shard: Shard, vocab_size: int) -> list[str]:
+    """Look for the first id that is outside the vocabulary."""
+    for start in range(0, len(shard.tokens), CHUNK_TOKENS):
+        outside = shard.tokens[start : start + CHUNK_TOKENS] >= vocab_size
+        if outside.any():
+            token = start + int(np.argmax(outside))
+            found = int(shard.tokens[token])
+            return [f"id {found} at token {token} of {shard.path.name}, vocabulary is {vocab_size}"]
+    return []

@@ -1,0 +1,286 @@
+"""Tokenizers: bytes, GPT-2's through tiktoken, and any `tokenizer.json`; and training a BPE."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.files import reading, sha256_bytes, writable_folder, write_atomic
+from meshwright.errors import DataError, nearest, refusal
+from meshwright.units import MIB
+
+BYTES_EOS = 256
+EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|im_end|>")
+# A longer text is encoded in pieces cut at line ends, since a BPE library holds many bytes of
+# bookkeeping per character. Ids can differ from those of the undivided text at such a cut only.
+PIECE_CHARS = 4 * MIB
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    `digest` is the SHA-256 that identifies the mapping; two tokenizers with the same digest give
+    the same ids. `eos_id` ends each document. `file` is the `tokenizer.json`, where there is one.
+    Special tokens are never recognised inside a text: a document that quotes `</s>` does not end
+    there.
+    """
+
+    kind: str
+    name: str
+    vocab_size: int
+    eos_id: int
+    eos_token: str
+    digest: str
+    file: Path | None = None
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; bytes that are not UTF-8 become replacement characters."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text, without special tokens."""
+        return list(itertools.chain.from_iterable(self.encode_batch(list(_pieces(text)))))
+
+    def pack(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of all texts, each ended by `eos_id`, and the length of each with it."""
+        pieces = [list(_pieces(text)) for text in texts]
+        encoded = iter(self.encode_batch(list(itertools.chain.from_iterable(pieces))))
+        documents = [list(itertools.islice(encoded, len(group))) for group in pieces]
+        lengths = np.array([sum(map(len, ids)) + 1 for ids in documents], dtype=np.int64)
+        ended = (itertools.chain(*ids, (self.eos_id,)) for ids in documents)
+        flat = itertools.chain.from_iterable(ended)
+        return np.fromiter(flat, dtype=np.int64, count=int(lengths.sum())), lengths
+
+
+class BytesTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, and 256 for the end of a document."""
+
+    kind = "bytes"
+    name = "bytes"
+    vocab_size = BYTES_EOS + 1
+    eos_id = BYTES_EOS
+    eos_token = ""
+    digest = sha256_bytes(b"meshwright bytes tokenizer: UTF-8, eos 256")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the UTF-8 bytes of each text."""
+        return [list(_utf8(text)) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids below 256; the end of a document prints as nothing."""
+        return bytes(i for i in map(int, ids) if 0 <= i < BYTES_EOS).decode("utf-8", "replace")
+
+    def pack(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return all bytes with an end after each text, without a Python object per byte."""
+        encoded = [_utf8(text) for text in texts]
+        lengths = np.array([len(text) + 1 for text in encoded], dtype=np.int64)
+        joined = np.frombuffer(b"\0".join([*encoded, b""]), dtype=np.uint8).astype(np.int64)
+        joined[np.cumsum(lengths) - 1] = BYTES_EOS
+        return joined, lengths
+
+
+class JsonTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`, run by the `tokenizers` library.
+
+    `eos` names the token that ends a document; left out, it is read from the files beside it
+    (tokenizer_config.json, special_tokens_map.json) or from the usual names. Raises DataError
+    where the file cannot be used or no such token is found.
+    """
+
+    kind = "json"
+
+    def __init__(self, file: Path, name: str, eos: str | None = None) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        with reading(file):
+            content = file.read_bytes()
+        try:
+            backend = Backend.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{file} is not a usable tokenizer.json: {error}") from error
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # quoted in a text, they are ordinary characters
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"{file} has an empty vocabulary")
+        self._backend = backend
+        self.file = file
+        self.name = name
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_token = _find_eos(file, vocabulary, eos)
+        self.eos_id = vocabulary[self.eos_token]
+        self.digest = sha256_bytes(content + f"\neos {self.eos_id}".encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, encoded in parallel by the library."""
+        if not texts:
+            return []
+        run = getattr(self._backend, "encode_batch_fast", self._backend.encode_batch)
+        return [encoding.ids for encoding in run(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens included as they are written."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+class TiktokenTokenizer(Tokenizer):
+    """GPT-2's vocabulary through tiktoken. Raises DataError where its data cannot be had."""
+
+    kind = "tiktoken"
+    name = "gpt2"
+    eos_token = "<|endoftext|>"
+
+    def __init__(self) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise DataError(_no_gpt2("tiktoken is not installed")) from error
+        try:
+            self._backend = tiktoken.get_encoding("r50k_base")
+        except Exception as error:  # whatever its downloader raises
+            reason = f"tiktoken has no copy of its data and cannot download it ({error!s:.120})"
+            raise DataError(_no_gpt2(reason)) from error
+        self.vocab_size = self._backend.n_vocab
+        self.eos_id = self._backend.eot_token
+        self.digest = self._digest()
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(self._backend._pat_str.encode())
+        for token in self._backend.token_byte_values():  # sorted bytes
+            digest.update(
+                token.hex().encode() + b"=%d\n" % self._backend.encode_single_token(token)
+            )
+        digest.update(b"eos %d" % self.eos_id)
+        return digest.hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        return self._backend.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, the end of a document as it is written."""
+        return self._backend.decode([int(i) for i in ids])
+
+
+def load_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
+    """Load "bytes", "gpt2", or the path of a `tokenizer.json` or of a folder that holds one.
+
+    `eos` names the token that ends a document where the files do not say. Raises DataError.
+    """
+    if name == "bytes":
+        return BytesTokenizer()
+    if name == "gpt2":
+        return TiktokenTokenizer()
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        known = nearest(name, ("bytes", "gpt2"))
+        hint = 'Give "bytes", "gpt2", or the path of a tokenizer.json or of a folder that holds one'
+        raise DataError(refusal(f"no tokenizer at {file}", legal=known, hint=hint))
+    return JsonTokenizer(file, name, eos)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> Path:
+    """Train a byte-level BPE with `<|endoftext|>` as its end of document and write it.
+
+    `out` is the file, or a folder that gets a `tokenizer.json`. Returns the file. The vocabulary
+    is smaller than asked where the texts have no more pairs to merge. Raises DataError for fewer
+    than 257 entries (the bytes and the end of document) and for no text at all.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < BYTES_EOS + 1:
+        raise DataError(
+            f"vocab_size = {vocab_size}: a byte-level BPE needs at least {BYTES_EOS + 1} entries"
+        )
+    file = out if out.suffix == ".json" else out / "tokenizer.json"
+    writable_folder(file.parent)
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_NAMES[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    seen = itertools.count()
+    counted = (text for text in texts if text and next(seen) >= 0)
+    backend.train_from_iterator(counted, trainer)
+    if next(seen) == 0:
+        raise DataError("no text to train a tokenizer on")
+    write_atomic(file, backend.to_str(pretty=True).encode())
+    return file
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"a text with a lone surrogate at character {error.start}") from error
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text at line ends into pieces of at most `PIECE_CHARS`, where its lines allow."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        end = text.rfind("\n", start, start + PIECE_CHARS) + 1
+        end = end if end > start else start + PIECE_CHARS
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
+
+
+def _find_eos(file: Path, vocabulary: dict[str, int], asked: str | None) -> str:
+    """Return the end-of-document token: as asked, as the files beside say, or a usual name."""
+    if asked is not None:
+        if asked in vocabulary:
+            return asked
+        rule = f"the end-of-document token {asked!r} is not in the vocabulary of {file}"
+        raise DataError(refusal(rule, legal=nearest(asked, vocabulary, 3)))
+    beside = [
+        _eos_of(file.with_name(name))
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    ]
+    for name in (*beside, *EOS_NAMES):
+        if name is not None and name in vocabulary:
+            return name
+    special = [token for token in vocabulary if token.startswith(("<", "["))][:8]
+    hint = "Name it with data.eos" + (f", perhaps one of {', '.join(special)}" if special else "")
+    raise DataError(refusal(f"{file} does not say which token ends a document", hint=hint))
+
+
+def _eos_of(config: Path) -> str | None:
+    """Return `eos_token` of a config beside a tokenizer, a string or an object with content."""
+    if not config.is_file():
+        return None
+    try:
+        with reading(config):
+            token: Any = json.loads(config.read_text("utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{config} is not a JSON object: {error}") from error
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _no_gpt2(reason: str) -> str:
+    return refusal(
+        f'tokenizer = "gpt2": {reason}',
+        hint="Install it with pip install 'meshwright[tiktoken]' and run once with a network; or "
+        'give the path of a GPT-2 tokenizer.json; or use "bytes", which needs nothing',
+    )

@@ -1,0 +1,170 @@
+"""Shards as one token stream: memory-mapped pieces, the train and validation split, reading."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.files import reading
+from meshwright.data.permutation import permute
+from meshwright.errors import DataError
+
+SPLIT_KEY = "split"
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One file of token ids and the offsets, in tokens, at which its documents end."""
+
+    path: Path
+    tokens: NDArray[np.integer]
+    ends: NDArray[np.int64]
+
+
+def map_array(path: Path, dtype: str, count: int, offset: int = 0) -> NDArray[Any]:
+    """Map `count` items of a file into memory, read-only; the size must have been checked."""
+    if count == 0:
+        return np.empty(0, dtype=dtype)
+    with reading(path), path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(content, dtype=dtype, count=count, offset=offset)
+
+
+class TokenView:
+    """A stream of tokens made of ranges of shards, read by position.
+
+    `ranges` is [n, 3]: the shard's index and the first and past-the-last token of each range.
+    `ends` is where documents end, in positions of the stream. Every id that is read is checked
+    against `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        ranges: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        vocab_size: int,
+    ) -> None:
+        self.ends = ends
+        self.vocab_size = vocab_size
+        self._shards = tuple(shards)
+        self._ranges = ranges
+        stops = np.cumsum(ranges[:, 2] - ranges[:, 1])
+        self._begins = stops - (ranges[:, 2] - ranges[:, 1])
+        self._length = int(stops[-1]) if len(stops) else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def documents(self) -> int:
+        """How many documents the stream has; one divided by the split counts on both sides."""
+        return len(self.ends)
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the checked ids at positions `start` to `stop`, int64 [stop - start]."""
+        ids: NDArray[np.int64] = self.windows(np.array([start], dtype=np.int64), stop - start)[0]
+        return ids
+
+    def windows(
+        self, starts: NDArray[np.int64], length: int, vocab_size: int | None = None
+    ) -> NDArray[np.int64]:
+        """Return the ids of windows of `length` tokens at each start, int64 [n, length].
+
+        Raises DataError naming file and token where an id is not in [0, vocabulary).
+        """
+        if len(starts) and (starts.min() < 0 or starts.max() + length > self._length):
+            raise IndexError(f"a window leaves the stream of {self._length} tokens")
+        out = np.empty((len(starts), length), dtype=np.int64)
+        pieces = np.searchsorted(self._begins, starts, side="right") - 1
+        for row, (start, piece) in enumerate(zip(starts.tolist(), pieces.tolist(), strict=True)):
+            filled = 0
+            while filled < length:
+                shard, first, stop = self._ranges[piece].tolist()
+                first += start + filled - int(self._begins[piece])
+                taken = min(length - filled, stop - first)
+                tokens = self._shards[shard].tokens
+                out[row, filled : filled + taken] = tokens[first : first + taken]
+                filled += taken
+                piece += 1
+        limit = min(self.vocab_size, vocab_size or self.vocab_size)
+        if out.size and (out.max() >= limit or out.min() < 0):
+            self._refuse(out, starts, limit)
+        return out
+
+    def locate(self, position: int) -> tuple[Path, int]:
+        """Return the file, and the token in it, of a position of the stream."""
+        piece = int(np.searchsorted(self._begins, position, side="right")) - 1
+        shard, first, _ = self._ranges[piece].tolist()
+        return self._shards[shard].path, first + position - int(self._begins[piece])
+
+    def _refuse(self, ids: NDArray[np.int64], starts: NDArray[np.int64], limit: int) -> None:
+        row, column = np.argwhere((ids < 0) | (ids >= limit))[0].tolist()
+        path, token = self.locate(int(starts[row]) + column)
+        raise DataError(
+            f"id {ids[row, column]} at token {token} of {path.name}, vocabulary is {limit} "
+            f"({path.parent})"
+        )
+
+
+def split(shards: Sequence[Shard], share: float, vocab_size: int) -> tuple[TokenView, TokenView]:
+    """Return the training and the validation stream; the latter is empty for a share of 0.
+
+    Which documents are held out depends on their number and the share alone, not on the run's
+    seed: a fixed pseudo-random permutation of the documents, of which the first share is held
+    out. Neither the tail (an alphabetical corpus would be tested on what it never saw) nor every
+    k-th one (which can follow a pattern in the corpus). Where the share is less than one
+    document, holding a whole one out would take far more than was asked (half of two books), so
+    the last share of the tokens is, the only case in which a document is divided.
+    """
+    if not 0 <= share < 1:
+        raise DataError(f"validation = {share}: must be in [0, 1)")
+    lengths = np.concatenate([np.diff(shard.ends, prepend=0) for shard in shards])
+    total, count = int(lengths.sum()), len(lengths)
+    held = int(count * share)
+    if share and held == 0:
+        cut = total - max(1, round(total * share))
+        if cut < 1:
+            raise DataError(f"a corpus of {total} tokens cannot be split (validation = {share})")
+        return _by_tokens(shards, cut, vocab_size)
+    mask = np.zeros(count, dtype=bool)
+    mask[permute(np.arange(held, dtype=np.int64), count, SPLIT_KEY)] = True
+    return _by_mask(shards, lengths, ~mask, vocab_size), _by_mask(shards, lengths, mask, vocab_size)
+
+
+def _by_mask(
+    shards: Sequence[Shard], lengths: NDArray[np.int64], mask: NDArray[np.bool_], vocab_size: int
+) -> TokenView:
+    """Return the stream of the documents in the mask, neighbours joined into one range."""
+    rows = []
+    position = 0
+    for index, shard in enumerate(shards):
+        inside = mask[position : position + len(shard.ends)].astype(np.int8)
+        position += len(shard.ends)
+        edges = np.diff(inside, prepend=0, append=0)
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), shard.ends])
+        starts, stops = offsets[edges == 1], offsets[edges == -1]
+        rows.append(np.stack([np.full(len(starts), index, dtype=np.int64), starts, stops], axis=1))
+    return TokenView(shards, np.concatenate(rows), np.cumsum(lengths[mask]), vocab_size)
+
+
+def _by_tokens(shards: Sequence[Shard], cut: int, vocab_size: int) -> tuple[TokenView, TokenView]:
+    """Return the first `cut` tokens and the rest."""
+    sizes = np.array([len(shard.tokens) for shard in shards], dtype=np.int64)
+    begins = np.cumsum(sizes) - sizes
+    ends = np.concatenate([shard.ends + begin for shard, begin in zip(shards, begins, strict=True)])
+    index = np.arange(len(shards), dtype=np.int64)
+    here = np.clip(cut - begins, 0, sizes)
+    head = np.stack([index, np.zeros_like(here), here], axis=1)[here > 0]
+    tail = np.stack([index, here, sizes], axis=1)[here < sizes]
+    head_ends = np.concatenate([ends[ends < cut], np.array([cut], dtype=np.int64)])
+    return (
+        TokenView(shards, head, head_ends, vocab_size),
+        TokenView(shards, tail, ends[ends > cut] - cut, vocab_size),
+    )

@@ -1,0 +1,330 @@
+"""Turning text into an indexed store: in parallel, resumable, the same bytes every time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from meshwright.data.corpora import Part, Source
+from meshwright.data.files import (
+    AtomicFile,
+    hash_file,
+    locked,
+    plain_name,
+    reading,
+    remove_temporaries,
+    sha256_bytes,
+    writable_folder,
+    write_atomic,
+)
+from meshwright.data.store import (
+    CHUNK_TOKENS,
+    COUNTS,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    FileRecord,
+    Manifest,
+    Progress,
+    ShardRecord,
+    Store,
+    TokenizerRecord,
+    dtype_of,
+    entropy_of,
+    is_store,
+    open_store,
+)
+from meshwright.data.tokenizers import Tokenizer, load_tokenizer
+from meshwright.data.view import map_array
+from meshwright.errors import DataError
+from meshwright.units import MIB
+
+SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parallel work
+POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
+BATCH_CHARS = MIB
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One shard to write: its number, what goes into it, and how."""
+
+    number: int
+    pieces: tuple[tuple[Source, Part], ...]
+    out: Path
+    tokenizer: str
+    eos: str | None
+    digest: str
+    job: str
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for _, part in self.pieces)
+
+    @property
+    def tokens_name(self) -> str:
+        return f"tokens-{self.number:05d}.bin"
+
+    @property
+    def index_name(self) -> str:
+        return f"docs-{self.number:05d}.idx"
+
+    @property
+    def record_path(self) -> Path:
+        return self.out / f"shard-{self.number:05d}.json"
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: str,
+    out: Path,
+    *,
+    eos: str | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Store:
+    """Tokenise sources, in order, into the store `out`, and open it.
+
+    The bytes written are the same for any number of workers (left out: the cores, or fewer if
+    there are fewer shards). A run that was interrupted continues: shards that are complete, of
+    the same sources and tokenizer, and intact are kept. A finished store of the same is returned
+    as it is. `progress` gets the bytes of text done and in all. Raises DataError: unwritable
+    folder, another corpus already there, unreadable or empty source, unusable tokenizer.
+    """
+    writable_folder(out)
+    loaded = load_tokenizer(tokenizer, eos)
+    fingerprints = tuple(source.fingerprint() for source in sources)
+    with locked(out):
+        if is_store(out):
+            return _finished(out, fingerprints, loaded.digest)
+        remove_temporaries(out)
+        job = _job(fingerprints, loaded.digest, shard_bytes)
+        tasks = [
+            _Task(number, pieces, out, tokenizer, eos, loaded.digest, job)
+            for number, pieces in enumerate(_plan(sources, shard_bytes))
+        ]
+        records = _run(tasks, loaded, workers, progress)
+        _finish(out, fingerprints, loaded, records)
+        for task in tasks:
+            task.record_path.unlink(missing_ok=True)
+    return open_store(out)
+
+
+def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:
+    store = open_store(out)
+    same_tokenizer = store.manifest.tokenizer.digest == digest
+    if same_tokenizer and _plain(store.manifest.sources) == _plain(fingerprints):
+        return store
+    what = "another corpus" if same_tokenizer else "a corpus of another tokenizer"
+    raise DataError(f"{out} already holds {what}; choose another folder or remove it")
+
+
+def _plain(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _job(fingerprints: tuple[dict[str, object], ...], digest: str, shard_bytes: int) -> str:
+    """Name the work, so that shards of other work are never taken for this one's."""
+    return sha256_bytes(_plain([FORMAT, fingerprints, digest, shard_bytes]).encode())
+
+
+def _plan(sources: Sequence[Source], shard_bytes: int) -> Iterator[tuple[tuple[Source, Part], ...]]:
+    """Group parts into shards by size alone, so that the workers' number does not matter."""
+    group: list[tuple[Source, Part]] = []
+    size = 0
+    for source in sources:
+        for part in source.parts():
+            if group and size + part.size > shard_bytes:
+                yield tuple(group)
+                group, size = [], 0
+            group.append((source, part))
+            size += part.size
+    if group:
+        yield tuple(group)
+
+
+def _run(
+    tasks: list[_Task], tokenizer: Tokenizer, workers: int | None, progress: Progress | None
+) -> list[ShardRecord]:
+    """Write the shards that are not there yet; return the records of all."""
+    total = sum(task.size for task in tasks)
+    records = {task.number: record for task in tasks if (record := _kept(task)) is not None}
+    done = sum(task.size for task in tasks if task.number in records)
+    missing = [task for task in tasks if task.number not in records]
+    workers = min(workers or os.cpu_count() or 1, len(missing))
+    report = progress or (lambda done, total: None)
+    if workers > 1 and sum(task.size for task in missing) >= POOL_BYTES:
+        # Spawned, not forked: a fork copies locks that other threads may hold.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+            running = {pool.submit(_write_alone, task): task for task in missing}
+            try:
+                for future in as_completed(running):
+                    records[running[future].number] = future.result()
+                    done += running[future].size
+                    report(done, total)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    else:
+        for task in missing:
+            within = partial(_report_from, report, done, total)
+            records[task.number] = _write(task, tokenizer, within)
+            done += task.size
+            report(done, total)
+    return [records[task.number] for task in tasks]
+
+
+def _report_from(report: Progress, before: int, total: int, done: int) -> None:
+    report(before + done, total)
+
+
+def _write_alone(task: _Task) -> ShardRecord:
+    """Write a shard in a process of its own."""
+    tokenizer = load_tokenizer(task.tokenizer, task.eos)
+    if tokenizer.digest != task.digest:
+        raise DataError(f"the tokenizer {task.tokenizer} changed while it was in use")
+    return _write(task, tokenizer, lambda done: None)
+
+
+def _write(task: _Task, tokenizer: Tokenizer, report: Callable[[int], None]) -> ShardRecord:
+    """Write one shard's two files, then its record, whose presence says that they are whole."""
+    dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
+    lengths: list[np.ndarray] = []
+    max_id = -1
+    tokens_path, index_path = task.out / task.tokens_name, task.out / task.index_name
+    with AtomicFile(tokens_path) as tokens:
+        for texts, done in _batches(task):
+            ids, counts = tokenizer.pack(texts)
+            max_id = max(max_id, int(ids.max()))
+            if max_id >= tokenizer.vocab_size or ids.min() < 0:
+                raise DataError(
+                    f"tokenizer {tokenizer.name} gave an id outside its vocabulary of "
+                    f"{tokenizer.vocab_size} (ids {ids.min()} to {ids.max()})"
+                )
+            tokens.write(ids.astype(dtype).tobytes())
+            lengths.append(counts)
+            report(done)
+    ends = np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths]), dtype="<i8")
+    with AtomicFile(index_path) as index:
+        index.write(ends.tobytes())
+    record = ShardRecord(
+        tokens_file=_record(tokens),
+        index_file=_record(index),
+        tokens=int(ends[-1]) if len(ends) else 0,
+        documents=len(ends),
+        max_id=max_id,
+    )
+    body = {"job": task.job, "record": record.model_dump(mode="json")}
+    write_atomic(task.record_path, json.dumps(body).encode())
+    return record
+
+
+def _batches(task: _Task) -> Iterator[tuple[list[str], int]]:
+    """Yield documents in batches of about `BATCH_CHARS`, with the bytes of text done so far."""
+    texts: list[str] = []
+    size = done = 0
+    for source, part in task.pieces:
+        for text in source.documents(part):
+            texts.append(text)
+            size += len(text)
+            if size >= BATCH_CHARS:
+                yield texts, done
+                texts, size = [], 0
+        done += part.size
+    if texts:
+        yield texts, done
+
+
+def _kept(task: _Task) -> ShardRecord | None:
+    """Return the record of a shard that an earlier run completed; None where it must be written."""
+    if not task.record_path.is_file():
+        return None
+    try:
+        with reading(task.record_path):
+            body = json.loads(task.record_path.read_bytes())
+        if body["job"] != task.job:
+            return None
+        record = ShardRecord.model_validate_json(json.dumps(body["record"]))
+        for stated, name in (
+            (record.tokens_file, task.tokens_name),
+            (record.index_file, task.index_name),
+        ):
+            if stated.file != name or hash_file(task.out / name).sha256 != stated.sha256:
+                return None
+    except (ValueError, KeyError, TypeError, ValidationError, DataError):
+        return None
+    return record
+
+
+def _finish(
+    out: Path,
+    fingerprints: tuple[dict[str, object], ...],
+    tokenizer: Tokenizer,
+    records: list[ShardRecord],
+) -> None:
+    """Write the counts, the tokenizer's copy and, last, the manifest."""
+    full = [record for record in records if record.tokens]
+    if not full:
+        raise DataError(f"the corpus is empty: {_plain(fingerprints)}")
+    for record in records:
+        if not record.tokens:  # all of its documents were blank
+            for file in (record.tokens_file, record.index_file):
+                (out / file.file).unlink(missing_ok=True)
+    counts = _count(out, full, tokenizer.vocab_size)
+    with AtomicFile(out / COUNTS) as counts_file:
+        counts_file.write(counts.astype("<i8").tobytes())
+    copy = None
+    if tokenizer.file is not None:
+        with AtomicFile(out / TOKENIZER) as copied, reading(tokenizer.file):
+            copied.write(tokenizer.file.read_bytes())
+        copy = _record(copied)
+    manifest = Manifest(
+        dtype=dtype_of(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=TokenizerRecord(
+            kind=tokenizer.kind,  # type: ignore[arg-type]
+            name=tokenizer.name,
+            digest=tokenizer.digest,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            eos_token=tokenizer.eos_token,
+            file=copy,
+        ),
+        sources=fingerprints,
+        shards=tuple(full),
+        documents=sum(record.documents for record in full),
+        tokens=sum(record.tokens for record in full),
+        entropy=entropy_of(counts),
+        counts=_record(counts_file),
+    )
+    write_atomic(out / MANIFEST, manifest.to_json())
+
+
+def _count(out: Path, records: list[ShardRecord], vocab_size: int) -> np.ndarray:
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    dtype = np.dtype(dtype_of(vocab_size)).newbyteorder("<").str
+    for record in records:
+        tokens = map_array(out / record.tokens_file.file, dtype, record.tokens)
+        for start in range(0, record.tokens, CHUNK_TOKENS):
+            counts += np.bincount(tokens[start : start + CHUNK_TOKENS], minlength=vocab_size)
+    return counts
+
+
+def _record(file: AtomicFile) -> FileRecord:
+    assert plain_name(file.path.name)
+    return FileRecord(
+        file=file.path.name,
+        bytes=file.hash.size,
+        sha256=file.hash.sha256,
+        blocks=file.hash.blocks,
+    )

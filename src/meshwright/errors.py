@@ -1,0 +1,72 @@
+"""Every error that Meshwright raises on purpose, and the exit code that each one ends with.
+
+A message to a user has three parts: the rule, the values that break it, and the nearest legal
+values. `refusal` puts them together so that all rooms word them alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+EXIT_DONE = 0
+EXIT_CHECK_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_RANK_FAILED = 3
+EXIT_STOPPED = 4
+EXIT_NO_PROGRESS = 5
+
+
+class MeshwrightError(Exception):
+    """Base of all errors that are meant for the user, shown without a traceback."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class ConfigError(MeshwrightError):
+    """A config, an override or a command line that is refused before any process starts."""
+
+    exit_code = EXIT_REFUSED
+
+
+class DataError(MeshwrightError):
+    """A corpus, a tokenizer or an indexed store that cannot be used as it is."""
+
+    exit_code = EXIT_REFUSED
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint or a model folder that is missing, incomplete or corrupt."""
+
+    exit_code = EXIT_REFUSED
+
+
+class RankFailed(MeshwrightError):
+    """A rank raised, was killed or stopped answering."""
+
+    exit_code = EXIT_RANK_FAILED
+
+
+class StoppedOnRequest(MeshwrightError):
+    """The run was asked to stop (SIGTERM, Ctrl-C) and did so after saving."""
+
+    exit_code = EXIT_STOPPED
+
+
+def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Return up to `count` of the known names closest in spelling to `name`."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+
+
+def nearest_divisors(value: int, near: int, count: int = 2) -> list[int]:
+    """Return the divisors of `value` nearest to `near`, in ascending order."""
+    divisors = [d for d in range(1, value + 1) if value % d == 0]
+    return sorted(sorted(divisors, key=lambda d: (abs(d - near), d))[:count])
+
+
+def refusal(rule: str, *, legal: Sequence[object] = (), hint: str = "") -> str:
+    """Word a refusal: the rule with its values, the nearest legal values, and what to do."""
+    text = rule
+    if legal:
+        text += "; nearest legal: " + " or ".join(str(v) for v in legal)
+    return f"{text}. {hint}" if hint else text

@@ -1,0 +1,1 @@
+"""The program performed: process groups and the parallel model, on torch's distributed engine."""

@@ -1,0 +1,40 @@
+"""Data parallelism on FSDP2: which modules are wrapped, and how gradients are summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from meshwright.spec.training import Precision
+
+PRECISIONS = {
+    "fp32": MixedPrecisionPolicy(),
+    # Master weights, gradients and the optimizer stay fp32; products are bf16.
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+def replicate_data(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
+    """Replicate the model over a one-dimensional mesh, block by block.
+
+    Gradients are summed, not averaged: the loss is already divided by the global number of target
+    tokens, which stays right for uneven batches.
+    """
+    policy = PRECISIONS[precision]
+    for block in model.layers.values():  # type: ignore[operator, union-attr]
+        replicate(block, mesh=mesh, mp_policy=policy)
+    replicate(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A divide factor needs PREMUL_SUM, which gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Reduce gradients in the next backward, or keep accumulating them locally."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)

@@ -1,0 +1,115 @@
+"""Joining the other ranks: process groups, the device of this rank, and small collectives."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.errors import MeshwrightError
+from meshwright.execute.rendezvous import Rendezvous
+from meshwright.layout import AXES, Mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks as one of them sees them.
+
+    `store` holds small texts that all ranks can read.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store
+
+    def sum_on_host(self, values: list[float]) -> list[float]:
+        """Return the sums over all ranks of some numbers, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(total)
+        return cast(list[float], total.tolist())
+
+    def gather_on_host(self, values: list[float]) -> list[list[float]]:
+        """Return the numbers of every rank, by rank, in float64."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        if self.size > 1:
+            dist.all_gather(found, mine)
+        else:
+            found = [mine]
+        return [cast(list[float], row.tolist()) for row in found]
+
+    def from_rank_0(self, key: str, make: Callable[[], str]) -> str:
+        """Return the text that rank 0 makes; where making it fails there, every rank raises.
+
+        Raises `MeshwrightError` with rank 0's message on the other ranks.
+        """
+        if self.rank == 0:
+            try:
+                text = make()
+            except BaseException as error:
+                self.store.set(key, f"!{error}")
+                raise
+            self.store.set(key, f"={text}")
+            return text
+        said = self.store.get(key).decode()
+        if said.startswith("!"):
+            raise MeshwrightError(f"rank 0 refused: {said[1:]}")
+        return said[1:]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.sum_on_host([0.0])
+
+
+def join(at: Rendezvous, device: str, timeout_s: float = 600.0) -> World:
+    """Join the process group and return the world; gloo serves the host, NCCL the GPUs.
+
+    Raises `torch.distributed.DistError` when the ranks do not meet within `timeout_s`.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    own = torch.device("cpu")
+    backend = "gloo"
+    if device == "cuda":
+        own = torch.device("cuda", at.local_rank)
+        torch.cuda.set_device(own)
+        backend = "cpu:gloo,cuda:nccl"
+    if at.is_local:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        store: dist.Store = dist.TCPStore(
+            at.host,
+            at.port,
+            at.size,
+            is_master=at.rank == 0,
+            timeout=timeout,
+            master_listen_fd=at.listen_fd if at.rank == 0 else None,
+        )
+        dist.init_process_group(
+            backend, store=store, rank=at.rank, world_size=at.size, timeout=timeout
+        )
+    else:
+        dist.init_process_group(backend, rank=at.rank, world_size=at.size, timeout=timeout)
+    return World(at.rank, at.size, own, dist.distributed_c10d._get_default_store())
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback interface: gloo binds to an interface, not an address."""
+    return "lo0" if os.uname().sysname in ("Darwin", "FreeBSD") else "lo"
+
+
+def leave() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return torch's mesh with our axes, all of them named, also those of degree 1."""
+    return init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)

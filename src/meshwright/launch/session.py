@@ -1,0 +1,172 @@
+"""`train` from a config to a finished run: preflight, run folder, ranks, exit code."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright.data import open_data
+from meshwright.errors import ConfigError
+from meshwright.execute.rendezvous import Rendezvous
+from meshwright.launch.machine import detect
+from meshwright.launch.supervisor import (
+    LocalRanks,
+    StopSignals,
+    Timing,
+    listen_on_loopback,
+    supervise,
+    worker_command,
+)
+from meshwright.launch.view import EventTail, open_view
+from meshwright.layout import resolve_layout
+from meshwright.spec.loading import Config
+from meshwright.train.run_folder import Job, RunFolder, choose_folder, create, read_job
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and its folder; `exit_code` is the documented one."""
+
+    folder: Path
+    exit_code: int
+
+    def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the events of the run, or those of one kind."""
+        with (self.folder / "events.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                event = json.loads(line)
+                if kind is None or event["event"] == kind:
+                    yield event
+
+
+def train(
+    config: Config,
+    environ: Mapping[str, str] | None = None,
+    out: TextIO = sys.stdout,
+    timing: Timing | None = None,
+    command: Callable[[RunFolder], list[str]] = worker_command,
+) -> Run:
+    """Train a config and return its run.
+
+    Starts the local ranks, or joins those that torchrun has started. `environ` is this process's
+    own unless given; `out` gets the view. Raises
+    `ConfigError` or `DataError` before any process starts, `RankFailed` when a rank fails.
+    """
+    environ = dict(os.environ) if environ is None else environ
+    at = Rendezvous.from_environment(environ)
+    if at is not None:
+        return _train_joined(config, at, environ)
+    job = prepare_job(config, environ)
+    timing = timing or Timing()
+    listener = listen_on_loopback(config.cluster.port)
+    create(job)
+    _say(out, f"run folder {job.folder.path}")
+    threads = job.machine.threads(job.layout.world)
+    rank_environ = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    ranks = LocalRanks(
+        command(job.folder), job.layout.world, job.folder, rank_environ, listener, timing
+    )
+    view, tail = open_view(out), EventTail(job.folder.events)
+
+    def show_new_events() -> None:
+        for event in tail.new():
+            view.write(event)
+
+    try:
+        with StopSignals() as signals, ranks:
+            code = supervise(ranks, show_new_events, timing, lambda: signals.asked)
+    finally:
+        view.close()
+    return Run(job.folder.path, code)
+
+
+def prepare_job(config: Config, environ: Mapping[str, str], at: Rendezvous | None = None) -> Job:
+    """Check all that can be checked before a process starts, and prepare the data.
+
+    Raises `ConfigError` or `DataError` naming the rule, the value and the alternatives.
+    """
+    machine = detect(config.cluster, environ, at)
+    layout = resolve_layout(config, machine)
+    _check_extras(config)
+    folder = choose_folder(config, datetime.datetime.now())
+    cache = cache_folder(config, environ)
+    dataset = open_data(
+        config.data, cache, vocab_size=config.model.vocab_size, progress=_progress_to(sys.stderr)
+    )
+    dataset.sampler("train", config.train.seq_len, config.train.batch)
+    if config.train.eval_every:
+        dataset.sampler("validation", config.train.seq_len, config.train.batch)
+    return Job(config, layout, machine, cache, folder)
+
+
+def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
+    """Return the folder of prepared stores and downloads."""
+    if config.data.cache is not None:
+        return Path(config.data.cache)
+    base = environ.get("XDG_CACHE_HOME") or str(
+        Path(environ.get("HOME", "~")).expanduser() / ".cache"
+    )
+    return Path(base) / "meshwright"
+
+
+def _check_extras(config: Config) -> None:
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb}
+    wanted["trackio"] = config.log.trackio
+    for name, value in wanted.items():
+        if value and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"log.{name} is set, but {name} is not installed: pip install 'meshwright[{name}]'"
+            )
+
+
+def _train_joined(config: Config, at: Rendezvous, environ: Mapping[str, str]) -> Run:
+    """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
+    # Only here, where this process is a rank itself: a supervisor never needs torch.
+    from meshwright.execute.world import join
+    from meshwright.launch.worker import record_failure, run_rank
+
+    resolve_layout(config, detect(config.cluster, environ, at))
+    world = join(at, detect(config.cluster, environ, at).device)
+
+    def prepare() -> str:
+        job = prepare_job(config, environ, at)
+        create(job)
+        return str(job.folder.path)
+
+    job = read_job(Path(world.from_rank_0("meshwright/run", prepare)))
+    try:
+        code = run_rank(job, world, view=True)
+    except BaseException as error:
+        record_failure(job.folder, at.rank, error)
+        raise
+    return Run(job.folder.path, code)
+
+
+def _say(out: TextIO, text: str) -> None:
+    print(text, file=out, flush=True)
+
+
+def _progress_to(out: TextIO) -> Progress:
+    return lambda text: print(text, file=out, flush=True)
+
+
+def summarise(run: Run) -> Mapping[str, Any]:
+    """Return the outcome of a run as one JSON-ready object."""
+    steps = list(run.events("step"))
+    start = next(run.events("start"), {})
+    return {
+        "run": str(run.folder),
+        "exit_code": run.exit_code,
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss": steps[-1]["loss"] if steps else None,
+        "unigram_entropy": start.get("unigram_entropy"),
+    }

@@ -1,0 +1,276 @@
+"""The supervisor of local ranks: starts them, watches them, ends all of them when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    ConfigError,
+    RankFailed,
+    refusal,
+)
+from meshwright.train.run_folder import RunFolder
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: between looks at the ranks, for others to report after one failed, to save."""
+
+    poll_s: float = 0.1
+    settle_s: float = 1.0
+    terminate_s: float = 2.0
+    save_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended: its own exception where it left one, else its signal or exit code."""
+
+    rank: int
+    cause: str
+    traceback: str
+    raised_at: float
+    is_first_hand: bool
+
+
+def listen_on_loopback(port: int | None) -> socket.socket:
+    """Return a socket that listens on loopback only, on the port asked for or a free one.
+
+    Raises `ConfigError` with the nearest free ports where the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        legal = [f"cluster.port = {free}" for free in _free_ports(port or 0)]
+        rule = f"cluster.port = {port} on {LOOPBACK} cannot be listened on: {error.strerror}"
+        raise ConfigError(
+            refusal(rule, legal=legal, hint="Left out, a free port is taken.")
+        ) from None
+    return listener
+
+
+def _free_ports(near: int, count: int = 2) -> list[int]:
+    found = []
+    for port in range(near + 1, min(near + 200, 65536)):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex((LOOPBACK, port)) != 0:
+                with contextlib.suppress(OSError):
+                    probe.bind((LOOPBACK, port))
+                    found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
+class LocalRanks:
+    """The rank processes of one run on this machine, as a context that leaves none behind."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: int,
+        folder: RunFolder,
+        environ: Mapping[str, str],
+        listener: socket.socket,
+        timing: Timing,
+    ) -> None:
+        self._command, self._world, self._folder = list(command), world, folder
+        self._environ, self._listener, self._timing = dict(environ), listener, timing
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lifeline: tuple[int, int] | None = None
+
+    def __enter__(self) -> LocalRanks:
+        read_end, write_end = os.pipe()
+        self._lifeline = (read_end, write_end)
+        for rank in range(self._world):
+            self._processes.append(self._start(rank, read_end))
+        self._listener.close()
+        return self
+
+    def _start(self, rank: int, lifeline: int) -> subprocess.Popen[bytes]:
+        environ = self._environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world),
+            "LOCAL_WORLD_SIZE": str(self._world),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._listener.getsockname()[1]),
+            "MESHWRIGHT_LOCAL": "1",
+            "MESHWRIGHT_PARENT_FD": str(lifeline),
+        }
+        passed = [lifeline]
+        if rank == 0:
+            passed.append(self._listener.fileno())
+            environ["MESHWRIGHT_LISTEN_FD"] = str(self._listener.fileno())
+        log = self._folder.log(rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                self._command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=passed,
+                start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
+            )
+
+    def codes(self) -> list[int | None]:
+        """Return each rank's exit code, negative for a signal, None while it runs."""
+        return [process.poll() for process in self._processes]
+
+    def pids(self) -> list[int]:
+        """Return each rank's process id."""
+        return [process.pid for process in self._processes]
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to every rank that runs."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+
+    def failures(self) -> list[Failure]:
+        """Return how the ranks that failed have ended, the likeliest root cause first.
+
+        A rank that was killed, or raised on its own, comes before those that merely lost it.
+        """
+        found = []
+        for rank, code in enumerate(self.codes()):
+            if code not in (None, EXIT_DONE, EXIT_STOPPED):
+                found.append(_explain(self._folder, rank, int(code or 0)))
+        return sorted(found, key=lambda f: (not f.is_first_hand, f.raised_at))
+
+    def __exit__(self, *_: object) -> None:
+        self.ask_to_stop()
+        deadline = time.monotonic() + self._timing.terminate_s
+        while None in self.codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._lifeline is not None:
+            for descriptor in self._lifeline:
+                os.close(descriptor)
+
+
+# What gloo, NCCL and the store say when a peer is gone: a consequence, not a cause.
+_SECOND_HAND = ("DistNetworkError", "DistBackendError", "DistStoreError")
+_SECOND_HAND_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
+    """Return a rank's failure from its own record, or from how the process ended."""
+    path = folder.failure(rank)
+    if path.is_file():
+        said = json.loads(path.read_text(encoding="utf-8"))
+        lost_peer = said["type"] in _SECOND_HAND or any(
+            words in said["message"] for words in _SECOND_HAND_WORDS
+        )
+        cause = said["message"] if said["expected"] else f"{said['type']}: {said['message']}"
+        trace = "" if said["expected"] else said["traceback"]
+        return Failure(rank, f"rank {rank} raised {cause}", trace, said["time"], not lost_peer)
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = ", possibly by the system for want of memory" if name == "SIGKILL" else ""
+        return Failure(rank, f"rank {rank} was killed by {name}{hint}", "", 0.0, True)
+    tail = _tail(folder.log(rank))
+    return Failure(rank, f"rank {rank} exited with code {code}", tail, 0.0, True)
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    if not log.is_file():
+        return ""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def supervise(
+    ranks: LocalRanks, on_poll: Callable[[], None], timing: Timing, stop: Callable[[], bool]
+) -> int:
+    """Watch started ranks to their end and return the exit code.
+
+    `on_poll` is called at every look; when `stop` turns true the ranks are asked to save and end,
+    and get `save_s` for it. Raises `RankFailed` with the first failing rank's own traceback.
+    """
+    asked_at: float | None = None
+    while True:
+        on_poll()
+        codes = ranks.codes()
+        if any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
+            _raise_failure(ranks, timing)
+        if None not in codes:
+            on_poll()
+            return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
+        now = time.monotonic()
+        if asked_at is None and stop():
+            asked_at = now
+            ranks.ask_to_stop()
+        if asked_at is not None and now - asked_at > timing.save_s:
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            raise RankFailed(
+                f"ranks {running} did not stop within {timing.save_s:.0f} s of being asked to"
+            )
+        time.sleep(timing.poll_s)
+
+
+def _raise_failure(ranks: LocalRanks, timing: Timing) -> None:
+    """Let the other ranks report for a moment, then raise what the first one to fail says."""
+    deadline = time.monotonic() + timing.settle_s
+    while None in ranks.codes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    failures = ranks.failures()
+    first = failures[0]
+    text = first.cause
+    if first.traceback:
+        text += f"\n\n{first.traceback.rstrip()}"
+    others = [str(f.rank) for f in failures[1:]]
+    if others:
+        text += f"\n\nrank {', '.join(others)} failed after it"
+    raise RankFailed(text)
+
+
+class StopSignals:
+    """Turns SIGINT and SIGTERM into a request to stop; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {
+            number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def worker_command(folder: RunFolder) -> list[str]:
+    """Return the command line of a rank process."""
+    return [sys.executable, "-m", "meshwright.launch.worker", str(folder.path)]

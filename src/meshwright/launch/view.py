@@ -1,0 +1,190 @@
+"""The terminal view of a run: a function of its events, live in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.units import format_bytes, format_count, format_seconds
+
+MFU_UNKNOWN = "unknown: the device's peak is not stated (cluster.peak_tflops)"
+
+
+def open_view(out: TextIO) -> View:
+    """Return the live view where `out` is a terminal, else one that prints lines."""
+    console = Console(file=out, highlight=False)
+    return LiveView(console) if console.is_terminal else View(console)
+
+
+class View:
+    """Plain lines: one for the run, one a step event, one for each of the rest."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start: Mapping[str, Any] = {}
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind == "start":
+            self._start = event
+            self._print(start_line(event))
+        elif kind == "step":
+            self._step(event)
+        elif kind == "eval":
+            self._print(
+                f"step {event['step']}: held-out loss {number(event['loss'])} "
+                f"({format_seconds(event['seconds'])})"
+            )
+        elif kind == "save":
+            self._print(
+                f"step {event['step']}: saved {event['path']} in {format_seconds(event['seconds'])}"
+            )
+        elif kind == "end":
+            self._end(event)
+
+    def close(self) -> None:
+        """Let go of the terminal."""
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        self._print(step_line(event, self._start))
+
+    def _end(self, event: Mapping[str, Any]) -> None:
+        verb = "stopped on request" if event["stopped"] else "done"
+        text = f"{verb} after {event['step']} steps: loss {number(event['loss'])} nats"
+        entropy = self._start.get("unigram_entropy")
+        if entropy is not None:
+            text += f", unigram entropy of the data {number(entropy)} nats"
+        self._print(text)
+
+
+class LiveView(View):
+    """One block that is redrawn with each step, a progress bar under it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        # Redrawn on events alone: a timer would take time from ranks that share the cores.
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        self._live.update(step_block(event, self._start), refresh=True)
+
+    def _end(self, event: Mapping[str, Any]) -> None:
+        self._live.stop()
+        super()._end(event)
+
+    def close(self) -> None:
+        """Leave the last block on the screen."""
+        self._live.stop()
+
+
+def number(value: float | str) -> str:
+    """Print a loss; events carry numbers that are not finite as text."""
+    return value if isinstance(value, str) else f"{value:.4f}"
+
+
+def start_line(event: Mapping[str, Any]) -> str:
+    """Return one line on what runs where."""
+    layout = event["layout"]
+    degrees = " x ".join(
+        f"{axis} {layout[axis]}"
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        if layout[axis] > 1
+    )
+    text = (
+        f"{format_count(event['parameters'])} parameters on {event['world']} rank(s) of "
+        f"{event['device']}: {degrees or 'no parallelism'}, microbatch {layout['microbatch']}; "
+        f"{format_count(event['train_tokens'])} training tokens"
+    )
+    entropy = event["unigram_entropy"]
+    return text if entropy is None else f"{text}, unigram entropy {number(entropy)} nats"
+
+
+def remaining_s(event: Mapping[str, Any], start: Mapping[str, Any]) -> float:
+    """Return the seconds that the steps left will take at this step's pace."""
+    return float(event["step_time_s"] * (start.get("steps", event["step"]) - event["step"]))
+
+
+def mfu_text(event: Mapping[str, Any]) -> str:
+    """Return the model FLOPs utilisation, or why it is unknown."""
+    return MFU_UNKNOWN if event["mfu"] is None else f"{event['mfu']:.1%}"
+
+
+def step_line(event: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+    """Return one step as a line."""
+    mfu = "" if event["mfu"] is None else f" mfu {event['mfu']:.1%}"
+    peak = max(event["peak_memory_bytes"].values())
+    return (
+        f"step {event['step']}/{start.get('steps', '?')} loss {number(event['loss'])} "
+        f"norm {number(event['grad_norm'])} lr {event['lr']:.2e} "
+        f"{event['tokens_per_s']:.0f} tok/s ({event['tokens_per_s_per_device']:.0f} per device)"
+        f"{mfu} peak {format_bytes(peak)} eta {format_seconds(remaining_s(event, start))}"
+    )
+
+
+def step_block(event: Mapping[str, Any], start: Mapping[str, Any]) -> Group:
+    """Return one step as a block of at most 80 columns."""
+    steps = start.get("steps", event["step"])
+    table = Table.grid(padding=(0, 2))
+    peak_rank, peak = max(event["peak_memory_bytes"].items(), key=lambda item: item[1])
+    rows = [
+        ("step", f"{event['step']} of {steps}", "loss", number(event["loss"])),
+        ("grad norm", number(event["grad_norm"]), "lr", f"{event['lr']:.2e}"),
+        (
+            "tokens/s",
+            f"{event['tokens_per_s']:,.0f}",
+            "per device",
+            f"{event['tokens_per_s_per_device']:,.0f}",
+        ),
+        (
+            "peak memory",
+            f"{format_bytes(peak)} (rank {peak_rank})",
+            "data wait",
+            f"{event['data_time_share']:.1%}",
+        ),
+        (
+            "step time",
+            format_seconds(event["step_time_s"]),
+            "TFLOP/s per device",
+            f"{event['tflops_per_device']:.3g}",
+        ),
+    ]
+    for row in rows:
+        table.add_row(
+            *(Text(text, "dim" if at % 2 == 0 else "bold") for at, text in enumerate(row))
+        )
+    bar = Table.grid(padding=(0, 1))
+    eta = f"eta {format_seconds(remaining_s(event, start))}"
+    bar.add_row(ProgressBar(total=steps, completed=event["step"], width=50), Text(eta))
+    return Group(table, Text.assemble(("MFU  ", "dim"), mfu_text(event)), bar)
+
+
+class EventTail:
+    """Follows an `events.jsonl` that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the events written since the last call; a line still being written waits."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                yield json.loads(line)

@@ -1,0 +1,6 @@
+"""How a model is laid out over ranks: `Layout`, `Mesh`, and the rules. Never imports torch."""
+
+from meshwright.layout.layout import Layout, Machine, resolve_layout
+from meshwright.layout.mesh import AXES, Mesh
+
+__all__ = ["AXES", "Layout", "Machine", "Mesh", "resolve_layout"]

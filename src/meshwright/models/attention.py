@@ -1,0 +1,73 @@
+"""Causal self-attention with grouped keys and values, the same for both families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.models.cache import KVCache
+from meshwright.models.ops import rotate
+from meshwright.models.rope import Rope
+from meshwright.spec.model import ModelSpec
+
+# q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None -> as q
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return causal attention, or attention where `mask` (bool, broadcast) is true."""
+    # A single query is the newest position: it sees all keys.
+    causal = mask is None and q.shape[-2] > 1
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+    )
+
+
+class Attention(nn.Module):
+    """Projections q, k, v, o around `core`, which a context parallelism may replace.
+
+    The number of heads is read off the projections' outputs, so that it may be a share of them.
+    """
+
+    def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
+        super().__init__()
+        heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        bias = spec.attention_bias
+        self.q = nn.Linear(spec.dim, heads, bias=bias)
+        self.k = nn.Linear(spec.dim, kv_heads, bias=bias)
+        self.v = nn.Linear(spec.dim, kv_heads, bias=bias)
+        self.o = nn.Linear(heads, spec.dim, bias=bias)
+        self.head_dim = spec.head_dim
+        self.is_rotary = spec.rotary_dim > 0
+        self.rope = rope
+        self.layer = layer
+        self.core: Core = attend
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return attention over x `[batch, seq, dim]`, of the same shape.
+
+        `mask` bool `[batch or 1, 1, seq, keys]`; `positions` int64 `[seq]` where they are not
+        consecutive from the cache's length on.
+        """
+        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        if self.is_rotary:
+            start = 0 if cache is None else cache.length
+            cos, sin = self.rope.tables(start, start + q.shape[2], q.device, positions)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        mixed = self.core(q, k, v, mask).transpose(1, 2).flatten(2)
+        out: Tensor = self.o(mixed)
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)

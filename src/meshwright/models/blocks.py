@@ -1,0 +1,106 @@
+"""The transformer blocks of the two families, as plain modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.models.attention import Attention
+from meshwright.models.cache import KVCache
+from meshwright.models.ops import rms_norm
+from meshwright.models.rope import Rope
+from meshwright.spec.model import ModelSpec
+
+
+def activation(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """Return the elementwise function of the MLP."""
+    table: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    }
+    return table[spec.activation]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim, with its statistics in fp32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x `[..., dim]` normalised and weighted, in its own dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def norm(spec: ModelSpec) -> nn.Module:
+    """Return the family's norm: RMSNorm for Llama, LayerNorm with bias for NeoX."""
+    if spec.family == "llama":
+        return RMSNorm(spec.dim, spec.norm_eps)
+    return nn.LayerNorm(spec.dim, eps=spec.norm_eps)
+
+
+class GatedMLP(nn.Module):
+    """Llama's MLP: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
+        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
+        self.act = activation(spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x `[..., dim]`, of the same shape."""
+        out: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        return out
+
+
+class MLP(nn.Module):
+    """NeoX's MLP: `down(act(up(x)))`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
+        self.act = activation(spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x `[..., dim]`, of the same shape."""
+        out: Tensor = self.down(self.act(self.up(x)))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP around the residual stream, each behind its norm.
+
+    Sequential, as in Llama: `x += attn(norm(x)); x += mlp(norm(x))`. Parallel, as in GPT-NeoX
+    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`.
+    """
+
+    def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
+        super().__init__()
+        self.attn_norm = norm(spec)
+        self.attn = Attention(spec, rope, layer)
+        self.mlp_norm = norm(spec)
+        self.mlp = GatedMLP(spec) if spec.family == "llama" else MLP(spec)
+        self.is_parallel = spec.parallel_residual
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return the stream after this block; x `[batch, seq, dim]`, the rest as `Attention`."""
+        mixed = x + self.attn(self.attn_norm(x), mask, positions, cache)
+        source = x if self.is_parallel else mixed
+        out: Tensor = mixed + self.mlp(self.mlp_norm(source))
+        return out

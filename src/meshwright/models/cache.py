@@ -1,0 +1,40 @@
+"""The key/value cache of generation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwright.errors import ConfigError
+
+
+class KVCache:
+    """Keys and values of past positions, preallocated for `capacity` of them, per layer.
+
+    `length` is the number of positions that all layers hold; the model advances it after each
+    forward. Memory: 2 x layers x batch x kv_heads x capacity x head_dim elements.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def check(self, new: int) -> None:
+        """Raise `ConfigError` where `new` more positions do not fit."""
+        if self.length + new > self.capacity:
+            raise ConfigError(
+                f"the cache holds {self.length} of at most {self.capacity} positions; "
+                f"{new} more do not fit"
+            )
+
+    def append(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values `[batch, kv_heads, new, head_dim]`; return all so far."""
+        batch, heads, new, size = keys.shape
+        if layer not in self._layers:
+            shape = (batch, heads, self.capacity, size)
+            self._layers[layer] = (keys.new_empty(shape), values.new_empty(shape))
+        all_keys, all_values = self._layers[layer]
+        stop = self.length + new
+        all_keys[:, :, self.length : stop] = keys
+        all_values[:, :, self.length : stop] = values
+        return all_keys[:, :, :stop], all_values[:, :, :stop]

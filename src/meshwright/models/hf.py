@@ -1,0 +1,285 @@
+"""Reading and writing Hugging Face folders: `config.json` and safetensors, never a pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.models.hf_names import HFTensor, head_names, hf_tensors, is_parameter
+from meshwright.models.transformer import Transformer, build_model
+from meshwright.spec.hf import hf_config, spec_from_hf
+from meshwright.spec.model import ModelSpec
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer:
+    """Return the model of a Hugging Face folder on the CPU, in `dtype` or as it is stored.
+
+    Raises `CheckpointError` for a missing folder or file, a missing, unexpected or misshaped
+    tensor, pickled weights and a corrupt file; `ConfigError` for an unsupported architecture.
+    """
+    path = Path(folder)
+    spec = read_spec(path)
+    source = HFWeights(path, spec)
+    model = build_model(spec)
+    state: dict[str, Tensor] = {}
+    for item in source.tensors:
+        for name, part in zip(item.parts, item.split(source.read(item.name)), strict=True):
+            # A copy: safetensors maps the file, which may be replaced while the model lives.
+            state[name] = part.to(part.dtype if dtype is None else dtype, copy=True)
+    model.load_state_dict(state, strict=True, assign=True)
+    return model
+
+
+def hf_source(folder: str | Path, spec: ModelSpec) -> HFWeights:
+    """Return the parameters of a folder as a function of their name and shape, for `fill`.
+
+    Raises as `load_hf`, before the first tensor is read, also where they do not fit `spec`.
+    """
+    return HFWeights(Path(folder), spec)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Return the architecture of a Hugging Face folder."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a Hugging Face model folder: {path} is missing")
+    try:
+        return spec_from_hf(_read_json(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+class HFWeights:
+    """The stored tensors of a folder, checked against `spec` when opened and read when asked."""
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.tensors = hf_tensors(spec)
+        self._item_of = {name: item for item in self.tensors for name in item.parts}
+        self._last: tuple[str, tuple[Tensor, ...]] | None = None
+        self._alias: dict[str, str] = {}
+        self._files: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            opened = _open(path)
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                if name in self._files:
+                    raise CheckpointError(f"{path} holds {name}, which another shard holds too")
+                self._files[name] = opened
+        self._check(folder, spec)
+
+    def __call__(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return one whole parameter by our name, as it is stored."""
+        item = self._item_of[name]
+        if self._last is None or self._last[0] != item.name:
+            self._last = (item.name, item.split(self.read(item.name)))
+        found = self._last[1][item.parts.index(name)]
+        if tuple(found.shape) != tuple(shape):
+            raise CheckpointError(f"{name} is {list(found.shape)}, but {list(shape)} was asked")
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """Return one stored tensor."""
+        stored = self._alias.get(name, name)
+        tensor: Tensor = self._files[stored].get_tensor(stored)
+        if tensor.dtype not in _DTYPES:
+            legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise CheckpointError(f"{stored} is {tensor.dtype}; supported are {legal}")
+        return tensor
+
+    def _check(self, folder: Path, spec: ModelSpec) -> None:
+        """Hold names and shapes against the spec, before anything is read."""
+        found = {name for name in self._files if is_parameter(spec.family, name)}
+        names = head_names(spec)
+        if not spec.tie_embeddings and names[0] not in found and names[-1] in found:
+            self._alias[names[0]] = names[-1]
+            found = (found - {names[-1]}) | {names[0]}
+        wanted = {item.name for item in self.tensors}
+        missing, unexpected = wanted - found, found - wanted
+        if spec.tie_embeddings:
+            unexpected -= self._tied_heads(unexpected & set(names))
+        if missing:
+            near = [name for one in sorted(missing)[:1] for name in nearest(one, unexpected)]
+            hint = f" (the file has {near[0]})" if near else ""
+            raise CheckpointError(f"{folder} lacks {_list(missing)}{hint}")
+        if unexpected:
+            raise CheckpointError(
+                f"{folder} holds {_list(unexpected)}, which a {spec.family} model with "
+                f"{spec.n_layers} layers of its config does not have"
+            )
+        for item in self.tensors:
+            self._check_shape(item)
+
+    def _check_shape(self, item: HFTensor) -> None:
+        stored = self._alias.get(item.name, item.name)
+        shape = tuple(self._files[stored].get_slice(stored).get_shape())
+        if shape != item.shape:
+            raise CheckpointError(
+                f"{stored} is stored as {list(shape)}, but the config gives {list(item.shape)}"
+            )
+
+    def _tied_heads(self, heads: Iterable[str]) -> set[str]:
+        """Return the stored heads of a tied model that equal the embedding, as they must."""
+        embed = self.tensors[0].name
+        equal: set[str] = set()
+        for name in heads if embed in self._files else ():
+            if not torch.equal(self.read(name), self.read(embed)):
+                raise CheckpointError(
+                    f"tie_word_embeddings is true, but {name} differs from {embed}; which of the "
+                    "two the model was trained with is unclear"
+                )
+            equal.add(name)
+        return equal
+
+
+def save_hf(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    bos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> None:
+    """Write a whole model as a Hugging Face folder, bit for bit; arguments as for `write_hf`."""
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    write_hf(model.spec, state, folder, max_shard_bytes=max_shard_bytes, **tokens)  # type: ignore[arg-type]
+
+
+def write_hf(
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    bos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> None:
+    """Write whole parameters, by our names, as a Hugging Face folder that transformers loads.
+
+    More than `max_shard_bytes` go into several files with an index. `config.json` comes last, so
+    an interrupted export cannot be mistaken for a whole one. Raises `CheckpointError` where the
+    folder holds a model already or a parameter is missing, `ConfigError` as `hf_config`.
+    """
+    path = Path(folder)
+    tensors = hf_tensors(spec)
+    missing = {name for item in tensors for name in item.parts} - state.keys()
+    if missing:
+        raise CheckpointError(f"the model to export lacks {_list(missing)}: is it one stage only?")
+    dtype = str(state[tensors[0].parts[0]].dtype).removeprefix("torch.")
+    config = hf_config(spec, dtype=dtype, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
+    present = sorted(
+        p.name for p in path.glob("*") if p.suffix == ".safetensors" or p.name == CONFIG
+    )
+    if present:
+        raise CheckpointError(f"{path} already holds {present[0]}; choose an empty folder")
+    path.mkdir(parents=True, exist_ok=True)
+
+    shards = _shards(tensors, state, max_shard_bytes)
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        content = {item.name: item.join(_whole(item, state)) for item in shard}
+        partial = path / f"{name}.partial"
+        save_file(content, partial, metadata={"format": "pt"})
+        os.replace(partial, path / name)
+        where |= dict.fromkeys(content, name)
+    if len(shards) > 1:
+        total = sum(_bytes(item, state) for item in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        _write_json(path / INDEX, index)
+    _write_json(path / CONFIG, config)
+
+
+def _whole(item: HFTensor, state: Mapping[str, Tensor]) -> list[Tensor]:
+    return [state[name].detach().cpu() for name in item.parts]
+
+
+def _bytes(item: HFTensor, state: Mapping[str, Tensor]) -> int:
+    return sum(state[name].nbytes for name in item.parts)
+
+
+def _shards(
+    tensors: Sequence[HFTensor], state: Mapping[str, Tensor], limit: int
+) -> list[list[HFTensor]]:
+    """Cut the tensors, in their order, into runs of at most `limit` bytes, or of one tensor."""
+    shards: list[list[HFTensor]] = [[]]
+    size = 0
+    for item in tensors:
+        more = _bytes(item, state)
+        if shards[-1] and size + more > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += more
+    return shards
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder; an index may only name files inside it."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+        if pickles:
+            raise CheckpointError(
+                f"{pickles[0]} is a pickle, which could run any code when read. Convert it where "
+                "you trust it: AutoModelForCausalLM.from_pretrained(folder)"
+                ".save_pretrained(other_folder) of transformers writes safetensors"
+            )
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
+    path = folder / INDEX
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map")
+    names = list(dict.fromkeys(weight_map.values()))
+    for name in names:
+        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
+        if not plain or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names the file {name!r}, which is not one of the folder")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}, which {INDEX} names, is missing")
+    return [folder / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
+
+
+def _list(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,90 @@
+"""RMSNorm and the rotary turn with hand-written backwards.
+
+Eager PyTorch runs both as chains of small operations that keep several copies for the backward;
+on CPU these two take a third and a half of the time, and keep one copy at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x / rms(x) * weight` over the last dim of x `[..., dim]`, in fp32 at least.
+
+    The result has the dtype of `x`. arXiv:1910.07467, equation 4.
+    """
+    if x.device.type == "cuda":  # has a fused kernel
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first dims of each head by the angle of its position, in fp32 at least.
+
+    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, both halves equal. The
+    dims beyond `rotary_dim` pass. Dim i turns with i + rotary_dim/2, as GPT-NeoX and transformers
+    pair them. arXiv:2104.09864, equation 34.
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        out: Tensor = (wide * scale).mul_(weight).to(x.dtype)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = _wide(x) * scale
+        wide = _wide(grad)
+        weight_grad = (wide * normed).sum(tuple(range(x.ndim - 1)))
+        inner = wide * weight
+        along = (inner * normed).mean(-1, keepdim=True)
+        inner.addcmul_(normed, along, value=-1).mul_(scale)
+        return inner.to(x.dtype), weight_grad.to(weight.dtype), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0), None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or in fp64 where it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    wide = _wide(x)
+    rotary, half = cos.shape[-1], cos.shape[-1] // 2
+    if rotary == x.shape[-1]:
+        turned = wide * cos
+    else:
+        turned = wide.clone()
+        turned[..., :rotary].mul_(cos)
+    turned[..., :half].addcmul_(wide[..., half:rotary], sin[..., :half], value=-sign)
+    turned[..., half:rotary].addcmul_(wide[..., :half], sin[..., :half], value=sign)
+    return turned.to(x.dtype)

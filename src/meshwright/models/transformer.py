@@ -1,0 +1,142 @@
+"""The whole decoder, or the part of it that one pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.errors import ConfigError
+from meshwright.models.blocks import Block, norm
+from meshwright.models.cache import KVCache
+from meshwright.models.rope import Rope
+from meshwright.spec.model import ModelSpec
+
+
+class Transformer(nn.Module):
+    """A Llama or GPT-NeoX decoder with the parameters of `program.parts`, in that order.
+
+    `layers` is keyed by the global layer number, so a stage keeps the names of the whole model.
+    """
+
+    embed: nn.Embedding | None
+    norm: nn.Module | None
+    head: nn.Linear | None
+
+    def __init__(self, spec: ModelSpec, max_seq_len: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rope = Rope(spec, max_seq_len)
+        self.embed = nn.Embedding(spec.vocab_size, spec.dim)
+        names = [str(layer) for layer in range(spec.n_layers)]
+        self.layers = nn.ModuleDict({name: Block(spec, self.rope, name) for name in names})
+        self.norm = norm(spec)
+        self.head = None
+        if not spec.tie_embeddings:
+            self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+
+    def keep(self, layers: Iterable[int], *, first: bool, last: bool) -> Self:
+        """Drop what a pipeline stage does not hold; returns the model itself.
+
+        The last stage of a tied model keeps the embedding, as its head.
+        """
+        kept = {str(layer) for layer in layers}
+        for name in [name for name in self.layers if name not in kept]:
+            del self.layers[name]
+        if not last:
+            self.norm = self.head = None
+        if not first and not (last and self.spec.tie_embeddings):
+            self.embed = None
+        return self
+
+    def init_tables(self, device: torch.device | str, length: int | None = None) -> None:
+        """Compute the rotary tables now; else the first forward does, and longer ones later."""
+        length = self.rope.length if length is None else length
+        if length > 0:
+            self.rope.build(torch.device(device), length)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        segments: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
+
+        A stage without the embedding takes hidden states `[batch, seq, dim]`, one without the
+        final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
+        `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
+        0, 1, 2, ...: rotation follows them, the mask does not.
+        """
+        x = self.hidden(input_ids, segments, cache, positions)
+        return x if self.norm is None else self.logits(x)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        segments: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
+        mask = self._mask(input_ids, segments, cache)
+        x = input_ids if input_ids.is_floating_point() else self._embedded(input_ids)
+        for block in self.layers.values():
+            x = block(x, mask, positions, cache)
+        if cache is not None:
+            cache.length += x.shape[1]
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., vocab]` of hidden states `[..., dim]` after the final norm."""
+        if self.head is None:
+            return F.linear(hidden, self.head_weight)
+        out: Tensor = self.head(hidden)
+        return out
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix `[vocab, dim]` of the head: its own, or the embedding's where tied."""
+        if self.head is not None:
+            return self.head.weight
+        if self.norm is None or self.embed is None:
+            raise TypeError("this pipeline stage has no head")
+        return self.embed.weight
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        if self.embed is None:
+            raise TypeError("this pipeline stage has no embedding: it takes hidden states")
+        out: Tensor = self.embed(input_ids)
+        return out
+
+    def _mask(self, x: Tensor, segments: Tensor | None, cache: KVCache | None) -> Tensor | None:
+        """Return bool `[batch or 1, 1, seq, keys]`, or None where attention is plainly causal."""
+        seq = x.shape[1]
+        if cache is not None:
+            cache.check(seq)
+            if segments is not None:
+                raise ConfigError("packed segments cannot be used together with a cache")
+            if cache.length == 0 or seq == 1:
+                return None
+            past = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=x.device)
+            return past.tril(cache.length)[None, None]
+        if segments is None:
+            return None
+        same = segments[:, :, None] == segments[:, None, :]
+        return same.tril()[:, None]
+
+
+def build_model(
+    spec: ModelSpec, device: torch.device | str = "meta", max_seq_len: int = 0
+) -> Transformer:
+    """Return the model of `spec`; on a device other than meta its weights are uninitialised.
+
+    `max_seq_len` is the length that the rotary tables are first built for; they grow by themselves.
+    """
+    with torch.device("meta"):
+        model = Transformer(spec, max_seq_len)
+    return model if torch.device(device).type == "meta" else model.to_empty(device=device)

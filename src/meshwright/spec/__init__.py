@@ -1,0 +1,1 @@
+"""The specs: what is trained, on what data, how and where. Never imports torch."""

@@ -1,0 +1,374 @@
+"""Between `ModelSpec` and the `config.json` of Hugging Face, for Llama and GPT-NeoX.
+
+Rotary settings have two spellings: `rope_theta`, `rope_scaling`, `rotary_pct` and
+`rotary_emb_base` until transformers 4, one `rope_parameters` since 5. Both are read, and must agree
+where both stand; both are written. An absent key means what it means to transformers. Whatever
+would change the model and has no place in `ModelSpec` is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.spec.model import ModelSpec, RopeScaling
+
+Found = tuple[str, Any]
+
+FAMILIES: Final = {"llama": "llama", "gpt_neox": "neox"}
+_ACTIVATIONS: Final = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_ACTIVATION_NAMES: Final = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# The key, and the values under which it changes nothing (beside its absence and null).
+_INERT: Final[Mapping[str, tuple[object, ...]]] = {
+    "pretraining_tp": (1,),
+    "sliding_window": (),
+    "quantization_config": (),
+    "attention_dropout": (0.0,),
+    "hidden_dropout": (0.0,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+# Defaults of transformers' LlamaConfig and GPTNeoXConfig, held by a test.
+_LLAMA_SIZES: Final = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_NEOX_SIZES: Final = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 2048,
+}
+_THETA: Final = 10000.0
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the architecture that a Hugging Face `config.json` describes.
+
+    Raises `ConfigError` naming the key and its value for another `model_type`, an unsupported
+    feature, two spellings that disagree, a value of the wrong type and sizes that do not fit.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            refusal(f"model_type = {model_type!r} is not supported", legal=list(FAMILIES))
+        )
+    for key, inert in _INERT.items():
+        value = config.get(key)
+        if value is not None and value not in inert:
+            legal = [repr(v) for v in inert] or ["null"]
+            raise ConfigError(refusal(f"{key} = {value!r} is not supported", legal=legal))
+    neox = model_type == "gpt_neox"
+    fields = _sizes(config, _NEOX_SIZES if neox else _LLAMA_SIZES)
+    fields |= _neox_fields(config, fields) if neox else _llama_fields(config, fields)
+    fields |= _rotary(config, neox, fields["context"])
+    fields |= {
+        "activation": _activation(config, "gelu" if neox else "silu"),
+        "tie_embeddings": _flag(config, "tie_word_embeddings", False),
+        "init_std": _number(config, "initializer_range", 0.02),
+    }
+    try:
+        return ModelSpec(**fields)
+    except ValidationError as error:
+        reasons = "; ".join(_reason(item["loc"], item["msg"]) for item in error.errors())
+        raise ConfigError(f"the {model_type} config describes no valid model: {reasons}") from error
+
+
+def hf_config(
+    spec: ModelSpec,
+    *,
+    dtype: str = "float32",
+    bos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the `config.json` of `spec`, readable by transformers 4 and 5.
+
+    `dtype` is the name of the stored weights' type, such as `bfloat16`. Raises `ConfigError` for
+    a NeoX model that transformers cannot build: no MLP bias, or a head size of its own.
+    """
+    neox = spec.family == "neox"
+    eos = list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id
+    config: dict[str, Any] = {
+        "architectures": ["GPTNeoXForCausalLM" if neox else "LlamaForCausalLM"],
+        "model_type": "gpt_neox" if neox else "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.dim,
+        "intermediate_size": spec.ffn_dim,
+        "num_hidden_layers": spec.n_layers,
+        "num_attention_heads": spec.n_heads,
+        "max_position_embeddings": spec.context,
+        "hidden_act": _ACTIVATION_NAMES[spec.activation],
+        "attention_bias": spec.attention_bias,
+        "attention_dropout": 0.0,
+        "initializer_range": spec.init_std,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    return config | (_neox_keys(spec) if neox else _llama_keys(spec)) | _rotary_keys(spec)
+
+
+def _llama_keys(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": spec.n_kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "mlp_bias": spec.mlp_bias,
+        "pretraining_tp": 1,
+    }
+
+
+def _neox_keys(spec: ModelSpec) -> dict[str, Any]:
+    if not spec.mlp_bias:
+        raise ConfigError(
+            "model.mlp_bias = false cannot be written as gpt_neox: its MLP always has biases"
+        )
+    if spec.head_dim * spec.n_heads != spec.dim:
+        raise ConfigError(
+            f"model.head_dim = {spec.head_dim} cannot be written as gpt_neox: it must be "
+            f"model.dim / model.n_heads = {spec.dim} / {spec.n_heads}"
+        )
+    return {
+        "layer_norm_eps": spec.norm_eps,
+        "use_parallel_residual": spec.parallel_residual,
+        "hidden_dropout": 0.0,
+        "rotary_pct": spec.rotary_pct,
+        "partial_rotary_factor": spec.rotary_pct,
+        "rotary_emb_base": spec.rope_theta,
+    }
+
+
+def _rotary_keys(spec: ModelSpec) -> dict[str, Any]:
+    scaling = spec.rope_scaling
+    both: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        both = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            both |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_context,
+            }
+    new = both | {"rope_theta": spec.rope_theta}
+    if spec.family == "neox":
+        new["partial_rotary_factor"] = spec.rotary_pct
+    # transformers before 4.43 reads the kind under "type".
+    old = None if scaling is None else both | {"type": scaling.kind}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": old, "rope_parameters": new}
+
+
+def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
+    names = {
+        "vocab_size": "vocab_size",
+        "dim": "hidden_size",
+        "ffn_dim": "intermediate_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "context": "max_position_embeddings",
+    }
+    return {ours: _size(config, theirs, defaults[theirs]) for ours, theirs in names.items()}
+
+
+def _llama_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    heads = sizes["n_heads"]
+    if config.get("head_dim") is None:
+        _check_heads(sizes)
+    return {
+        "family": "llama",
+        "n_kv_heads": _size(config, "num_key_value_heads", heads),
+        "head_dim": _size(config, "head_dim", sizes["dim"] // heads),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "attention_bias": _flag(config, "attention_bias", False),
+        "mlp_bias": _flag(config, "mlp_bias", False),
+    }
+
+
+def _neox_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    heads = sizes["n_heads"]
+    _check_heads(sizes)
+    for key, fixed in (
+        ("num_key_value_heads", heads),
+        ("head_dim", sizes["dim"] // heads),
+        ("mlp_bias", True),
+    ):
+        value = config.get(key)
+        if value is not None and value != fixed:
+            raise ConfigError(
+                refusal(f"{key} = {value!r} is not supported for gpt_neox", legal=[fixed])
+            )
+    return {
+        "family": "neox",
+        "n_kv_heads": heads,
+        "head_dim": sizes["dim"] // heads,
+        "norm_eps": _number(config, "layer_norm_eps", 1e-5),
+        "attention_bias": _flag(config, "attention_bias", True),
+        "mlp_bias": True,
+        "parallel_residual": _flag(config, "use_parallel_residual", True),
+    }
+
+
+def _check_heads(sizes: Mapping[str, int]) -> None:
+    if sizes["dim"] % sizes["n_heads"]:
+        raise ConfigError(
+            f"num_attention_heads = {sizes['n_heads']} must divide hidden_size = {sizes['dim']}"
+        )
+
+
+def _rotary(config: Mapping[str, Any], neox: bool, context: int) -> dict[str, Any]:
+    """Read the rotary settings under both spellings and hold them against each other."""
+    new = _mapping(config, "rope_parameters")
+    old = _mapping(config, "rope_scaling")
+    theta = [_at(config, "rope_theta"), _at(new, "rope_theta", "rope_parameters")]
+    share = [
+        _at(config, "partial_rotary_factor"),
+        _at(new, "partial_rotary_factor", "rope_parameters"),
+    ]
+    if neox:
+        theta.append(_at(config, "rotary_emb_base"))
+        share.append(_at(config, "rotary_pct"))
+    name, pct = _agree(share, 0.25 if neox else 1.0)
+    if not neox and pct != 1.0:
+        raise ConfigError(refusal(f"{name} = {pct!r} is not supported for llama", legal=[1.0]))
+    _, base = _agree(theta, _THETA)
+    return {
+        "rope_theta": base,
+        "rotary_pct": pct,
+        "rope_scaling": _scaling(old, new, context),
+    }
+
+
+def _scaling(old: Mapping[str, Any], new: Mapping[str, Any], context: int) -> RopeScaling | None:
+    kinds = [
+        _at(source, key, at)
+        for source, at in ((old, "rope_scaling"), (new, "rope_parameters"))
+        for key in ("rope_type", "type")
+    ]
+    name, kind = _agree_words(kinds, "default")
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            refusal(f"{name} = {kind!r} is not supported", legal=["default", "linear", "llama3"])
+        )
+
+    def number(key: str, default: float | None = None) -> float:
+        found = [_at(old, key, "rope_scaling"), _at(new, key, "rope_parameters")]
+        if default is None and all(value is None for _, value in found):
+            raise ConfigError(f"{name} = {kind!r} needs the key {key!r} beside it")
+        return _agree(found, default or 0.0)[1]
+
+    factor = number("factor")
+    if factor <= 0:
+        raise ConfigError(f"the rope scaling's factor = {factor} must be above 0")
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    original = number("original_max_position_embeddings", float(context))
+    if not 0 < low < high or original < 1 or not original.is_integer():
+        raise ConfigError(
+            f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor and a whole "
+            f"original_max_position_embeddings, but they are {low}, {high} and {original:g}"
+        )
+    return RopeScaling(
+        kind="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=int(original),
+    )
+
+
+def _at(source: Mapping[str, Any], key: str, inside: str = "") -> Found:
+    return (f"{inside}.{key}" if inside else key), source.get(key)
+
+
+def _agree(found: Sequence[Found], default: float) -> tuple[str, float]:
+    """Return the number that all spellings give, with the name of the first."""
+    stated = [(name, _as_number(name, value)) for name, value in found if value is not None]
+    for name, value in stated[1:]:
+        if value != stated[0][1]:
+            raise ConfigError(
+                f"{stated[0][0]} = {stated[0][1]!r} and {name} = {value!r} must agree; keep one"
+            )
+    return stated[0] if stated else (found[0][0], default)
+
+
+def _agree_words(found: Sequence[Found], default: str) -> tuple[str, object]:
+    stated = [(name, value) for name, value in found if value is not None]
+    for name, value in stated[1:]:
+        if value != stated[0][1]:
+            raise ConfigError(
+                f"{stated[0][0]} = {stated[0][1]!r} and {name} = {value!r} must agree; keep one"
+            )
+    return stated[0] if stated else (found[0][0], default)
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} = {value!r} must be a table of rotary settings")
+    return value
+
+
+def _activation(config: Mapping[str, Any], default: str) -> str:
+    name = config.get("hidden_act")
+    name = default if name is None else name
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            refusal(f"hidden_act = {name!r} is not supported", legal=list(_ACTIVATIONS))
+        )
+    return _ACTIVATIONS[name]
+
+
+def _size(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} = {value!r} must be a whole number of at least 1")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    return default if value is None else _as_number(key, value)
+
+
+def _as_number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} = {value!r} must be a number")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} = {value!r} must be true or false")
+    return value
+
+
+def _reason(where: Sequence[object], message: str) -> str:
+    place = ".".join(str(part) for part in where)
+    message = message.removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message

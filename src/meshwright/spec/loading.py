@@ -1,0 +1,271 @@
+"""Loading a config: TOML file and overrides to a `Config`, strict, with every value's origin."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.spec.model import ModelSpec, Spec
+from meshwright.spec.resolve import Value, Values, resolve_model
+from meshwright.spec.training import (
+    CheckpointSpec,
+    ClusterSpec,
+    DataSpec,
+    LayoutSection,
+    LogSpec,
+    OptimizerSpec,
+    TrainSpec,
+)
+
+
+class Config(Spec):
+    """A complete config; `origins` maps each `section.key` to where its value came from."""
+
+    model: ModelSpec
+    data: DataSpec
+    train: TrainSpec
+    optimizer: OptimizerSpec
+    layout: LayoutSection
+    cluster: ClusterSpec
+    checkpoint: CheckpointSpec
+    log: LogSpec
+    origins: dict[str, str] = Field(default_factory=dict, exclude=True, repr=False)
+
+
+SECTIONS: Mapping[str, type[Spec]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Spec)
+}
+
+
+class _Alias(NamedTuple):
+    """What a short name stands for: a key, and a value for each value that it accepts."""
+
+    key: str
+    values: Mapping[str, Any] | None = None
+
+
+_ZERO_OF_STRATEGY = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+ALIASES: Mapping[str, _Alias] = {
+    "embed_dim": _Alias("model.dim"),
+    "n_heads": _Alias("model.n_heads"),
+    "n_layers": _Alias("model.n_layers"),
+    "context_len": _Alias("train.seq_len"),
+    "batch_size": _Alias("train.batch"),
+    "tensor_parallel_size": _Alias("layout.tp"),
+    "fsdp": _Alias("layout.zero", {"true": 3, "false": 0}),
+    "shard_strategy": _Alias("layout.zero", _ZERO_OF_STRATEGY),
+    "zero_opt": _Alias("layout.zero"),
+}
+
+
+def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Return the config of a TOML file with overrides `section.key=value` (or aliases) on top.
+
+    Without a path the built-in defaults apply. Raises `ConfigError` naming the key, the value,
+    where it was written, the rule, and the nearest legal value.
+    """
+    given: dict[str, Values] = {name: {} for name in SECTIONS}
+    if path is not None:
+        _merge(given, _read_toml(Path(path)))
+    _merge(given, _read_overrides(overrides))
+    return build_config(given)
+
+
+def build_config(given: dict[str, Values]) -> Config:
+    """Return the complete config of the values given, by section; derives what is left out."""
+    for name, spec in SECTIONS.items():
+        _check_types(name, spec, given[name])
+    _derive(given)
+    sections: dict[str, Spec] = {}
+    origins: dict[str, str] = {}
+    for name, spec in SECTIONS.items():
+        values = given[name]
+        try:
+            sections[name] = spec(**{key: value.value for key, value in values.items()})
+        except ValidationError as error:
+            raise ConfigError(_word(error.errors()[0], name, values)) from None
+        for key in spec.model_fields:
+            origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
+    return Config(**sections, origins=origins)
+
+
+def _check_types(name: str, spec: type[Spec], values: Values) -> None:
+    """Refuse a given value of a wrong type or range, so that deriving may rely on them.
+
+    What is missing is derived later, and rules between values are checked when all are there.
+    """
+    try:
+        spec(**{key: value.value for key, value in values.items()})
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["loc"] and detail["type"] != "missing":
+                raise ConfigError(_word(detail, name, values)) from None
+
+
+def _derive(given: dict[str, Values]) -> None:
+    """Fill what follows from other keys: the model's sizes, the warm-up, `layout.auto`."""
+    data = given["data"]
+    source = data.get("source", Value("stdlib", "default")).value
+    folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
+    tokenizer = data.get("tokenizer", Value("bytes", "default"))
+    given["model"] = resolve_model(given["model"], tokenizer, folder)
+    steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
+    if "warmup_steps" not in given["optimizer"]:
+        warmup = min(100, steps // 10)
+        given["optimizer"]["warmup_steps"] = Value(warmup, "derived: train.steps / 10, at most 100")
+    layout = given["layout"]
+    chosen = next((key for key in layout if key not in ("auto", "microbatch")), None)
+    if chosen is not None and "auto" not in layout:
+        layout["auto"] = Value(False, f"derived: layout.{chosen} is given")
+
+
+def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
+    for section, key, value in new:
+        _check_known(section, key, value.origin)
+        given[section][key] = value
+
+
+def _check_known(section: str, key: str, origin: str) -> None:
+    """Refuse a section or key that does not exist, with the nearest one that does."""
+    if section not in SECTIONS:
+        legal = [f"[{name}]" for name in nearest(section, SECTIONS) or SECTIONS]
+        raise ConfigError(refusal(f"unknown section [{section}] ({origin})", legal=legal))
+    known = SECTIONS[section].model_fields
+    if key in known:
+        return
+    close = [f"{section}.{name}" for name in nearest(key, known)]
+    elsewhere = [f"{name}.{key}" for name, spec in SECTIONS.items() if key in spec.model_fields]
+    if not close and not elsewhere:
+        every = [f"{name}.{k}" for name, spec in SECTIONS.items() for k in spec.model_fields]
+        close = nearest(f"{section}.{key}", every)
+    legal = elsewhere or close
+    raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=legal))
+
+
+def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"config file {path} cannot be read: {reason}") from None
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    lines = _key_lines(text)
+    found = []
+    for section, values in content.items():
+        origin = f"{path.name}:{lines.get((section, ''), lines.get(('', section), 1))}"
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{section} = {values!r} ({origin}) stands outside a section; "
+                f"sections are {', '.join(f'[{name}]' for name in SECTIONS)}"
+            )
+        if section not in SECTIONS:
+            _check_known(section, "", origin)
+        for key, value in values.items():
+            line = lines.get((section, key))
+            found.append((section, key, Value(value, f"{path.name}:{line}" if line else origin)))
+    return found
+
+
+def _key_lines(text: str) -> dict[tuple[str, str], int]:
+    """Return the line of each `(section, key)`, and of each section as `(section, "")`.
+
+    tomllib keeps no positions; this only serves messages, so a key in an exotic spelling merely
+    falls back to its section's line.
+    """
+    lines: dict[tuple[str, str], int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([\w.\"-]+)\s*\]+", line):
+            names = header[1].replace('"', "").split(".")
+            section = names[0]
+            lines.setdefault((section, ".".join(names[1:2])), number)
+        elif key := re.match(r"\s*([\w\"-]+)(?:\.([\w\"-]+))?[\w.\"\s-]*=", line):
+            first, second = key[1].strip('"'), (key[2] or "").strip('"')
+            at = (section, first) if section or not second else (first, second)
+            lines.setdefault(at, number)
+    return lines
+
+
+def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
+    found = []
+    for text in overrides:
+        name, equals, written = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"override {text!r} is not of the form section.key=value")
+        value, origin = _parse(written), f"override {text}"
+        if "." not in name:
+            if name not in ALIASES:
+                every = [f"{s}.{k}" for s, spec in SECTIONS.items() for k in spec.model_fields]
+                legal = [k for k in every if k.split(".")[1] == name]
+                legal = legal or nearest(name, ALIASES) or nearest(name, every, 2)
+                raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal))
+            name, value = _expand(name, value, origin)
+        section, key = name.split(".", 1)
+        found.append((section, key, Value(value, origin)))
+    return found
+
+
+def _expand(name: str, value: Any, origin: str) -> tuple[str, Any]:
+    """Return the key and value that an alias stands for."""
+    alias = ALIASES[name]
+    if alias.values is None:
+        return alias.key, value
+    accepted = {spelled.lower(): meaning for spelled, meaning in alias.values.items()}
+    spelled = str(value).lower()
+    if spelled not in accepted:
+        raise ConfigError(refusal(f"{name} = {value} ({origin})", legal=list(alias.values)))
+    return alias.key, accepted[spelled]
+
+
+def _parse(written: str) -> Any:
+    """Return an override's value: TOML where it parses as such, `True`/`False`, else the text."""
+    if written in ("True", "False"):
+        return written == "True"
+    try:
+        return tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        return written
+
+
+def _word(error: ErrorDetails, section: str, values: Values) -> str:
+    """Word one pydantic error: the key, its value, where it was written, and the rule."""
+    if not error["loc"]:
+        return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+    key = str(error["loc"][0])
+    name = ".".join([section, *map(str, error["loc"])])
+    given = values.get(key)
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    if error["type"] == "extra_forbidden":
+        return refusal(f"unknown key {name} ({given.origin if given else 'default'})")
+    if error["type"] == "value_error" and "ctx" in error:
+        return str(error["ctx"]["error"])
+    rule = error["msg"][0].lower() + error["msg"][1:]
+    rule = rule.replace("input should be a valid", "must be a").replace(
+        "input should be", "must be"
+    )
+    rule = rule.replace("must be a integer", "must be an integer")
+    where = f" ({given.origin})" if given else ""
+    return f"{name} = {error['input']!r}{where} {rule}"
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a config file; every key is optional in a file."""
+    schema = Config.model_json_schema()
+    schema["title"] = "Meshwright config"
+    for part in (schema, *schema.get("$defs", {}).values()):
+        part.pop("required", None)
+    schema["properties"].pop("origins", None)
+    return schema

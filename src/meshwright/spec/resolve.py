@@ -1,0 +1,171 @@
+"""From what a user wrote to complete specs: presets, family rules and derived sizes.
+
+Every function takes and returns `Values`: the value of each key together with its origin, so that
+nothing is filled in without saying why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.errors import CheckpointError, ConfigError, nearest, refusal
+from meshwright.spec.hf import spec_from_hf
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.presets import PRESETS
+from meshwright.units import round_up
+
+VOCAB_MULTIPLE = 64
+BUILTIN_VOCAB = {"bytes": 257, "gpt2": 50257}
+
+
+class Value(NamedTuple):
+    """A value and where it came from: `default`, `run.toml:12`, `override`, `preset NAME`, ..."""
+
+    value: Any
+    origin: str
+
+
+Values = dict[str, Value]
+
+
+def model_spec(**fields: Any) -> ModelSpec:
+    """Return the complete `ModelSpec` of a preset and/or some sizes, as the [model] section does.
+
+    Raises `ConfigError` for an unknown preset, `pydantic.ValidationError` for a broken rule.
+    """
+    given = {key: Value(value, "argument") for key, value in fields.items()}
+    resolved = resolve_model(given, tokenizer=Value("bytes", "default"), source=None)
+    return ModelSpec(**{key: value.value for key, value in resolved.items()})
+
+
+def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Values:
+    """Complete the [model] section from its preset or HF folder, the family and the tokenizer.
+
+    `source` is the first data source where it is a folder: an indexed store brings its tokenizer.
+    """
+    found: Values = dict(given)
+    for base in _bases(given):
+        for key, value in base.items():
+            found.setdefault(key, value)
+    family = found.setdefault("family", Value("llama", "default")).value
+    if family == "neox":
+        for key, fixed in (("attention_bias", True), ("mlp_bias", True), ("activation", "gelu")):
+            found.setdefault(key, Value(fixed, "default of the neox family"))
+    _derive_sizes(found, family)
+    if found.get("vocab_size", Value(None, "")).value is None:
+        found["vocab_size"] = _vocab_size(tokenizer, source)
+    return found
+
+
+def _bases(given: Values) -> list[Values]:
+    """Return what fills the keys that were not given: an HF folder, a preset, or the demo's."""
+    init_from = given.get("init_from")
+    if init_from is not None and init_from.value is not None:
+        origin = f"{init_from.value}/config.json"
+        spec = spec_from_hf(read_hf_config(Path(init_from.value)))
+        fields = spec.model_dump(exclude={"preset", "init_from"})
+        return [{key: Value(value, origin) for key, value in fields.items()}]
+    asked = given.get("preset", Value(None, ""))
+    name = "demo" if asked.value is None else asked.value
+    if name not in PRESETS:
+        legal = nearest(str(name), PRESETS, 3) or sorted(PRESETS)
+        raise ConfigError(
+            refusal(f"model.preset = {name!r} ({asked.origin}) is not known", legal=legal)
+        )
+    base = {key: Value(value, f"preset {name}") for key, value in PRESETS[name].items()}
+    if asked.value is None:
+        base = {key: Value(value.value, "default") for key, value in base.items()}
+        base["preset"] = Value(None, "default")
+        if "n_heads" in given:  # the default's own head count no longer limits the groups
+            base.pop("n_kv_heads")
+        if given.get("family", Value("llama", "")).value == "neox":
+            base.pop("n_kv_heads", None)
+    return [base]
+
+
+def _derive_sizes(found: Values, family: str) -> None:
+    """Fill `n_kv_heads`, `head_dim`, `ffn_dim` and `context` from the sizes beside them."""
+    dim, heads = found["dim"].value, found["n_heads"].value
+    found.setdefault("n_kv_heads", Value(heads, "derived from model.n_heads"))
+    if found.get("head_dim", Value(None, "")).value is None:
+        if dim % heads:
+            legal = _head_counts(dim, heads)
+            raise ConfigError(
+                refusal(
+                    f"model.n_heads = {heads} ({found['n_heads'].origin}) must divide "
+                    f"model.dim = {dim} ({found['dim'].origin})",
+                    legal=[f"n_heads = {n}" for n in legal],
+                )
+            )
+        found["head_dim"] = Value(dim // heads, "derived from model.dim / model.n_heads")
+    if found.get("ffn_dim", Value(None, "")).value is None:
+        if family == "llama":  # 2/3 of 4 x dim, as SwiGLU has a third matrix: arXiv:2002.05202
+            ffn, why = round_up(8 * dim // 3, 64), "derived: 8/3 model.dim in multiples of 64"
+        else:
+            ffn, why = 4 * dim, "derived: 4 model.dim"
+        found["ffn_dim"] = Value(ffn, why)
+    found.setdefault("context", Value(2048, "default"))
+
+
+def _head_counts(dim: int, near: int) -> list[int]:
+    """Return the two legal head counts nearest to `near`: those that give an even head size."""
+    legal = [n for n in range(1, dim // 2 + 1) if dim % n == 0 and (dim // n) % 2 == 0]
+    return sorted(sorted(legal or [1], key=lambda n: (abs(n - near), n))[:2])
+
+
+def _vocab_size(tokenizer: Value, source: Path | None) -> Value:
+    """Return the tokenizer's vocabulary rounded up, so that it can be sharded."""
+    name, where = str(tokenizer.value), f"data.tokenizer {tokenizer.value}"
+    manifest = source / "manifest.json" if source is not None else None
+    if manifest is not None and manifest.is_file():
+        size, where = int(_read_json(manifest).get("vocab_size", 0)), f"store {source}"
+    elif name in BUILTIN_VOCAB:
+        size = BUILTIN_VOCAB[name]
+    else:
+        size = tokenizer_json_size(_tokenizer_file(name, tokenizer.origin))
+    if size <= 0:
+        raise ConfigError(f"{where} states no vocabulary; set model.vocab_size")
+    rounded = round_up(size, VOCAB_MULTIPLE)
+    return Value(rounded, f"{where} ({size}) in multiples of {VOCAB_MULTIPLE}")
+
+
+def _tokenizer_file(name: str, origin: str) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        legal = ["'bytes'", "'gpt2'", "the path of a tokenizer.json"]
+        raise ConfigError(
+            refusal(f"data.tokenizer = {name!r} ({origin}): no such file", legal=legal)
+        )
+    return path
+
+
+def tokenizer_json_size(path: Path) -> int:
+    """Return the largest id of a Hugging Face `tokenizer.json`, plus one."""
+    content = _read_json(path)
+    vocab = (content.get("model") or {}).get("vocab") or {}
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token["id"] for token in content.get("added_tokens") or []]
+    return 1 + max(ids, default=-1)
+
+
+def read_hf_config(folder: Path) -> Mapping[str, Any]:
+    """Return the `config.json` of an HF folder; raises `CheckpointError` where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a Hugging Face model folder: {path} is missing")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content

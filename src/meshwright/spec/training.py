@@ -1,0 +1,164 @@
+"""The specs of everything but the model: data, training, optimizer, cluster, checkpoints, log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from meshwright.spec.model import Spec
+
+
+def _tuple(value: Any) -> Any:
+    """TOML has lists only; a frozen spec holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Precision = Literal["fp32", "bf16"]
+
+
+class DataSpec(Spec):
+    """What is read.
+
+    `source`: "stdlib", "tinystories", "hf:NAME", or one or more paths of text files, jsonl files,
+    folders, an indexed store, or a Megatron `.bin`/`.idx` pair. `tokenizer`: "bytes", "gpt2" or
+    the path of a `tokenizer.json`. `packing`: "stream" cuts the concatenated documents into
+    samples; "documents" cuts the same way but keeps attention and targets inside each document.
+    `validation` is the share of documents held out. `text_key` is the field of jsonl rows and of
+    HF data sets. `cache` is the folder for prepared stores and downloads. `separator` ends a
+    document inside a text file (two newlines: blank lines); left out, it is `<|endoftext|>` where
+    the file has it, else a file is one document. `eos` names the token of a tokenizer.json that
+    ends a document; left out, it is found.
+    """
+
+    source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
+    tokenizer: str = "bytes"
+    packing: Literal["stream", "documents"] = "stream"
+    seed: int = Field(default=0, ge=0)
+    validation: float = Field(default=0.02, ge=0, lt=1)
+    text_key: str = "text"
+    cache: str | None = None
+    workers: int | None = Field(default=None, ge=1)
+    separator: str | None = Field(default=None, min_length=1)
+    eos: str | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources as a tuple, also where one was given alone."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+
+class TrainSpec(Spec):
+    """The optimizer steps: how many, how large, in which precision.
+
+    `batch` is the global batch in sequences of `seq_len` tokens. `eval_every` = 0 means no
+    evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
+    """
+
+    steps: int = Field(default=200, gt=0)
+    batch: int = Field(default=16, gt=0)
+    seq_len: int = Field(default=256, gt=0)
+    precision: Precision = "fp32"
+    seed: int = Field(default=0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+    log_every: int = Field(default=1, gt=0)
+    eval_every: int = Field(default=0, ge=0)
+    eval_batches: int = Field(default=4, gt=0)
+    compile: bool = False
+
+
+class OptimizerSpec(Spec):
+    """The optimizer and its schedule.
+
+    The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to
+    `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
+    `decay_steps`. `weight_decay` is decoupled and applies to matrices only.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=3e-3, gt=0)
+    betas: Annotated[tuple[float, float], BeforeValidator(_tuple)] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: int = Field(default=20, ge=0)
+    decay_steps: int | None = Field(default=None, ge=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _rules(self) -> OptimizerSpec:
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"optimizer.betas = {list(self.betas)}: each must be in [0, 1)")
+        return self
+
+
+class LayoutSection(Spec):
+    """The [layout] section as it was written; `layout.resolve` turns it into a `Layout`.
+
+    A degree that is left out is 1, except the data-parallel one, which takes all devices that
+    remain. `microbatch` is in sequences; left out, it is chosen.
+    """
+
+    auto: bool = True
+    pp: int = Field(default=1, gt=0)
+    dp_replicate: int | None = Field(default=None, gt=0)
+    dp_shard: int | None = Field(default=None, gt=0)
+    cp: int = Field(default=1, gt=0)
+    tp: int = Field(default=1, gt=0)
+    zero: Literal[0, 1, 2, 3] = 0
+    sp: bool = False
+    cp_kind: Literal["ring", "ulysses"] = "ring"
+    schedule: Literal[
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv",
+        "dualpipev",
+    ] = "1f1b"
+    virtual_stages: int = Field(default=1, gt=0)
+    microbatch: int | None = Field(default=None, gt=0)
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload: Literal["none", "optimizer", "params"] = "none"
+
+
+class ClusterSpec(Spec):
+    """The machine: "local" is the one at hand.
+
+    `device` "auto" is CUDA where there is a GPU, else the CPU. `devices_per_node` left out means
+    all GPUs, or on a CPU up to two ranks that share its cores. `peak_tflops` is the dense peak of
+    one device in the training precision; without it MFU is unknown, since a peak is never guessed.
+    `port` is the rendezvous port of local ranks; left out, a free one is taken.
+    """
+
+    preset: Literal["local"] = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    nodes: int = Field(default=1, gt=0)
+    devices_per_node: int | None = Field(default=None, gt=0)
+    peak_tflops: float | None = Field(default=None, gt=0)
+    port: int | None = Field(default=None, gt=0, lt=65536)
+
+
+class CheckpointSpec(Spec):
+    """When weights are saved: `every` n steps (0: at the end only), the newest `keep` of them.
+
+    `dir` is the run folder's `checkpoints` unless given.
+    """
+
+    every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, gt=0)
+    dir: str | None = None
+
+
+class LogSpec(Spec):
+    """Where metrics go besides `events.jsonl` and the terminal."""
+
+    dir: str = "runs"
+    name: str | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
+    trackio: str | None = None

@@ -1,0 +1,113 @@
+"""Events: one JSON object a line, and the places they go to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import ConfigError
+from meshwright.spec.training import LogSpec
+
+Event = Mapping[str, Any]
+Emit = Callable[[Event], None]
+
+
+class Sink(Protocol):
+    """A place that events go to."""
+
+    def write(self, event: Event) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+class JsonLines:
+    """`events.jsonl`: every event, a line each, flushed so that a reader can follow."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        """Append one event; a number that is not finite becomes a string, as JSON has none."""
+        self._file.write(json.dumps(_finite(event)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class _Scalars:
+    """The numbers of step and evaluation events, handed to a writer of scalars."""
+
+    def __init__(
+        self, write: Callable[[Mapping[str, float], int], None], close: Callable[[], None]
+    ) -> None:
+        self._write, self.close = write, close
+
+    def write(self, event: Event) -> None:
+        """Pass on the numbers of a step or an evaluation."""
+        kind = event["event"]
+        if kind in ("step", "eval"):
+            numbers = {
+                f"{'train' if kind == 'step' else 'eval'}/{key}": float(value)
+                for key, value in event.items()
+                if isinstance(value, int | float) and key != "step"
+            }
+            self._write(numbers, int(event["step"]))
+
+
+def open_sinks(log: LogSpec, folder: Path, config: Mapping[str, Any]) -> list[Sink]:
+    """Return the sinks that a run writes to; `config` is what trackers record of it.
+
+    Raises `ConfigError` naming the extra to install when a tracker's package is missing.
+    """
+    sinks: list[Sink] = [JsonLines(folder / "events.jsonl")]
+    if log.tensorboard:
+        sinks.append(_tensorboard(folder))
+    for name, project in (("wandb", log.wandb), ("trackio", log.trackio)):
+        if project is not None:
+            sinks.append(_tracker(name, project, folder, config))
+    return sinks
+
+
+def _tensorboard(folder: Path) -> Sink:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(_missing("tensorboard")) from None
+    writer = SummaryWriter(folder / "tensorboard")
+
+    def write(numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return _Scalars(write, writer.close)
+
+
+def _tracker(name: str, project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
+    """Return W&B or trackio, whose interfaces are the same."""
+    try:
+        tracker = __import__(name)
+    except ImportError:
+        raise ConfigError(_missing(name)) from None
+    more = {"dir": str(folder)} if name == "wandb" else {}
+    tracker.init(project=project, name=folder.name, config=dict(config), **more)
+    return _Scalars(lambda numbers, step: tracker.log(dict(numbers), step=step), tracker.finish)
+
+
+def _missing(extra: str) -> str:
+    return f"log.{extra} is set, but {extra} is not installed: pip install 'meshwright[{extra}]'"

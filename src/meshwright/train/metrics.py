@@ -1,0 +1,89 @@
+"""What a step event says: speed, memory and utilisation, measured or null with the reason."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+from meshwright.errors import MeshwrightError
+from meshwright.execute.world import World
+from meshwright.program.parts import flops_per_token
+from meshwright.train.run_folder import Job
+
+
+class StepClock:
+    """Times steps: the whole of each, and the part that went on waiting for data."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.total_s = 0.0
+        self.data_s = 0.0
+        self._started = self._data_until = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started = time.perf_counter()
+
+    def data_done(self) -> None:
+        """The batch is here."""
+        self._data_until = time.perf_counter()
+
+    def stop(self) -> None:
+        """End a step."""
+        self.steps += 1
+        self.total_s += time.perf_counter() - self._started
+        self.data_s += self._data_until - self._started
+
+    def take(self) -> tuple[float, float]:
+        """Return the mean seconds of a step and the data's share, and start over."""
+        mean, share = self.total_s / max(self.steps, 1), self.data_s / max(self.total_s, 1e-9)
+        self.steps, self.total_s, self.data_s = 0, 0.0, 0.0
+        return mean, share
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak of this rank in bytes: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def step_event(
+    step: int, loss: float, norm: float, lr: float, clock: StepClock, job: Job, world: World
+) -> dict[str, object]:
+    """Return the step event of docs/interface.md; a collective, so every rank calls it.
+
+    `mfu` is null where the device's peak is not stated: a peak is never guessed. Raises
+    `MeshwrightError` for a utilisation above 1, which can only mean a wrong peak.
+    """
+    train = job.config.train
+    seconds, data_share = clock.take()
+    gathered = world.gather_on_host([float(peak_memory(world.device)), data_share, seconds])
+    slowest = max(row[2] for row in gathered)
+    tokens_per_s = train.batch * train.seq_len / slowest
+    per_device = tokens_per_s / world.size
+    tflops = per_device * flops_per_token(job.config.model, train.seq_len) / 1e12
+    peak = job.config.cluster.peak_tflops
+    if peak is not None and tflops > peak:
+        raise MeshwrightError(
+            f"{tflops:.1f} TFLOP/s per device is above cluster.peak_tflops = {peak}: "
+            "the stated peak is wrong"
+        )
+    return {
+        "event": "step",
+        "step": step,
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "step_time_s": slowest,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": per_device,
+        "tflops_per_device": tflops,
+        "mfu": None if peak is None else tflops / peak,
+        "peak_memory_bytes": {str(rank): int(row[0]) for rank, row in enumerate(gathered)},
+        "data_time_share": max(row[1] for row in gathered),
+    }

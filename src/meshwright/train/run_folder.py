@@ -1,0 +1,137 @@
+"""The run folder: where each file of a run is, and how the folder comes to be. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import Layout, Machine
+from meshwright.spec.dump import to_toml
+from meshwright.spec.loading import Config, load_config
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """Specs, layout and machine of the run."""
+        return self.path / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of `step-00000100` folders."""
+        return self.path / "checkpoints"
+
+    def log(self, rank: int) -> Path:
+        """What a rank printed."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    def failure(self, rank: int) -> Path:
+        """The exception that ended a rank, as JSON."""
+        return self.path / "logs" / f"rank-{rank}.failure.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs to know beyond its rendezvous; what `plan.json` holds."""
+
+    config: Config
+    layout: Layout
+    machine: Machine
+    cache: Path
+    folder: RunFolder
+
+
+def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
+    """Return the run folder that a config asks for, which must not hold a run yet.
+
+    Raises `ConfigError` where it does, or where it cannot be written.
+    """
+    root = Path(config.log.dir)
+    name = config.log.name
+    if name is not None and (Path(name).name != name or name in ("", ".", "..")):
+        raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
+    path = root / (name or _unused(root, now.strftime("run-%Y%m%d-%H%M%S")))
+    if path.exists() and any(path.iterdir()):
+        legal = [f"log.name = {_unused(root, path.name)}"]
+        raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
+    _check_writable(path)
+    return RunFolder(path)
+
+
+def _unused(root: Path, name: str) -> str:
+    candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
+    return next(c for c in candidates if not (root / c).exists())
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a folder in which no file can be made, with the system's reason."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run folder {path} cannot be written: {error.strerror}; set log.dir"
+        ) from None
+
+
+def create(job: Job) -> None:
+    """Write the config, its provenance and the plan, and point `latest` beside it to the run."""
+    folder = job.folder
+    folder.log(0).parent.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(to_toml(job.config), encoding="utf-8")
+    (folder.path / "provenance.json").write_text(_json(job.config.origins), encoding="utf-8")
+    plan = {
+        "config": job.config.model_dump(mode="json"),
+        "layout": job.layout.model_dump(mode="json"),
+        "machine": job.machine._asdict(),
+        "cache": str(job.cache),
+    }
+    folder.plan.write_text(_json(plan), encoding="utf-8")
+    latest = folder.path.parent / "latest"
+    with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
+        if latest.is_symlink() or not latest.exists():
+            temporary = latest.with_name(f".latest-{os.getpid()}")
+            temporary.symlink_to(folder.path.name)
+            temporary.replace(latest)
+
+
+def read_job(path: Path) -> Job:
+    """Return the job that `create` wrote into a run folder; raises `ConfigError` if it is none."""
+    folder = RunFolder(path)
+    if not folder.plan.is_file():
+        raise ConfigError(f"{path} is not a run folder: {folder.plan} is missing")
+    plan = json.loads(folder.plan.read_text(encoding="utf-8"))
+    return Job(
+        config=load_config(folder.config),
+        layout=Layout(**plan["layout"]),
+        machine=Machine(**plan["machine"]),
+        cache=Path(plan["cache"]),
+        folder=folder,
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"

@@ -1,0 +1,37 @@
+"""Units: parsing and printing of bytes, counts and durations, the same everywhere."""
+
+from __future__ import annotations
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+
+def format_bytes(count: float) -> str:
+    """Print bytes in binary units, as `1.50 GiB`."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """Print a count with a decimal suffix, as `1.24B` or `35.1k`."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{suffix}"
+    return f"{count:.0f}" if float(count).is_integer() else f"{count:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration, as `1h02m`, `3m20s`, `4.1s` or `12ms`."""
+    if seconds >= 3600:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours}h{rest:02d}m"
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}m{rest:02d}s"
+    return f"{seconds:.1f}s" if seconds >= 1 else f"{seconds * 1e3:.0f}ms"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,132 @@
+"""`@ranks(n)`: a test whose body runs on n ranks at once, in a pool of spawned gloo workers.
+
+A pool starts once per world size and serves all tests; after a failure or a time-out it is thrown
+away, since its process group may hang. Spawned, because a fork after gloo has started deadlocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 90.0
+
+
+def ranks(n: int):
+    """Run the decorated `body(world, **fixtures)` on n ranks; fixtures must be picklable."""
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(**fixtures: Any) -> None:
+            on_ranks(n, body, **fixtures)
+
+        # pytest reads fixtures off the signature; `world` is not one.
+        del test.__wrapped__
+        import inspect
+
+        parameters = list(inspect.signature(body).parameters.values())[1:]
+        test.__signature__ = inspect.Signature(parameters)
+        test.body = body
+        return test
+
+    return decorate
+
+
+def on_ranks(n: int, body, **arguments: Any) -> list[Any]:
+    """Return what `body(world, **arguments)` returns on each of n ranks; raises what one raises."""
+    pool = _POOLS.get(n)
+    if pool is None or not pool.is_alive():
+        pool = _POOLS[n] = _Pool(n)
+    return pool.run(body.__module__, body.__name__, arguments)
+
+
+class RankError(AssertionError):
+    """A body failed on a rank; carries that rank's traceback."""
+
+
+class _Pool:
+    def __init__(self, n: int) -> None:
+        import torch.multiprocessing as mp
+
+        context = mp.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name) / "store")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(n):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, n, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def is_alive(self) -> bool:
+        return bool(self.processes) and all(p.is_alive() for p in self.processes)
+
+    def run(self, module: str, name: str, arguments: dict[str, Any]) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((module, name, arguments))
+        results: dict[int, Any] = {}
+        waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(waiting.values())} timed out after {TIMEOUT_S} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    failed, results[rank] = pipe.recv()
+                except EOFError:
+                    failed, results[rank] = True, "the process died"
+                if failed:
+                    self.close()
+                    raise RankError(f"rank {rank} failed:\n{results[rank]}")
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _POOLS.values():
+        pool.close()
+
+
+def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.execute.world import World
+
+    torch.set_num_threads(1)
+    file_store = dist.FileStore(store, n)
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=n)
+    world = World(rank, n, torch.device("cpu"), file_store)
+    while True:
+        try:
+            module, name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            found = getattr(importlib.import_module(module), name)
+            result = getattr(found, "body", found)(world, **arguments)
+            pipe.send((False, result))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))

@@ -1,0 +1,219 @@
+"""Loading a config: every refusal with its exact message, every value with its origin."""
+
+import json
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright.errors import ConfigError
+from meshwright.layout import Machine, resolve_layout
+from meshwright.spec.dump import to_toml
+from meshwright.spec.loading import SECTIONS, config_schema, load_config
+from meshwright.spec.presets import PRESETS
+from meshwright.spec.resolve import model_spec, tokenizer_json_size
+
+CPU = Machine("cpu", 2, 2, "CPU", is_fixed=False)
+GPUS = Machine("cuda", 8, 64, "GPU", is_fixed=True)
+
+
+def refusal_of(*overrides, path=None):
+    with pytest.raises(ConfigError) as caught:
+        config = load_config(path, overrides)
+        resolve_layout(config, CPU)
+    return str(caught.value)
+
+
+REFUSALS = {
+    "model.dmi=3": "unknown key model.dmi (override model.dmi=3); nearest legal: model.dim",
+    "mdel.dim=3": "unknown section [mdel] (override mdel.dim=3); nearest legal: [model]",
+    "train.lr=3": "unknown key train.lr (override train.lr=3); nearest legal: optimizer.lr",
+    "lr=3": "unknown name lr (override lr=3); nearest legal: optimizer.lr",
+    "n_head=3": "unknown name n_head (override n_head=3); nearest legal: n_heads",
+    "train.batch=big": "train.batch = 'big' (override train.batch=big) must be an integer",
+    "train.batch=1.5": "train.batch = 1.5 (override train.batch=1.5) must be an integer",
+    "train.batch=true": "train.batch = True (override train.batch=true) must be an integer",
+    "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0",
+    "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number",
+    "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32' "
+    "or 'bf16'",
+    "model.n_heads=7": "model.n_heads = 7 (override model.n_heads=7) must divide model.dim = 256 "
+    "(default); nearest legal: n_heads = 4 or n_heads = 8",
+    "model.n_kv_heads=3": "model.n_kv_heads = 3 must divide model.n_heads = 4; "
+    "nearest legal: 2 or 4",
+    "model.head_dim=33": "the rotated part of a head must be even, but model.head_dim = 33 x "
+    "model.rotary_pct = 1.0 gives 33",
+    "model.preset=llama-3-9b": "model.preset = 'llama-3-9b' (override model.preset=llama-3-9b) is "
+    "not known; nearest legal: llama-3-8b or llama-3-70b or llama-3.2-3b",
+    "data.tokenizer=none.json": "data.tokenizer = 'none.json' (override data.tokenizer=none.json): "
+    "no such file; nearest legal: 'bytes' or 'gpt2' or the path of a tokenizer.json",
+    "fsdp=maybe": "fsdp = maybe (override fsdp=maybe); nearest legal: true or false",
+    "train.batch": "override 'train.batch' is not of the form section.key=value",
+    "layout.microbatch=3": "layout.microbatch = 3 must divide train.batch per data rank = 8; "
+    "nearest legal: layout.microbatch = 2 or layout.microbatch = 4",
+    "layout.dp_replicate=3": "train.batch = 16 must be a multiple of the data-parallel degree 3 "
+    "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15 or train.batch = 18",
+    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; "
+    "nearest legal: layout.tp = 2 or layout.tp = 4",
+    "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
+    "model.n_layers = 6; nearest legal: pp = 6",
+    "layout.tp=2": "layout.tp = 2 is a legal layout, but version 0.1 trains with replicated data "
+    "parallelism only; nearest legal: layout.tp = 1",
+    "layout.zero=4": "layout.zero = 4 (override layout.zero=4) must be 0, 1, 2 or 3",
+}
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_refusals(override):
+    assert refusal_of(override) == REFUSALS[override]
+
+
+def test_file_refusals(tmp_path):
+    file = tmp_path / "run.toml"
+    assert refusal_of(path=file) == (
+        f"config file {file} cannot be read: No such file or directory"
+    )
+    file.write_text("[train]\nsteps = 5\nbatchsize = 3\n")
+    assert refusal_of(path=file) == (
+        "unknown key train.batchsize (run.toml:3); nearest legal: train.batch"
+    )
+    file.write_text("[train]\nsteps = 'many'\n")
+    assert refusal_of(path=file) == "train.steps = 'many' (run.toml:2) must be an integer"
+    file.write_text("steps = 5\n")
+    assert "steps = 5 (run.toml:1) stands outside a section" in refusal_of(path=file)
+    file.write_text("[train\n")
+    assert f"config file {file} is not valid TOML" in refusal_of(path=file)
+
+
+def test_too_few_devices():
+    config = load_config(None, ["layout.dp_replicate=16"])
+    with pytest.raises(ConfigError, match="needs a multiple of 16 ranks .* there are 8 cuda"):
+        resolve_layout(config, GPUS)
+
+
+def test_origins(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '# a comment\n[model]\npreset = "smollm2-135m"\nrope_theta = 5e4\n\n'
+        '[train]\nsteps = 50\n[layout]\n"dp_replicate" = 2\n'
+    )
+    config = load_config(file, ["batch_size=8", "optimizer.lr=0.01"])
+    assert config.model.dim == 576
+    assert config.train.batch == 8
+    origins = config.origins
+    assert origins["model.preset"] == "run.toml:3"
+    assert origins["model.rope_theta"] == "run.toml:4"
+    assert origins["model.dim"] == "preset smollm2-135m"
+    assert origins["model.head_dim"] == "derived from model.dim / model.n_heads"
+    assert origins["train.steps"] == "run.toml:7"
+    assert origins["train.batch"] == "override batch_size=8"
+    assert origins["optimizer.lr"] == "override optimizer.lr=0.01"
+    assert origins["optimizer.warmup_steps"] == "derived: train.steps / 10, at most 100"
+    assert origins["layout.dp_replicate"] == "run.toml:9"
+    assert origins["layout.auto"] == "derived: layout.dp_replicate is given"
+    assert origins["train.seed"] == "default"
+    every = {f"{s}.{k}" for s, spec in SECTIONS.items() for k in spec.model_fields}
+    assert set(origins) == every
+
+
+def test_aliases():
+    config = load_config(
+        None,
+        ["embed_dim=1024", "n_heads=8", "n_layers=2", "context_len=64", "fsdp=True"],
+    )
+    assert (config.model.dim, config.model.n_heads, config.model.n_layers) == (1024, 8, 2)
+    assert config.model.n_kv_heads == 8
+    assert config.train.seq_len == 64
+    assert config.layout.zero == 3
+    assert load_config(None, ["shard_strategy=SHARD_GRAD_OP"]).layout.zero == 2
+    assert load_config(None, ["zero_opt=1", "tensor_parallel_size=2"]).layout.tp == 2
+
+
+def test_resolved_config_reads_back_equal(tmp_path):
+    file = tmp_path / "config.toml"
+    config = load_config(None, ["model.preset=llama-3.2-1b", 'data.source=["a\\"b", "c\\u007f"]'])
+    file.write_text(to_toml(config))
+    assert load_config(file) == config.model_copy(update={"origins": load_config(file).origins})
+    assert config.model.rope_scaling is not None
+
+
+def test_presets_resolve_and_families_get_their_defaults():
+    for name in PRESETS:
+        spec = model_spec(preset=name)
+        assert spec.ffn_dim > 0
+    pythia = model_spec(preset="pythia-160m")
+    assert pythia.attention_bias
+    assert pythia.mlp_bias
+    assert pythia.activation == "gelu"
+    assert (pythia.rotary_dim, pythia.ffn_dim) == (16, 3072)
+    neox = load_config(None, ["model.family=neox", "model.rotary_pct=0.25"]).model
+    assert neox.n_kv_heads == neox.n_heads
+
+
+def test_vocabulary_comes_from_the_tokenizer(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    content = {"model": {"vocab": {"a": 0, "b": 99}}, "added_tokens": [{"id": 130}]}
+    file.write_text(json.dumps(content))
+    assert tokenizer_json_size(file) == 131
+    config = load_config(None, [f"data.tokenizer={file}"])
+    assert config.model.vocab_size == 192
+    assert "(131) in multiples of 64" in config.origins["model.vocab_size"]
+    assert load_config(None, ["data.tokenizer=gpt2"]).model.vocab_size == 50304
+
+
+def test_layout_defaults():
+    config = load_config()
+    layout = resolve_layout(config, CPU)
+    assert (layout.dp_replicate, layout.world) == (2, 2)
+    assert resolve_layout(config, GPUS).dp_replicate == 8
+    # As many ranks as asked share a CPU that nobody has counted out.
+    four = load_config(None, ["layout.dp_replicate=4"])
+    assert resolve_layout(four, CPU).world == 4
+    odd = load_config(None, ["train.batch=6"])
+    assert resolve_layout(odd, GPUS).dp_replicate == 6
+
+
+def test_schema_covers_every_key():
+    schema = config_schema()
+    assert set(schema["properties"]) == set(SECTIONS)
+    for name, spec in SECTIONS.items():
+        reference = schema["properties"][name]["$ref"].rpartition("/")[2]
+        assert set(schema["$defs"][reference]["properties"]) == set(spec.model_fields)
+        assert "required" not in schema["$defs"][reference]
+
+
+def test_python_api_does_not_need_a_file():
+    config = mw.load_config(overrides=["layout.dp_replicate=1"])
+    assert config.layout.dp_replicate == 1
+
+
+KEYS = [f"{s}.{k}" for s, spec in SECTIONS.items() for k in spec.model_fields]
+WRITTEN = st.one_of(
+    st.integers(-(10**9), 10**9).map(str),
+    st.floats().map(str),
+    st.sampled_from(["true", "false", "nan", "-inf", "[]", "{}", '""', "[1, 2]", "1e400"]),
+    st.text(string.printable, max_size=12),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(KEYS), WRITTEN), max_size=4))
+def test_any_override_gives_a_config_or_a_clear_refusal(pairs):
+    """FAULTS case 21: nothing but a config or a ConfigError, and a layout that fits its rules."""
+    overrides = [f"{key}={value}" for key, value in pairs]
+    try:
+        config = load_config(None, overrides)
+        layout = resolve_layout(config, CPU)
+    except mw_errors() as error:
+        assert str(error)
+        return
+    assert config.train.batch % (layout.dp * layout.microbatch) == 0
+    assert config.model.dim > 0
+
+
+def mw_errors():
+    from meshwright.errors import MeshwrightError
+
+    return MeshwrightError

@@ -1,0 +1,205 @@
+"""Reading and writing `config.json`: defaults, both spellings, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.spec.hf import hf_config, spec_from_hf
+from meshwright.spec.presets import PRESETS
+from meshwright.spec.resolve import model_spec
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+NEOX = {**LLAMA, "model_type": "gpt_neox"}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_absent_llama_keys_mean_what_transformers_says():
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.LlamaConfig(), spec_from_hf({"model_type": "llama"})
+    assert ours == spec_from_hf(theirs.to_dict())
+    assert ours.norm_eps == 1e-6
+    assert ours.n_kv_heads == 32
+    assert not ours.tie_embeddings
+
+
+def test_absent_neox_keys_mean_what_transformers_says():
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.GPTNeoXConfig(), spec_from_hf({"model_type": "gpt_neox"})
+    assert ours == spec_from_hf(theirs.to_dict())
+    assert ours.rotary_pct == 0.25
+    assert ours.parallel_residual
+    assert ours.attention_bias
+    assert ours.norm_eps == 1e-5
+
+
+def test_null_means_absent():
+    keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "sliding_window")
+    assert spec_from_hf({**LLAMA, **dict.fromkeys(keys)}) == spec_from_hf(LLAMA)
+
+
+ROTARY = {
+    "v4 theta": (LLAMA, {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+    "v5 theta": (LLAMA, {"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
+    "integer theta": (LLAMA, {"rope_theta": 10000}, {"rope_theta": 1e4}),
+    "v4 neox": (
+        NEOX,
+        {"rotary_pct": 0.5, "rotary_emb_base": 2000},
+        {"rotary_pct": 0.5, "rope_theta": 2000.0},
+    ),
+    "v4.57 neox": (
+        NEOX,
+        {"rotary_pct": 1.0, "partial_rotary_factor": 1.0, "rope_theta": 7.0, "rotary_emb_base": 7},
+        {"rotary_pct": 1.0, "rope_theta": 7.0},
+    ),
+    "v5 neox": (
+        NEOX,
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 9.0}},
+        {"rotary_pct": 0.5, "rope_theta": 9.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(ROTARY))
+def test_rotary_spellings(case):
+    base, keys, expected = ROTARY[case]
+    spec = spec_from_hf({**base, **keys})
+    assert {key: getattr(spec, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_scaling_spellings(key, kind):
+    spec = spec_from_hf({**LLAMA, key: {kind: "linear", "factor": 2}})
+    assert spec.rope_scaling.model_dump(include={"kind", "factor"}) == {
+        "kind": "linear",
+        "factor": 2.0,
+    }
+    scaling = spec_from_hf({**LLAMA, key: {kind: "llama3", **LLAMA3}}).rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_context) == ("llama3", 8.0, 32)
+    absent = {name: v for name, v in LLAMA3.items() if name != "original_max_position_embeddings"}
+    assert spec_from_hf({**LLAMA, key: {kind: "llama3", **absent}}).rope_scaling == (
+        scaling.model_copy(update={"original_context": 64})
+    )
+
+
+REFUSED = [
+    (LLAMA, {"model_type": "mistral"}, "model_type = 'mistral' .* llama or gpt_neox"),
+    (LLAMA, {"model_type": None}, "model_type = None"),
+    (LLAMA, {"model_type": ["llama"]}, "model_type = "),
+    (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096"),
+    (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2 .* 1"),
+    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config = .*bits"),
+    (LLAMA, {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu' .* silu"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+     "rope_scaling.type = 'dynamic' .* default or linear or llama3"),
+    (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+     "rope_parameters.rope_type = 'yarn'"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "needs the key 'factor'"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0"),
+    (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs the key 'low_freq"),
+    (LLAMA, {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+     "low_freq_factor < high_freq_factor"),
+    (LLAMA, {"rope_scaling": "linear"}, "rope_scaling = 'linear' must be a table"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    (LLAMA, {"num_attention_heads": 5}, "num_attention_heads = 5 must divide hidden_size = 32"),
+    (LLAMA, {"num_key_value_heads": 3}, "n_kv_heads = 3 must divide"),
+    (LLAMA, {"hidden_size": "32"}, "hidden_size = '32' must be a whole number"),
+    (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers = True must be a whole number"),
+    (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers = 0 must be"),
+    (LLAMA, {"rms_norm_eps": "tiny"}, "rms_norm_eps = 'tiny' must be a number"),
+    (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 must be true or false"),
+    (LLAMA, {"initializer_range": float("nan")}, "init_std"),
+    (NEOX, {"num_key_value_heads": 2}, "num_key_value_heads = 2 .* 4"),
+    (NEOX, {"hidden_dropout": 0.1}, "hidden_dropout = 0.1"),
+    (NEOX, {"rotary_pct": 1.5}, "rotary_pct"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "keys", "message"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refusals_name_the_key_and_the_value(base, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_from_hf({**base, **keys})
+
+
+DISAGREEING = [
+    (LLAMA, {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000.0", "500000.0"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}},
+     "llama3", "linear"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0},
+             "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "2.0", "4.0"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0},
+             "rope_parameters": {"rope_type": "default"}}, "linear", "default"),
+    (NEOX, {"rotary_pct": 0.25, "rope_parameters": {"partial_rotary_factor": 1.0}}, "1.0", "0.25"),
+    (NEOX, {"rotary_emb_base": 10000, "rope_theta": 20000}, "20000.0", "10000.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "keys", "first", "second"), DISAGREEING)
+def test_spellings_that_disagree_are_both_named(base, keys, first, second):
+    with pytest.raises(ConfigError, match="must agree") as caught:
+        spec_from_hf({**base, **keys})
+    assert first in str(caught.value)
+    assert second in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_come_back(name):
+    spec = model_spec(preset=name)
+    config = json.loads(json.dumps(hf_config(spec)))
+    assert spec_from_hf(config) == spec.model_copy(update={"preset": None})
+
+
+def test_each_spelling_alone_gives_the_same():
+    scaling = {"kind": "llama3", "factor": 4.0, "original_context": 32}
+    for fields in ({"rope_scaling": scaling}, {"family": "neox", "rotary_pct": 0.5}):
+        sizes = {"vocab_size": 96, "dim": 32, "n_heads": 4, "rope_theta": 777.0}
+        spec = model_spec(**sizes, **fields).model_copy(update={"preset": None})
+        config = hf_config(spec)
+        new = {"rope_parameters"}
+        old = {"rope_theta", "rope_scaling", "rotary_pct", "partial_rotary_factor"}
+        for dropped in (new, old | {"rotary_emb_base"}):
+            kept = {key: value for key, value in config.items() if key not in dropped}
+            assert spec_from_hf(kept) == spec
+
+
+def test_what_transformers_cannot_build_is_not_written():
+    sizes = {"vocab_size": 96, "dim": 32, "n_heads": 4, "family": "neox"}
+    with pytest.raises(ConfigError, match="mlp_bias = false"):
+        hf_config(model_spec(**sizes, mlp_bias=False))
+    with pytest.raises(ConfigError, match="head_dim = 16"):
+        hf_config(model_spec(**sizes, head_dim=16))
+
+
+def test_tokens_and_dtype_are_written():
+    config = hf_config(model_spec(), dtype="bfloat16", bos_token_id=1, eos_token_id=(2, 3))
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [2, 3])
+
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "data" / "golden"
+
+
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden folders in {GOLDEN}")
+@pytest.mark.parametrize("name", ["llama_gqa_theta500k", "llama_tied_mha", "neox_parallel_rot25"])
+def test_both_versions_of_a_golden_config_are_the_same_model(name):
+    new, old = (
+        spec_from_hf(json.loads((GOLDEN / name / file).read_text()))
+        for file in ("config.json", "config.v4.json")
+    )
+    assert new == old

@@ -1,0 +1,69 @@
+"""First weights: stable, independent of order, with the right spread."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from meshwright.models import build_model, init_model, init_parameter
+from meshwright.models.init import parameter_seed
+from meshwright.program.parts import parts
+from meshwright.spec.resolve import model_spec
+
+SPEC = model_spec(vocab_size=512, dim=128, n_layers=8, n_heads=4, context=64, attention_bias=True)
+
+
+def digest(state):
+    total = hashlib.sha256()
+    for name in sorted(state):
+        total.update(name.encode() + state[name].detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+def test_order_does_not_matter():
+    model = init_model(build_model(SPEC, device="cpu"), SPEC, seed=3)
+    torch.manual_seed(99)  # the global generator has no part in it
+    reverse = {
+        part.name: init_parameter(part.name, part.shape, SPEC, seed=3)
+        for part in reversed(parts(SPEC))
+    }
+    assert digest(dict(model.named_parameters())) == digest(reverse)
+
+
+def test_seed_and_name_matter():
+    shape = (8, 8)
+    first = init_parameter("layers.0.attn.q.weight", shape, SPEC, seed=0)
+    assert not torch.equal(first, init_parameter("layers.0.attn.q.weight", shape, SPEC, seed=1))
+    assert not torch.equal(first, init_parameter("layers.0.attn.k.weight", shape, SPEC, seed=0))
+    assert torch.equal(first, init_parameter("layers.0.attn.q.weight", shape, SPEC, seed=0))
+
+
+def test_seeds_do_not_change_between_versions():
+    # SHA-256 by the sha256sum program of the texts "0:embed.weight" and "7:norm.weight".
+    assert parameter_seed(0, "embed.weight") == 0x8F91D8BAC53B8FD8 >> 1
+    assert parameter_seed(7, "norm.weight") == 0x1119418D9F06281C >> 1
+
+
+def test_a_device_as_default_does_not_matter():
+    plain = init_parameter("embed.weight", (16, 8), SPEC, seed=0)
+    with torch.device("meta"):
+        inside = init_parameter("embed.weight", (16, 8), SPEC, seed=0)
+    assert torch.equal(plain, inside)
+
+
+@pytest.mark.parametrize("part", parts(SPEC), ids=lambda part: part.name)
+def test_spread(part):
+    values = init_parameter(part.name, part.shape, SPEC, seed=0)
+    assert values.shape == part.shape
+    assert values.dtype == torch.float32
+    if part.name.endswith("bias"):
+        assert (values == 0).all()
+    elif "norm" in part.name:
+        assert (values == 1).all()
+    else:
+        into_stream = part.name.endswith(("attn.o.weight", "mlp.down.weight"))
+        std = 0.02 / math.sqrt(2 * 8) if into_stream else 0.02
+        # Five standard errors of the estimates.
+        assert abs(values.std().item() / std - 1) < 5 / math.sqrt(2 * part.numel)
+        assert abs(values.mean().item()) < 5 * std / math.sqrt(part.numel)

@@ -1,0 +1,85 @@
+"""Presets against the published models, and the modules against `program.parts`."""
+
+import pytest
+import torch
+
+from meshwright.models import build_model
+from meshwright.program.parts import parameter_count, parts
+from meshwright.spec.presets import PRESETS
+from meshwright.spec.resolve import model_spec
+
+# Parameters as published: `num_parameters` of the safetensors metadata of the HF repositories
+# (meta-llama/*, TinyLlama/TinyLlama_v1.1, HuggingFaceTB/SmolLM2-135M), the "Total Params" of the
+# model cards of EleutherAI/pythia-*, and arXiv:2204.06745, table 1, for GPT-NeoX-20B.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "pythia-14m": 14_067_712,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+}
+UNPUBLISHED = {"demo", "gpt3-175b"}  # ours, and not the learned positions of the paper
+
+
+def named_shapes(model):
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def test_every_preset_is_in_the_table():
+    assert set(PRESETS) == set(PUBLISHED) | UNPUBLISHED
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_count_is_the_published_one(name):
+    assert parameter_count(model_spec(preset=name)) == PUBLISHED[name]
+
+
+def test_gpt3_is_nearly_the_paper():
+    # arXiv:2005.14165, table 2.1, gives 175.0B with 2048 learned positions of 12,288.
+    spec = model_spec(preset="gpt3-175b")
+    assert abs((parameter_count(spec) + 2048 * 12288) / 175.0e9 - 1) < 0.005
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_modules_have_the_parts_in_order(name):
+    spec = model_spec(preset=name)
+    assert named_shapes(build_model(spec)) == [(part.name, part.shape) for part in parts(spec)]
+
+
+BASE = {"vocab_size": 96, "dim": 32, "n_layers": 3, "n_heads": 4, "context": 64}
+VARIANTS = {
+    "llama": {},
+    "llama-tied": {"tie_embeddings": True},
+    "llama-gqa": {"n_kv_heads": 2},
+    "llama-wide-heads": {"n_kv_heads": 1, "head_dim": 16},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "neox": {"family": "neox"},
+    "neox-tied": {"family": "neox", "tie_embeddings": True},
+    "neox-parallel": {"family": "neox", "parallel_residual": True, "rotary_pct": 0.25},
+    "neox-no-biases": {"family": "neox", "attention_bias": False, "mlp_bias": False},
+}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_variants_have_the_parts_in_order(variant):
+    spec = model_spec(**BASE, **VARIANTS[variant])
+    model = build_model(spec)
+    assert named_shapes(model) == [(part.name, part.shape) for part in parts(spec)]
+    assert all(p.device.type == "meta" for p in model.parameters())
+    assert not list(model.buffers())
+    assert all(isinstance(p, torch.nn.Parameter) and p.requires_grad for p in model.parameters())

@@ -1,0 +1,220 @@
+"""Training: any number of ranks computes what one computes, and the loop does what it says."""
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks, ranks
+
+from meshwright.execute.build import build, full_tensor, seeded
+from meshwright.layout import Layout
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import OptimizerSpec
+from meshwright.train.loop import share
+from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.update import Batch, backward, clip, evaluate
+
+SPECS = {
+    "llama": {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128},
+    "neox": {
+        "family": "neox",
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "vocab_size": 128,
+        "rotary_pct": 0.25,
+        "parallel_residual": True,
+    },
+    "tied": {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 128, "tie_embeddings": True},
+}
+BATCH, SEQ = 8, 48
+
+
+def global_batch(step: int, uneven: bool = True) -> Batch:
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, 128, (BATCH, SEQ + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    if uneven:  # rows with very different numbers of targets: a mean of means would be wrong
+        for row in range(BATCH):
+            targets[row, : row * 5] = -100
+    return Batch(tokens[:, :-1].contiguous(), targets, None)
+
+
+def rows(batch: Batch, mine: range) -> Batch:
+    return Batch(*(None if t is None else t[mine.start : mine.stop] for t in batch))
+
+
+def train_steps(world, case, steps, microbatch, precision="fp32", optimizer="sgd", clip_norm=1.0):
+    """Losses, norms, first gradients, final weights of a short run, and the tokens seen."""
+    spec = model_spec(**SPECS[case])
+    layout = Layout(dp_replicate=world.size, microbatch=microbatch)
+    model = build(spec, layout, world, precision, SEQ, seeded(spec, 7))
+    chosen = OptimizerSpec(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3)
+    torch_optimizer = build_optimizer(model.named_parameters(), chosen)
+    mine = share(BATCH, world.rank, world.size)
+    found = {"loss": [], "norm": [], "seen": []}
+    for step in range(steps):
+        batch = rows(global_batch(step), mine)
+        found["seen"].append(batch.inputs.tolist())
+        loss = backward(model, batch, microbatch, world)
+        if step == 0:
+            found["grads"] = {
+                n: full_tensor(p.grad).clone().numpy() for n, p in model.named_parameters()
+            }
+        found["norm"].append(clip(model, clip_norm).item())
+        torch_optimizer.step()
+        torch_optimizer.zero_grad(set_to_none=True)
+        found["loss"].append(world.sum_on_host([loss.item()])[0])
+    found["weights"] = {
+        n: full_tensor(p.detach()).clone().numpy() for n, p in model.named_parameters()
+    }
+    return found
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
+
+
+@pytest.mark.parametrize("case", SPECS)
+@pytest.mark.parametrize("world,microbatch", [(2, 4), (2, 1), (4, 2)])
+def test_ranks_equal_one_rank(case, world, microbatch):
+    one = on_ranks(1, train_steps, case=case, steps=3, microbatch=BATCH)[0]
+    many = on_ranks(world, train_steps, case=case, steps=3, microbatch=microbatch)
+    for rank in many:
+        for name, expected in one["grads"].items():
+            assert relative(rank["grads"][name], expected) < 1e-6, name
+        for name, expected in one["weights"].items():
+            assert relative(rank["weights"][name], expected) < 1e-5, name
+        assert rank["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert rank["norm"] == pytest.approx(one["norm"], rel=1e-5)
+
+
+def test_loss_curve_of_20_steps_and_the_same_tokens():
+    runs = {n: on_ranks(n, train_steps, case="llama", steps=20, microbatch=2) for n in (1, 2, 4)}
+    one = runs[1][0]
+    for n in (2, 4):
+        assert runs[n][0]["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        for step in range(20):
+            together = sum((rank["seen"][step] for rank in runs[n]), [])
+            assert together == one["seen"][step]
+
+
+def test_one_device_equals_a_plain_torch_loop():
+    """The reference itself is held against torch's own loss and optimizer, without our engine."""
+    one = on_ranks(1, train_steps, case="llama", steps=3, microbatch=2, clip_norm=0.5)[0]
+    from meshwright.models import build_model, init_model
+
+    spec = model_spec(**SPECS["llama"])
+    model = init_model(build_model(spec, device="cpu"), spec, 7)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    for step in range(3):
+        batch = global_batch(step)
+        loss = torch.nn.functional.cross_entropy(
+            model(batch.inputs).flatten(0, 1), batch.targets.flatten(), ignore_index=-100
+        )
+        assert loss.item() == pytest.approx(one["loss"][step], abs=1e-5)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm.item() == pytest.approx(one["norm"][step], rel=1e-5)
+        with torch.no_grad():
+            for p in decayed:
+                p.mul_(1 - 0.1 * 0.1)
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+                p.grad = None
+    for name, p in model.named_parameters():
+        assert relative(one["weights"][name], p.detach().numpy()) < 1e-5, name
+
+
+def test_bf16_keeps_fp32_master_weights_and_follows_fp32():
+    exact = on_ranks(2, train_steps, case="llama", steps=5, microbatch=2)[0]
+    rounded = on_ranks(2, train_steps, case="llama", steps=5, microbatch=2, precision="bf16")[0]
+    single = on_ranks(1, train_steps, case="llama", steps=5, microbatch=2, precision="bf16")[0]
+    assert all(w.dtype == np.float32 for w in rounded["weights"].values())
+    assert rounded["loss"] == pytest.approx(exact["loss"], rel=5e-3)
+    assert rounded["loss"] != exact["loss"]
+    assert rounded["loss"] == pytest.approx(single["loss"], rel=1e-3)
+
+
+@ranks(2)
+def test_a_rank_without_targets_is_right(world):
+    """All targets of one rank ignored: the loss is still the mean over the other's."""
+    spec = model_spec(**SPECS["llama"])
+    model = build(spec, Layout(dp_replicate=2), world, "fp32", SEQ, seeded(spec, 7))
+    batch = rows(global_batch(0, uneven=False), share(BATCH, world.rank, 2))
+    if world.rank == 1:
+        batch.targets.fill_(-100)
+    loss = world.sum_on_host([backward(model, batch, 2, world).item()])[0]
+    alone = evaluate(model, [batch], 4, world)
+    assert loss == pytest.approx(alone, abs=1e-5)
+    assert loss == pytest.approx(math.log(128), abs=0.2)
+    assert all(torch.isfinite(full_tensor(p.grad)).all() for p in model.parameters())
+
+
+@ranks(2)
+def test_initial_weights_do_not_depend_on_the_mesh(world):
+    spec = model_spec(**SPECS["neox"])
+    digests = set()
+    for precision in ("fp32", "bf16"):
+        layout = Layout(dp_replicate=2)
+        model = build(spec, layout, world, precision, SEQ, seeded(spec, 3))
+        whole = b"".join(
+            full_tensor(p.detach()).numpy().tobytes() for _, p in model.named_parameters()
+        )
+        digests.add(hashlib.sha256(whole).hexdigest())
+    from meshwright.models import build_model, init_model
+
+    plain = init_model(build_model(spec, device="cpu"), spec, 3)
+    whole = b"".join(p.detach().numpy().tobytes() for p in plain.parameters())
+    assert digests == {hashlib.sha256(whole).hexdigest()}
+
+
+@ranks(2)
+def test_compiled_blocks_give_the_same_gradients(world):
+    spec = model_spec(**{**SPECS["llama"], "n_layers": 1})
+    grads = []
+    for compiled in (False, True):
+        layout = Layout(dp_replicate=2)
+        model = build(spec, layout, world, "fp32", SEQ, seeded(spec, 3), compiled=compiled)
+        backward(model, rows(global_batch(0), share(BATCH, world.rank, 2)), 2, world)
+        grads.append({n: full_tensor(p.grad).numpy() for n, p in model.named_parameters()})
+    assert len(grads[0]) == len(grads[1])
+    for name, expected in grads[0].items():
+        assert relative(grads[1][name.replace("_orig_mod.", "")], expected) < 2e-6, name
+
+
+SCHEDULES = {
+    "cosine": [(0, 0.1), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1)],
+    "linear": [(4, 0.5), (10, 1.0), (55, 0.55), (100, 0.1)],
+    "wsd": [(9, 1.0), (79, 1.0), (80, 1.0), (90, 0.55), (100, 0.1)],
+    "constant": [(0, 0.1), (50, 1.0), (99, 1.0)],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule):
+    spec = OptimizerSpec(lr=1.0, schedule=schedule, warmup_steps=10, decay_steps=20)
+    for step, expected in SCHEDULES[schedule]:
+        assert learning_rate(step, 100, spec) == pytest.approx(expected), step
+
+
+def test_only_matrices_decay_and_the_rate_reaches_all_groups():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSpec(weight_decay=0.3))
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
+    assert [len(g["params"]) for g in optimizer.param_groups] == [1, 3]
+    set_learning_rate(optimizer, 0.125)
+    assert {g["lr"] for g in optimizer.param_groups} == {0.125}
+
+
+def test_events_with_infinite_numbers_stay_json(tmp_path):
+    from meshwright.train.events import JsonLines
+
+    sink = JsonLines(tmp_path / "events.jsonl")
+    sink.write({"event": "step", "loss": float("nan"), "peak_memory_bytes": {"0": 1}})
+    sink.close()
+    line = (tmp_path / "events.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] == "nan"
