@@ -105,6 +105,7 @@ REFUSED = [
     (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2 .* 1"),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config = .*bits"),
     (LLAMA, {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    (LLAMA, {"hidden_act": {}}, "hidden_act = {}"),
     (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu' .* silu"),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
      "rope_scaling.type = 'dynamic' .* default or linear or llama3"),

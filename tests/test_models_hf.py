@@ -223,7 +223,7 @@ class Evil:
 def test_pickles_are_refused_unread(model, folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match="is a pickle, .* save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"is a pickle, .*\.save_pretrained"):
         load_hf(folder)
 
 
@@ -296,7 +296,7 @@ def test_folders_that_are_none(model, folder, tmp_path):
 
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="has neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load_hf(folder)
 
 
@@ -310,6 +310,6 @@ def test_an_export_overwrites_nothing(model, folder):
 
 def test_a_stage_is_not_exported(model, tmp_path):
     stage = model.keep([1], first=False, last=True)
-    with pytest.raises(CheckpointError, match="lacks .*layers.0.*is it one stage only"):
+    with pytest.raises(CheckpointError, match=r"lacks .*layers\.0.*is it one stage only"):
         save_hf(stage, tmp_path)
     assert not list(tmp_path.iterdir())

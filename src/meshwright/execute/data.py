@@ -38,3 +38,14 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Reduce gradients in the next backward, or keep accumulating them locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the master weights back after a forward that no backward follows.
+
+    FSDP2 does it in the backward; without one, `named_parameters` would go on to give the compute
+    copies, which are bf16 under mixed precision and have no gradients.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -65,7 +65,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     feature, two spellings that disagree, a value of the wrong type and sizes that do not fit.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             refusal(f"model_type = {model_type!r} is not supported", legal=list(FAMILIES))
         )
@@ -334,7 +334,7 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _activation(config: Mapping[str, Any], default: str) -> str:
     name = config.get("hidden_act")
     name = default if name is None else name
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(
             refusal(f"hidden_act = {name!r} is not supported", legal=list(_ACTIVATIONS))
         )

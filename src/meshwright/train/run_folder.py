@@ -135,3 +135,16 @@ def read_job(path: Path) -> Job:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
+
+
+def tokenizer_of(path: Path) -> str:
+    """Return the tokenizer that a run, step or HF folder was trained with, as a name or a path.
+
+    Raises `ConfigError` where the folder does not say.
+    """
+    for folder in (path, *path.resolve().parents[:2]):
+        if (folder / "tokenizer.json").is_file():
+            return str(folder)
+        if (folder / "config.toml").is_file():
+            return load_config(folder / "config.toml").data.tokenizer
+    raise ConfigError(f"{path} does not say which tokenizer it was trained with; give --tokenizer")

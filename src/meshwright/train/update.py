@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE, Rows
 from meshwright.execute.build import full_tensor
-from meshwright.execute.data import set_gradient_sync
+from meshwright.execute.data import reshard, set_gradient_sync
 from meshwright.execute.world import World
 
 
@@ -97,5 +97,6 @@ def evaluate(model: nn.Module, batches: list[Batch], microbatch: int, world: Wor
         for part in batch.split(microbatch):
             total += loss_sum(model, part).item()
             count += float((part.targets != IGNORE).sum())
+    reshard(model)
     total, count = world.sum_on_host([total, count])
     return total / max(count, 1.0)
