@@ -2,9 +2,9 @@
 
     python -m benchmarks.plain_loop --precision fp32 --threads 2
 
-The model is the usual Llama (vocabulary 8192, dim 512, 8 layers, 8 heads, ffn 1408; 34 M parameters)
+The model is a Llama of 34 M parameters (vocabulary 8192, dim 512, 8 layers, 8 heads, ffn 1408)
 with a batch of 8 x 512 tokens. `--ops torch` builds it from PyTorch's own operations; `--ops
-meshwright` from the package's modules, which are plain `nn.Module`s: whichever is faster is the bar.
+meshwright` from the package's modules, plain `nn.Module`s: whichever is faster is the bar.
 Prints one JSON line with the seconds of each step.
 """
 

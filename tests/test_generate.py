@@ -74,6 +74,13 @@ def test_streaming_yields_what_generate_returns(model):
     assert torch.equal(rest, generate(model, ids, 8, seed=2)[:, 4:])
 
 
+def test_nothing_is_kept_for_a_backward(model):
+    seen = []
+    model.layers["0"].register_forward_hook(lambda *args: seen.append(args[-1].requires_grad))
+    generate(model, prompt(1, 4), 2)
+    assert seen == [False, False]
+
+
 def test_end_of_text(model):
     ids = prompt(2, 4)
     free = generate(model, ids, 12, temperature=0)

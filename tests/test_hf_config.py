@@ -166,17 +166,28 @@ def test_presets_come_back(name):
     assert spec_from_hf(config) == spec.model_copy(update={"preset": None})
 
 
-def test_each_spelling_alone_gives_the_same():
-    scaling = {"kind": "llama3", "factor": 4.0, "original_context": 32}
-    for fields in ({"rope_scaling": scaling}, {"family": "neox", "rotary_pct": 0.5}):
-        sizes = {"vocab_size": 96, "dim": 32, "n_heads": 4, "rope_theta": 777.0}
-        spec = model_spec(**sizes, **fields).model_copy(update={"preset": None})
-        config = hf_config(spec)
-        new = {"rope_parameters"}
-        old = {"rope_theta", "rope_scaling", "rotary_pct", "partial_rotary_factor"}
-        for dropped in (new, old | {"rotary_emb_base"}):
-            kept = {key: value for key, value in config.items() if key not in dropped}
-            assert spec_from_hf(kept) == spec
+NEW = {"rope_parameters"}
+V457 = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+V4 = {"rotary_emb_base", "rotary_pct"}
+SPELLINGS = {
+    "llama 5": ({}, V457),
+    "llama 4": ({}, NEW),
+    "neox 5": ({"family": "neox", "rotary_pct": 0.5}, V457 | V4),
+    "neox 4.57": ({"family": "neox", "rotary_pct": 0.5}, NEW | V4),
+    "neox 4": ({"family": "neox", "rotary_pct": 0.5}, NEW | V457),
+}
+
+
+@pytest.mark.parametrize("case", sorted(SPELLINGS))
+def test_each_spelling_alone_gives_the_same(case):
+    fields, dropped = SPELLINGS[case]
+    if not fields:
+        fields = {"rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 32}}
+    spec = model_spec(vocab_size=96, dim=32, n_heads=4, rope_theta=777.0, **fields)
+    config = hf_config(spec)
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    assert kept != config
+    assert spec_from_hf(kept) == spec.model_copy(update={"preset": None})
 
 
 def test_what_transformers_cannot_build_is_not_written():

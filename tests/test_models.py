@@ -278,3 +278,18 @@ def test_attention_core_can_be_replaced():
         block.attn.core = core
     torch.testing.assert_close(model(ids), before)
     assert seen == [((1, 4, 8, 8), (1, 4, 8, 8))] * 3
+
+
+@families
+def test_compiled_blocks_have_the_same_gradients(fields):
+    spec, found = tiny(**fields), []
+    for is_compiled in (False, True):
+        model = built(spec)
+        if is_compiled:
+            for block in model.layers.values():
+                block.compile(backend="aot_eager", fullgraph=True)
+        for length in (16, 9, 11):  # after the second, lengths are symbols to the compiler
+            model(tokens(2, length)).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-6)

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -67,3 +69,16 @@ def test_spread(part):
         # Five standard errors of the estimates.
         assert abs(values.std().item() / std - 1) < 5 / math.sqrt(2 * part.numel)
         assert abs(values.mean().item()) < 5 * std / math.sqrt(part.numel)
+
+
+def test_building_does_not_load_the_compiler():
+    code = (
+        "import sys\n"
+        "from meshwright.models import build_model, init_model\n"
+        "from meshwright.spec.resolve import model_spec\n"
+        "spec = model_spec(dim=16, n_heads=2, n_layers=1)\n"
+        "init_model(build_model(spec, device='cpu'), spec, 0)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks, ranks
 
 from meshwright.execute.build import build, full_tensor, seeded
 from meshwright.layout import Layout
@@ -16,6 +15,7 @@ from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loop import share
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from meshwright.train.update import Batch, backward, clip, evaluate
+from ranks import on_ranks, ranks
 
 SPECS = {
     "llama": {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128},
@@ -44,7 +44,7 @@ def global_batch(step: int, uneven: bool = True) -> Batch:
 
 
 def rows(batch: Batch, mine: range) -> Batch:
-    return Batch(*(None if t is None else t[mine.start : mine.stop] for t in batch))
+    return batch.rows(slice(mine.start, mine.stop))
 
 
 def train_steps(world, case, steps, microbatch, precision="fp32", optimizer="sgd", clip_norm=1.0):

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.checkpoint.commit import commit, prune, steps, verify
 from meshwright.errors import CheckpointError
 from meshwright.execute.build import fill, full_tensor
-from meshwright.models import build_model
+from meshwright.models import Transformer, build_model
 from meshwright.models.hf import load_hf
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
@@ -44,7 +44,7 @@ def save_weights(model: nn.Module, config: Config, step: int, root: Path, *, wri
     return path
 
 
-def load_model(folder: str | Path) -> nn.Module:
+def load_model(folder: str | Path) -> Transformer:
     """Return the model of a run folder, a step folder or a Hugging Face folder, in fp32.
 
     `model(input_ids)` gives logits `[batch, seq, vocab]`. Every file is verified before it is
@@ -72,7 +72,7 @@ def find_step(path: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _load_step(folder: Path) -> nn.Module:
+def _load_step(folder: Path) -> Transformer:
     verify(folder)
     spec = ModelSpec(**json.loads((folder / SPEC).read_text(encoding="utf-8")))
     tensors = load_file(folder / WEIGHTS)

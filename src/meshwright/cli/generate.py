@@ -13,8 +13,8 @@ from meshwright.checkpoint.weights import load_model
 from meshwright.cli.common import add_json, print_json
 from meshwright.data import load_tokenizer
 from meshwright.errors import EXIT_DONE, ConfigError
-from meshwright.train.run_folder import tokenizer_of
 from meshwright.models.generate import generate_tokens
+from meshwright.train.run_folder import tokenizer_of
 
 EXAMPLE = """\
 example:

@@ -31,8 +31,9 @@ def build(
 ) -> nn.Module:
     """Return this rank's part of the model, with weights from `source`.
 
-    Order: describe on the meta device, compile blocks, replicate over data, materialise, fill. Each parameter is
-    made in full from its name and then sharded, so every mesh starts from the same weights.
+    Order: describe on the meta device, compile blocks, replicate over data, materialise, fill.
+    Each parameter is made in full from its name and then sharded, so every mesh starts from the
+    same weights.
     """
     model = build_model(spec, device="meta", max_seq_len=seq_len)
     if compiled:

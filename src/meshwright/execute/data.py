@@ -24,7 +24,7 @@ def replicate_data(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> 
     tokens, which stays right for uneven batches.
     """
     policy = PRECISIONS[precision]
-    for block in model.layers.values():  # type: ignore[operator, union-attr]
+    for block in model.layers.values():  # type: ignore[operator]
         replicate(block, mesh=mesh, mp_policy=policy)
     replicate(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import Rendezvous
@@ -27,7 +28,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store
+    store: Store
 
     def sum_on_host(self, values: list[float]) -> list[float]:
         """Return the sums over all ranks of some numbers, in float64."""
@@ -59,7 +60,7 @@ class World:
                 raise
             self.store.set(key, f"={text}")
             return text
-        said = self.store.get(key).decode()
+        said = str(self.store.get(key).decode())
         if said.startswith("!"):
             raise MeshwrightError(f"rank 0 refused: {said[1:]}")
         return said[1:]
@@ -83,7 +84,7 @@ def join(at: Rendezvous, device: str, timeout_s: float = 600.0) -> World:
         backend = "cpu:gloo,cuda:nccl"
     if at.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-        store: dist.Store = dist.TCPStore(
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             at.host,
             at.port,
             at.size,

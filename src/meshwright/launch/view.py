@@ -1,4 +1,4 @@
-"""The terminal view of a run: a function of its events, live in a terminal, plain lines elsewhere."""
+"""The terminal view of a run, a function of its events: live in a terminal, else plain lines."""
 
 from __future__ import annotations
 

@@ -18,9 +18,12 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true."""
-    # A single query is the newest position: it sees all keys.
-    causal = mask is None and bool(q.shape[-2] > 1)
-    grouped = bool(q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    causal = False
+    # A single query is the newest position: it sees all keys. A branch, as compiled code with
+    # lengths of its own has no plain bool here.
+    if mask is None and q.shape[-2] > 1:
+        causal = True
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )

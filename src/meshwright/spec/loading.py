@@ -95,7 +95,7 @@ def build_config(given: dict[str, Values]) -> Config:
             raise ConfigError(_word(error.errors()[0], name, values)) from None
         for key in spec.model_fields:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
-    return Config(**sections, origins=origins)
+    return Config.model_validate({**sections, "origins": origins})
 
 
 def _check_types(name: str, spec: type[Spec], values: Values) -> None:

@@ -19,7 +19,8 @@ def build_optimizer(
     Weight decay is decoupled (arXiv:1711.05101) and applies to matrices only: biases and norm
     gains are not decayed.
     """
-    decayed, rest = [], []
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for _, parameter in parameters:
         (decayed if parameter.dim() >= 2 else rest).append(parameter)
     groups = [

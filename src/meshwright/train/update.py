@@ -35,13 +35,13 @@ class Batch(NamedTuple):
 
     def split(self, size: int) -> list[Batch]:
         """Return microbatches of `size` rows."""
-        segments = [None] * len(self.inputs) if self.segments is None else self.segments.split(size)
-        return [
-            Batch(*part)
-            for part in zip(
-                self.inputs.split(size), self.targets.split(size), segments, strict=False
-            )
-        ]
+        starts = range(0, len(self.inputs), size)
+        return [self.rows(slice(start, start + size)) for start in starts]
+
+    def rows(self, some: slice) -> Batch:
+        """Return some of the rows."""
+        segments = None if self.segments is None else self.segments[some]
+        return Batch(self.inputs[some], self.targets[some], segments)
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
