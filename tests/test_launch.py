@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -210,3 +211,29 @@ def test_tensorboard_by_switch(config):
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     run = train(config("log.tensorboard=true", "train.steps=2"), clean_environ())
     assert list((run.folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_run_keeps_the_tokenizer_of_its_store(config, corpus, tmp_path):
+    """A prepared store brings its own tokenizer; the run samples with it though the store goes."""
+    made = tmp_path / "bpe"
+    code, _, err = cli(
+        *("data", "train-tokenizer", str(made), "--source", str(corpus), "--vocab-size", "300")
+    )
+    assert code == 0, err
+    store = tmp_path / "store"
+    words = ("--source", str(corpus), "--tokenizer", str(made / "tokenizer.json"))
+    code, _, err = cli("data", "prepare", str(store), *words)
+    assert code == 0, err
+    fresh = load_config(
+        None,
+        [*TINY, f"data.source={store}", f"log.dir={tmp_path / 'runs'}", "train.steps=1"],
+    )
+    assert fresh.origins["model.vocab_size"].startswith(f"store {store}")
+    run = train(fresh, clean_environ())
+    shutil.rmtree(store)
+    shutil.rmtree(made)
+    code, out, err = cli(
+        "generate", str(run.folder), "--prompt", "the cat", "--max-tokens", "3", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["text"].startswith("the cat")

@@ -1,6 +1,6 @@
 """Draws demo.svg from the events of a run: plain SVG, written by hand, with no dependency.
 
-    python docs/images/draw_demo.py runs/latest/events.jsonl docs/images/demo.svg
+python docs/images/draw_demo.py runs/latest/events.jsonl docs/images/demo.svg
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, sample, and print each piece of text as it comes."""
     folder = Path(args.folder)
-    tokenizer = load_tokenizer(args.tokenizer or tokenizer_of(folder))
+    name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
+    tokenizer = load_tokenizer(name, eos)
     model = load_model(folder)
     prompt = tokenizer.encode(args.prompt)
     if len(prompt) == 0:

@@ -27,7 +27,14 @@ from meshwright.launch.supervisor import (
 from meshwright.launch.view import EventTail, open_view
 from meshwright.layout import resolve_layout
 from meshwright.spec.loading import Config
-from meshwright.train.run_folder import Job, RunFolder, choose_folder, create, read_job
+from meshwright.train.run_folder import (
+    Job,
+    RunFolder,
+    TokenizerRecord,
+    choose_folder,
+    create,
+    read_job,
+)
 
 Progress = Callable[[str], None]
 
@@ -105,7 +112,10 @@ def prepare_job(config: Config, environ: Mapping[str, str], at: Rendezvous | Non
     dataset.sampler("train", config.train.seq_len, config.train.batch)
     if config.train.eval_every:
         dataset.sampler("validation", config.train.seq_len, config.train.batch)
-    return Job(config, layout, machine, cache, folder)
+    found = dataset.tokenizer
+    file = None if found.file is None else str(found.file)
+    record = TokenizerRecord(found.name, found.eos_token, file)
+    return Job(config, layout, machine, cache, folder, record)
 
 
 def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:

@@ -20,8 +20,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true."""
     grouped = q.shape[1] != k.shape[1]
     causal = False
-    # A single query is the newest position: it sees all keys. A branch, as compiled code with
-    # lengths of its own has no plain bool here.
+    # A single query is the newest position: it sees all keys. A branch, as there is no plain
+    # bool here in code that is compiled for any length.
     if mask is None and q.shape[-2] > 1:
         causal = True
     return F.scaled_dot_product_attention(
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
         if self.is_rotary:
             start = 0 if cache is None else cache.length
-            cos, sin = self.rope.tables(start, start + q.shape[2], q.device, positions)
+            cos, sin = self.rope.tables(start, start + q.shape[2], positions)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

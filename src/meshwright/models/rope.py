@@ -32,23 +32,28 @@ class Rope:
             self._tables = (angles.cos().to(device), angles.sin().to(device))
         self.length = length
 
+    def reach(self, stop: int, device: torch.device) -> None:
+        """Make sure that the tables are on `device` and hold the positions below `stop`."""
+        have = self._tables
+        if have is not None and have[0].device == device and have[0].shape[0] >= stop:
+            return
+        # Twice what there was, so that growing token by token is not quadratic.
+        grown = 2 * have[0].shape[0] if have is not None and have[0].shape[0] < stop else 0
+        self.build(device, max(stop, self.length, grown))
+
     def tables(
-        self, start: int, stop: int, device: torch.device, positions: Tensor | None = None
+        self, start: int, stop: int, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin `[seq, rotary_dim]`, fp32, of positions `start` to `stop`.
 
-        With `positions` (int64 `[seq]`, all below `stop`) of those instead.
+        With `positions` (int64 `[seq]`) of those instead. They must be within `reach`: blocks only
+        look up, so that they can be compiled.
         """
-        have = self._tables
-        if have is None or have[0].device != device or have[0].shape[0] < stop:
-            # Twice what there was, so that growing token by token is not quadratic.
-            grown = 2 * have[0].shape[0] if have is not None and have[0].shape[0] < stop else 0
-            self.build(device, max(stop, self.length, grown))
-            have = self._tables
-        assert have is not None
+        assert self._tables is not None, "reach() comes first"
+        cos, sin = self._tables
         if positions is not None:
-            return have[0][positions], have[1][positions]
-        return have[0][start:stop], have[1][start:stop]
+            return cos[positions], sin[positions]
+        return cos[start:stop], sin[start:stop]
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:

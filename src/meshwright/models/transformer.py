@@ -72,7 +72,8 @@ class Transformer(nn.Module):
         A stage without the embedding takes hidden states `[batch, seq, dim]`, one without the
         final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
         `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
-        0, 1, 2, ...: rotation follows them, the mask does not.
+        0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
+        them.
         """
         x = self.hidden(input_ids, segments, cache, positions)
         return x if self.norm is None else self.logits(x)
@@ -87,6 +88,7 @@ class Transformer(nn.Module):
         """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
         mask = self._mask(input_ids, segments, cache)
         x = input_ids if input_ids.is_floating_point() else self._embedded(input_ids)
+        self.rope.reach(x.shape[1] + (0 if cache is None else cache.length), x.device)
         for block in self.layers.values():
             x = block(x, mask, positions, cache)
         if cache is not None:

@@ -6,15 +6,18 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import Config, load_config
+
+TOKENIZER: Final = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,14 @@ class RunFolder:
         return self.path / "logs" / f"rank-{rank}.failure.json"
 
 
+class TokenizerRecord(NamedTuple):
+    """Which tokenizer the data has: its name, its eos token, its file where it has one."""
+
+    name: str
+    eos: str | None
+    file: str | None
+
+
 @dataclass(frozen=True)
 class Job:
     """All that a rank needs to know beyond its rendezvous; what `plan.json` holds."""
@@ -61,6 +72,7 @@ class Job:
     machine: Machine
     cache: Path
     folder: RunFolder
+    tokenizer: TokenizerRecord
 
 
 def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
@@ -108,7 +120,10 @@ def create(job: Job) -> None:
         "layout": job.layout.model_dump(mode="json"),
         "machine": job.machine._asdict(),
         "cache": str(job.cache),
+        "tokenizer": job.tokenizer._asdict(),
     }
+    if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
+        shutil.copyfile(job.tokenizer.file, folder.path / TOKENIZER)
     folder.plan.write_text(_json(plan), encoding="utf-8")
     latest = folder.path.parent / "latest"
     with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
@@ -130,6 +145,7 @@ def read_job(path: Path) -> Job:
         machine=Machine(**plan["machine"]),
         cache=Path(plan["cache"]),
         folder=folder,
+        tokenizer=TokenizerRecord(**plan["tokenizer"]),
     )
 
 
@@ -137,14 +153,19 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def tokenizer_of(path: Path) -> str:
-    """Return the tokenizer that a run, step or HF folder was trained with, as a name or a path.
+def tokenizer_of(path: Path) -> tuple[str, str | None]:
+    """Return the tokenizer of a run, step or HF folder as a name or a path, and its eos token.
 
     Raises `ConfigError` where the folder does not say.
     """
     for folder in (path, *path.resolve().parents[:2]):
-        if (folder / "tokenizer.json").is_file():
-            return str(folder)
-        if (folder / "config.toml").is_file():
-            return load_config(folder / "config.toml").data.tokenizer
+        plan = RunFolder(folder).plan
+        eos = None
+        if plan.is_file():
+            record = TokenizerRecord(**json.loads(plan.read_text(encoding="utf-8"))["tokenizer"])
+            if record.file is None:
+                return record.name, None
+            eos = record.eos
+        if (folder / TOKENIZER).is_file():
+            return str(folder / TOKENIZER), eos
     raise ConfigError(f"{path} does not say which tokenizer it was trained with; give --tokenizer")
