@@ -57,7 +57,7 @@ def load_model(folder: str | Path) -> Transformer:
     if step is not None:
         return _load_step(step)
     if (path / "config.json").is_file():
-        return load_hf(path)
+        return load_hf(path, dtype=torch.float32)
     raise CheckpointError(
         f"{path} is neither a run with a checkpoint, nor a step folder, nor a Hugging Face folder "
         "(no checkpoints/, manifest.json or config.json in it)"
@@ -76,7 +76,7 @@ def _load_step(folder: Path) -> Transformer:
     verify(folder)
     spec = ModelSpec(**json.loads((folder / SPEC).read_text(encoding="utf-8")))
     tensors = load_file(folder / WEIGHTS)
-    model = build_model(spec, device="meta", max_seq_len=spec.context)
+    model = build_model(spec, device="meta")
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
     fill(model, lambda name, shape: tensors[name])

@@ -1,0 +1,157 @@
+"""The docs are run: commands, Python snippets, links, Makefile targets, config keys."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import meshwright
+from meshwright.cli import main
+from meshwright.cli.common import read_config
+from meshwright.launch.machine import detect
+from meshwright.layout import resolve_layout
+from meshwright.spec.loading import SECTIONS, load_config
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+TINY = [
+    *("model.dim=32", "model.n_layers=1", "model.n_heads=4", "model.n_kv_heads=4"),
+    *("train.steps=2", "train.batch=4", "train.seq_len=32", "train.eval_every=0"),
+    *("data.source=corpus", "data.cache=cache", "cluster.device=cpu", "checkpoint.every=0"),
+]
+ONE_RANK = "layout.dp_replicate=1"
+NETWORK = ("tinystories", "hf:", "stories")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page):
+    """Yield (words, exit code) of every command of a page."""
+    for block in blocks(page, "(?:bash|console)"):
+        for line in block.splitlines():
+            line = line.removeprefix("$ ")
+            code = re.search(r"# exit code (\d)", line)
+            yield shlex.split(line, comments=True), int(code[1]) if code else 0
+
+
+def ids(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with the files that the docs speak of."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.toml").write_text(blocks(README, "toml")[0])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for n in range(20):
+        (corpus / f"{n}.txt").write_text(f"def f{n}(x):\n    return x + {n}\n" * 40)
+    rows = (json.dumps({"text": f"def g{n}(): pass"}) for n in range(50))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def overridden(words):
+    """Return the words of `train` with tiny sizes; what the docs name stays otherwise."""
+    return [*words, *TINY, ONE_RANK]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands(page, workplace, capsys):
+    has_run = False
+    for words, code in commands(page):
+        if words[:1] != ["meshwright"]:
+            continue
+        command, rest = words[1], words[2:]
+        if any(word.startswith(NETWORK) for word in rest):
+            continue
+        if command == "train" and code == 0:
+            files = [word for word in rest if not word.startswith("--")]
+            config = read_config(SimpleNamespace(words=files))
+            resolve_layout(config, detect(config.cluster, os.environ))
+            if has_run or (page.parent.name == "commands" and page.name != "train.md"):
+                continue  # one run a page is enough
+            words, has_run = overridden(words), True
+        if command == "generate":
+            if code == 0 and not has_run:
+                assert main(overridden(["train", "run.toml"])) == 0
+                has_run = True
+            words = [*words, "--max-tokens", "8"]
+        assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"
+        shown = capsys.readouterr()
+        assert shown.err if code else shown.out
+
+
+def test_torchrun_line(workplace):
+    lines = [words for page in PAGES for words, _ in commands(page) if words[:1] == ["torchrun"]]
+    assert lines
+    assert all(words == lines[0] for words in lines)
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    done = subprocess.run(
+        [*torchrun, *lines[0][1:], *TINY], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done after 2 steps" in done.stdout
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=ids)
+def test_python_snippets(page, workplace, monkeypatch):
+    def tiny(path=None, overrides=()):
+        load_config(path, overrides)
+        return load_config(path, [*overrides, *TINY, ONE_RANK])
+
+    monkeypatch.setattr(meshwright, "load_config", tiny, raising=False)
+    if page.name == "run-folder.md":
+        meshwright.train(tiny("run.toml"))
+    for code in blocks(page, "python"):
+        found = {}
+        exec(compile(code, str(page), "exec"), found)
+        assert len(found["losses"]) == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        assert (page.parent / path).exists(), f"{ids(page)} links to {target}"
+        if anchor and not path:
+            headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_make_targets():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {t for page in PAGES for t in re.findall(r"[`\n]make ([\w-]+)", page.read_text())}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_every_config_key_is_documented():
+    rows = set(re.findall(r"^\| `(\w+\.\w+)` \|", (ROOT / "docs/config.md").read_text(), re.M))
+    assert rows == {f"{name}.{key}" for name, spec in SECTIONS.items() for key in spec.model_fields}
+
+
+def test_every_module_is_on_the_tour():
+    tour = (ROOT / "docs/tour.md").read_text()
+    for path in sorted((ROOT / "src/meshwright").rglob("*.py")):
+        assert path.name.startswith("__") or f"`{path.name}`" in tour, path.name
+
+
+def test_readme_is_short():
+    assert README.read_text().count("\n") < 150
