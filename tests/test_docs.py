@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import meshwright
 from meshwright.cli import main
 from meshwright.cli.common import read_config
 from meshwright.launch.machine import detect
 from meshwright.layout import resolve_layout
-from meshwright.spec.loading import SECTIONS, load_config
+from meshwright.spec.loading import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -108,19 +107,23 @@ def test_torchrun_line(workplace):
     assert "done after 2 steps" in done.stdout
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=ids)
-def test_python_snippets(page, workplace, monkeypatch):
-    def tiny(path=None, overrides=()):
-        load_config(path, overrides)
-        return load_config(path, [*overrides, *TINY, ONE_RANK])
+SNIPPET = """\
+import meshwright
+load = meshwright.load_config
+meshwright.load_config = lambda path=None, overrides=(): load(path, [*overrides, *{tiny}])
+{code}
+assert len(losses) == 2
+"""
 
-    monkeypatch.setattr(meshwright, "load_config", tiny, raising=False)
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=ids)
+def test_python_snippets(page, workplace):
     if page.name == "run-folder.md":
-        meshwright.train(tiny("run.toml"))
+        assert main(overridden(["train", "run.toml"])) == 0
     for code in blocks(page, "python"):
-        found = {}
-        exec(compile(code, str(page), "exec"), found)
-        assert len(found["losses"]) == 2
+        snippet = SNIPPET.format(tiny=[*TINY, ONE_RANK], code=code)
+        done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -237,3 +238,13 @@ def test_a_run_keeps_the_tokenizer_of_its_store(config, corpus, tmp_path):
     )
     assert code == 0, err
     assert json.loads(out)["text"].startswith("the cat")
+
+
+def test_the_demo_reaches_its_first_step_quickly(tmp_path):
+    """Ten seconds from the command to the end of the first step, data preparation included."""
+    demo = Path(__file__).parents[1] / "examples" / "demo.toml"
+    started = time.time()
+    words = ("train.steps=1", "train.eval_every=0", f"log.dir={tmp_path}", "log.name=run")
+    code, _, err = cli("train", str(demo), *words, f"data.cache={tmp_path / 'cache'}")
+    assert code == 0, err
+    assert time.time() - started < 10

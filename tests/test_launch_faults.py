@@ -27,10 +27,13 @@ def refused(config_made, error=ConfigError):
 
 
 def test_refused_before_any_process_starts(config, corpus, tmp_path):
-    assert "/no/such.txt" in refused(config("data.source=/no/such.txt"), DataError)
+    assert refused(config("data.source=/no/such.txt"), DataError) == (
+        "no such file or folder: /no/such.txt. A source is stdlib, tinystories, hf:NAME, or the "
+        "path of a file or folder"
+    )
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    assert str(empty) in refused(config(f"data.source={empty}"), DataError)
+    assert refused(config(f"data.source={empty}"), DataError) == f"the corpus is empty: {empty}"
     assert refused(config("model.vocab_size=200"), DataError) == (
         "model.vocab_size = 200 is smaller than the vocabulary of 257 of the tokenizer bytes"
     )

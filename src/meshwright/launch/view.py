@@ -30,6 +30,7 @@ class View:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._start: Mapping[str, Any] = {}
+        self._said_mfu = False
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -58,6 +59,9 @@ class View:
         self._console.print(text, soft_wrap=True, markup=False)
 
     def _step(self, event: Mapping[str, Any]) -> None:
+        if event["mfu"] is None and not self._said_mfu:
+            self._print(f"MFU {MFU_UNKNOWN}")
+            self._said_mfu = True
         self._print(step_line(event, self._start))
 
     def _end(self, event: Mapping[str, Any]) -> None:

@@ -1,0 +1,113 @@
+"""The terminal view: plain lines, the live block within 80 columns, trackers."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+from rich.console import Console
+
+from meshwright.launch.view import EventTail, LiveView, View
+from meshwright.layout import Layout
+from meshwright.spec.training import LogSpec
+from meshwright.train.events import open_sinks
+
+START = {
+    "event": "start",
+    "steps": 100,
+    "world": 2,
+    "device": "CPU (some processor, 2 cores)",
+    "layout": Layout(dp_replicate=2).model_dump(),
+    "parameters": 4_590_000,
+    "train_tokens": 9_700_000,
+    "unigram_entropy": 3.1447,
+}
+STEP = {
+    "event": "step",
+    "step": 40,
+    "loss": 2.5,
+    "grad_norm": 0.75,
+    "lr": 1e-3,
+    "step_time_s": 0.5,
+    "tokens_per_s": 8192.0,
+    "tokens_per_s_per_device": 4096.0,
+    "tflops_per_device": 0.11,
+    "mfu": None,
+    "peak_memory_bytes": {"0": 3 * 2**28, "1": 2**30},
+    "data_time_share": 0.001,
+}
+END = {"event": "end", "step": 100, "loss": 1.25, "stopped": False}
+
+
+def shown(view_class, *events, terminal=False):
+    out = io.StringIO()
+    view = view_class(Console(file=out, width=80, force_terminal=terminal, highlight=False))
+    for event in events:
+        view.write(event)
+    view.close()
+    return out.getvalue()
+
+
+def test_plain_lines():
+    assert shown(View, START, STEP, {**STEP, "step": 41, "mfu": 0.5}, END).splitlines() == [
+        "4.59M parameters on 2 rank(s) of CPU (some processor, 2 cores): dp_replicate 2, "
+        "microbatch 1; 9.7M training tokens, unigram entropy 3.1447 nats",
+        "MFU unknown: the device's peak is not stated (cluster.peak_tflops)",
+        "step 40/100 loss 2.5000 norm 0.7500 lr 1.00e-03 8192 tok/s (4096 per device) "
+        "peak 1.00 GiB eta 30.0s",
+        "step 41/100 loss 2.5000 norm 0.7500 lr 1.00e-03 8192 tok/s (4096 per device) "
+        "mfu 50.0% peak 1.00 GiB eta 29.5s",
+        "done after 100 steps: loss 1.2500 nats, unigram entropy of the data 3.1447 nats",
+    ]
+
+
+def test_live_block_fits_80_columns_and_says_everything():
+    text = shown(LiveView, START, STEP, END, terminal=True)
+    import re
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert max(len(line) for line in plain.splitlines()) <= 160  # the start line wraps softly
+    block = [line for line in plain.splitlines() if "eta" in line or "grad norm" in line]
+    assert block
+    assert all(len(line.rstrip()) <= 80 for line in block)
+    for words in ("40 of 100", "2.5000", "8,192", "4,096", "1.00 GiB (rank 1)", "eta 30.0s"):
+        assert words in plain, words
+    assert "unknown: the device's peak is not stated" in plain
+    assert "━" in plain or "╸" in plain or "-" in plain
+
+
+def test_tail_waits_for_whole_lines(tmp_path):
+    file = tmp_path / "events.jsonl"
+    tail = EventTail(file)
+    assert list(tail.new()) == []
+    file.write_text('{"event": "start"}\n{"event": "st')
+    assert [e["event"] for e in tail.new()] == ["start"]
+    assert list(tail.new()) == []
+    with file.open("a") as more:
+        more.write('ep"}\n')
+    assert [e["event"] for e in tail.new()] == ["step"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_get_the_config_and_the_numbers(name, monkeypatch, tmp_path):
+    """The two packages share an interface: init, log, finish; a stand-in records the calls."""
+    calls = []
+    stand_in = types.ModuleType(name)
+    stand_in.init = lambda **k: calls.append(("init", k))
+    stand_in.log = lambda numbers, step: calls.append(("log", numbers, step))
+    stand_in.finish = lambda: calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, name, stand_in)
+    sinks = open_sinks(LogSpec(**{name: "project"}), tmp_path, {"train": {"steps": 3}})
+    for sink in sinks:
+        sink.write(START)
+        sink.write(STEP)
+        sink.close()
+    assert calls[0][1]["project"] == "project"
+    assert calls[0][1]["config"] == {"train": {"steps": 3}}
+    assert calls[1][0] == "log"
+    assert calls[1][1]["train/loss"] == 2.5
+    assert calls[1][2] == 40
+    assert calls[-1] == ("finish",)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["start", "step"]
