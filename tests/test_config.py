@@ -86,6 +86,13 @@ def test_file_refusals(tmp_path):
     assert f"config file {file} is not valid TOML" in refusal_of(path=file)
 
 
+def test_a_rule_of_several_keys():
+    assert refusal_of("model.family=neox", "model.n_kv_heads=2") == (
+        "the neox family has one key/value head per head, but model.n_kv_heads = 2 and "
+        "model.n_heads = 4; nearest legal: model.n_kv_heads = 4"
+    )
+
+
 def test_too_few_devices():
     config = load_config(None, ["layout.dp_replicate=16"])
     with pytest.raises(ConfigError, match=r"needs a multiple of 16 ranks .* there are 8 cuda"):
@@ -181,6 +188,20 @@ def test_schema_covers_every_key():
         reference = schema["properties"][name]["$ref"].rpartition("/")[2]
         assert set(schema["$defs"][reference]["properties"]) == set(spec.model_fields)
         assert "required" not in schema["$defs"][reference]
+
+
+def test_train_is_both_a_function_and_a_room():
+    import meshwright.train.events
+
+    assert callable(mw.train)
+    config = mw.load_config(overrides=["layout.dp_replicate=64", "train.batch=64"])
+    environ = {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2"} | RANK_0_OF_2
+    with pytest.raises(ConfigError, match="needs a multiple of 64 ranks"):
+        mw.train(config, environ)
+    assert meshwright.train.events.JsonLines
+
+
+RANK_0_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 def test_python_api_does_not_need_a_file():

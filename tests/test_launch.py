@@ -248,3 +248,15 @@ def test_the_demo_reaches_its_first_step_quickly(tmp_path):
     code, _, err = cli("train", str(demo), *words, f"data.cache={tmp_path / 'cache'}")
     assert code == 0, err
     assert time.time() - started < 10
+
+
+def test_devices_left_over_are_told(config):
+    out = io.StringIO()
+    run = train(config("train.batch=3", "train.steps=1"), clean_environ(), out)
+    assert run.exit_code == 0
+    assert "note: 1 of 2 devices are used, as far as train.batch = 3" in out.getvalue()
+
+
+def test_generate_says_when_there_is_no_folder(tmp_path):
+    code, _, err = cli("generate", str(tmp_path / "nowhere"), "--prompt", "x")
+    assert (code, err) == (2, f"meshwright generate: {tmp_path}/nowhere is not a folder\n")

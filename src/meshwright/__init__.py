@@ -6,13 +6,14 @@ The names below are imported when they are used, so that planning never pays for
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import meshwright.train as _train_room
 from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.weights import load_model
-    from meshwright.launch.session import train
     from meshwright.spec.loading import Config, load_config
 
 __all__ = ["Config", "__version__", "load_config", "load_model", "train"]
@@ -21,8 +22,22 @@ _HOMES = {
     "Config": "meshwright.spec.loading",
     "load_config": "meshwright.spec.loading",
     "load_model": "meshwright.checkpoint.weights",
-    "train": "meshwright.launch.session",
 }
+
+
+class _TrainRoom(ModuleType):
+    """The room `meshwright.train`, which is also the function `mw.train(config)`.
+
+    Importing anything in the room makes it an attribute of the package, so the two have to be one.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Train a config: `meshwright.launch.session.train`."""
+        return importlib.import_module("meshwright.launch.session").train(*args, **kwargs)
+
+
+_train_room.__class__ = _TrainRoom
+train = _train_room
 
 
 def __getattr__(name: str) -> Any:

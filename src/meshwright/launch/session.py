@@ -77,6 +77,12 @@ def train(
     listener = listen_on_loopback(config.cluster.port)
     create(job)
     _say(out, f"run folder {job.folder.path}")
+    if job.layout.world < job.machine.devices:
+        _say(
+            out,
+            f"note: {job.layout.world} of {job.machine.devices} devices are used, as far as "
+            f"train.batch = {config.train.batch} and the layout divide",
+        )
     threads = job.machine.threads(job.layout.world)
     rank_environ = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     ranks = LocalRanks(

@@ -12,8 +12,8 @@ from meshwright.layout.mesh import Mesh
 from meshwright.spec.loading import Config
 from meshwright.spec.model import Spec
 
-# Tokens of one microbatch where none is asked for. On a CPU the activations of a block should stay
-# in cache (docs/log.md has the sweep); a GPU wants enough rows to fill its multiprocessors.
+# Tokens of one microbatch where none is asked for. On a CPU few are a little faster and take half
+# of the memory (docs/log.md has the sweep); a GPU wants enough rows to fill its multiprocessors.
 MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
 

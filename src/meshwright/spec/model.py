@@ -94,7 +94,10 @@ class ModelSpec(Spec):
             )
         if self.family == "neox" and self.n_kv_heads != self.n_heads:
             raise ValueError(
-                f"the neox family has one key/value head per head, but model.n_kv_heads = "
-                f"{self.n_kv_heads} and model.n_heads = {self.n_heads}"
+                refusal(
+                    f"the neox family has one key/value head per head, but model.n_kv_heads = "
+                    f"{self.n_kv_heads} and model.n_heads = {self.n_heads}",
+                    legal=[f"model.n_kv_heads = {self.n_heads}"],
+                )
             )
         return self

@@ -158,6 +158,8 @@ def tokenizer_of(path: Path) -> tuple[str, str | None]:
 
     Raises `ConfigError` where the folder does not say.
     """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder")
     for folder in (path, *path.resolve().parents[:2]):
         plan = RunFolder(folder).plan
         eos = None
