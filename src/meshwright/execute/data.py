@@ -34,10 +34,15 @@ def replicate_data(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> 
             module.set_gradient_divide_factor(1.0)
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Reduce gradients in the next backward, or keep accumulating them locally."""
+def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
+    """Say whether the next backward is the last one before the update.
+
+    The last one reduces the gradients and drops the compute copies of the weights; those before it
+    accumulate locally and keep the copies, which are the same for the next microbatch.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
 
 
 def reshard(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE, Rows
 from meshwright.execute.build import full_tensor
-from meshwright.execute.data import reshard, set_gradient_sync
+from meshwright.execute.data import reshard, set_last_microbatch
 from meshwright.execute.world import World
 
 
@@ -73,7 +73,7 @@ def backward(model: nn.Module, batch: Batch, microbatch: int, world: World) -> t
     parts = batch.split(microbatch)
     loss = torch.zeros((), device=batch.inputs.device)
     for index, part in enumerate(parts):
-        set_gradient_sync(model, index == len(parts) - 1)
+        set_last_microbatch(model, index == len(parts) - 1)
         share = loss_sum(model, part) / count
         share.backward()  # type: ignore[no-untyped-call]
         loss += share.detach()
