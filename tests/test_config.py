@@ -36,8 +36,10 @@ REFUSALS = {
     "train.batch=true": "train.batch = True (override train.batch=true) must be an integer",
     "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number",
-    "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32' "
-    "or 'bf16'",
+    "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32', "
+    "'bf16' or 'fp16'",
+    "train.loss_scale=0": "train.loss_scale = 0 (override train.loss_scale=0) must be greater "
+    "than 0",
     "model.n_heads=7": "model.n_heads = 7 (override model.n_heads=7) must divide model.dim = 256 "
     "(default); nearest legal: n_heads = 4 or n_heads = 8",
     "model.n_kv_heads=3": "model.n_kv_heads = 3 must divide model.n_heads = 4; "
@@ -53,13 +55,13 @@ REFUSALS = {
     "layout.microbatch=3": "layout.microbatch = 3 must divide train.batch per data rank = 8; "
     "nearest legal: layout.microbatch = 2 or layout.microbatch = 4",
     "layout.dp_replicate=3": "train.batch = 16 must be a multiple of the data-parallel degree 3 "
-    "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15 or train.batch = 18",
-    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; "
-    "nearest legal: layout.tp = 2 or layout.tp = 4",
+    "(dp_replicate 3 x dp_shard 1); nearest legal: train.batch = 15 or train.batch = 18 or "
+    "layout.dp_replicate = 2",
+    "layout.tp=3": "layout.tp = 3 must divide model.n_heads = 4; nearest legal: layout.tp = 2",
     "layout.pp=8": "layout.pp = 8 x layout.virtual_stages = 1 gives 8 stages, but "
-    "model.n_layers = 6; nearest legal: pp = 6",
-    "layout.tp=2": "layout.tp = 2 is a legal layout, but version 0.1 trains with replicated data "
-    "parallelism only; nearest legal: layout.tp = 1",
+    "model.n_layers = 6; nearest legal: layout.pp = 6",
+    "layout.dp_shard=2": "layout.dp_shard = 2 shards, but layout.zero = 0 replicates; "
+    "nearest legal: layout.zero = 1 or layout.zero = 2 or layout.zero = 3",
     "layout.zero=4": "layout.zero = 4 (override layout.zero=4) must be 0, 1, 2 or 3",
 }
 

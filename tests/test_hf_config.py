@@ -127,7 +127,9 @@ REFUSED = [
     (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 must be true or false"),
     (LLAMA, {"initializer_range": float("nan")}, "init_std"),
     (NEOX, {"num_key_value_heads": 2}, "num_key_value_heads = 2 .* 4"),
-    (NEOX, {"hidden_dropout": 0.1}, "hidden_dropout = 0.1"),
+    (NEOX, {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    (NEOX, {"hidden_dropout": 1.0}, "dropout: .* less than 1"),
+    (LLAMA, {"hidden_dropout": 0.1}, "hidden_dropout = 0.1"),
     (NEOX, {"rotary_pct": 1.5}, "rotary_pct"),
 ]  # fmt: skip
 

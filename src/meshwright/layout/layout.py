@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
-from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.layout.mesh import Mesh
+from meshwright.layout.rules import broken, divisors, nearest_legal
+from meshwright.layout.schedules import microbatch_rule
 from meshwright.spec.loading import Config
 from meshwright.spec.model import Spec
+from meshwright.spec.training import ContextKind, Offload, Recompute, Schedule, TrainSpec, Zero
 
 # Tokens of one microbatch where none is asked for. On a CPU few are a little faster and take half
 # of the memory (docs/log.md has the sweep); a GPU wants enough rows to fill its multiprocessors.
@@ -46,14 +50,14 @@ class Layout(Spec):
     dp_shard: int = Field(default=1, gt=0)
     cp: int = Field(default=1, gt=0)
     tp: int = Field(default=1, gt=0)
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     sp: bool = False
-    cp_kind: Literal["ring", "ulysses"] = "ring"
-    schedule: str = "1f1b"
+    cp_kind: ContextKind = "ring"
+    schedule: Schedule = "1f1b"
     virtual_stages: int = Field(default=1, gt=0)
     microbatch: int = Field(default=1, gt=0)
-    recompute: Literal["none", "selective", "full"] = "none"
-    offload: Literal["none", "optimizer", "params"] = "none"
+    recompute: Recompute = "none"
+    offload: Offload = "none"
 
     @property
     def mesh(self) -> Mesh:
@@ -66,9 +70,112 @@ class Layout(Spec):
         return self.dp_replicate * self.dp_shard
 
     @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one sequence together."""
+        return self.pp * self.cp * self.tp
+
+    @property
     def world(self) -> int:
         """Ranks in all."""
-        return self.mesh.size
+        return self.dp * self.model_ranks
+
+    @property
+    def stages(self) -> int:
+        """Parts that the model is cut into by layers."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which ZeRO spreads the states of one parameter (of one tensor-parallel part).
+
+        Context ranks hold the same weights, so they share them too.
+        """
+        return self.dp_shard * self.cp if self.zero else 1
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether microbatches pass through several ranks."""
+        return self.pp > 1
+
+    @property
+    def label(self) -> str:
+        """The layout in a few words, such as `dp2 tp2 sp pp2 1f1b mb4`; `parse` reads it.
+
+        Defaults are left out, but for the microbatch, and the schedule of a pipeline.
+        """
+        words = [
+            (f"dp{self.dp_replicate}", self.dp_replicate > 1),
+            (f"shard{self.dp_shard}", self.dp_shard > 1),
+            (f"zero{self.zero}", self.zero > 0),
+            (f"tp{self.tp}", self.tp > 1),
+            ("sp", self.sp),
+            (f"cp{self.cp}-{self.cp_kind}", self.cp > 1 or self.cp_kind != "ring"),
+            (f"pp{self.pp}", self.pp > 1),
+            (self.schedule, self.pp > 1 or self.schedule != "1f1b"),
+            (f"v{self.virtual_stages}", self.virtual_stages > 1),
+            (f"mb{self.microbatch}", True),
+            (f"recompute-{self.recompute}", self.recompute != "none"),
+            (f"offload-{self.offload}", self.offload != "none"),
+        ]
+        return " ".join(word for word, is_shown in words if is_shown)
+
+    @classmethod
+    def parse(cls, label: str) -> Layout:
+        """Return the layout that a label describes; its words may come in any order.
+
+        Raises `ConfigError` naming the word that is unknown or says something twice.
+        """
+        values: dict[str, Any] = {}
+        for word in label.split():
+            found = _read_word(word)
+            if not found:
+                legal = nearest(word, _KNOWN_WORDS, 2) or _KNOWN_WORDS[:3]
+                rule = f"unknown word {word} in the layout '{label}'"
+                raise ConfigError(refusal(rule, legal=legal))
+            twice = next((key for key in found if key in values), None)
+            if twice is not None:
+                raise ConfigError(f"the layout '{label}' gives layout.{twice} twice")
+            values |= found
+        return cls(**values)
+
+
+_DEGREES = {
+    "dp": "dp_replicate",
+    "shard": "dp_shard",
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "v": "virtual_stages",
+    "mb": "microbatch",
+}
+_WORDS: Mapping[str, Mapping[str, Any]] = {
+    "sp": {"sp": True},
+    **{f"zero{stage}": {"zero": stage} for stage in get_args(Zero)},
+    **{name: {"schedule": name} for name in get_args(Schedule)},
+    **{f"recompute-{name}": {"recompute": name} for name in get_args(Recompute)},
+    **{f"offload-{name}": {"offload": name} for name in get_args(Offload)},
+}
+_CP_KINDS = get_args(ContextKind)
+_KNOWN_WORDS = [*(f"{name}2" for name in _DEGREES), *(f"cp2-{k}" for k in _CP_KINDS), *_WORDS]
+
+
+def _read_word(word: str) -> Mapping[str, Any]:
+    """Return the values that a word of a label gives; none where it is unknown."""
+    if word in _WORDS:
+        return _WORDS[word]
+    name, dash, kind = word.partition("-")
+    degree = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,99})", name)
+    if degree is None or degree[1] not in _DEGREES:
+        return {}
+    values: dict[str, Any] = {_DEGREES[degree[1]]: int(degree[2])}
+    if dash:
+        if degree[1] != "cp" or kind not in _CP_KINDS:
+            return {}
+        values["cp_kind"] = kind
+    return values
+
+
+_DATA_DEGREES = ("dp_replicate", "dp_shard")
 
 
 def resolve_layout(config: Config, machine: Machine) -> Layout:
@@ -78,90 +185,68 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
     divides. Raises `ConfigError` naming the rule, both numbers and the nearest legal values.
     """
     section = config.layout
-    devices = machine.devices * config.cluster.nodes
-    model_ranks = section.pp * section.cp * section.tp
-    fixed = model_ranks * (section.dp_replicate or 1) * (section.dp_shard or 1)
-    if not machine.is_fixed:
-        devices = max(devices, fixed)
-    asked = section.dp_replicate is not None or section.dp_shard is not None
-    if fixed > devices or (not asked and devices % model_ranks):
+    left_out = {key for key in (*_DATA_DEGREES, "microbatch") if getattr(section, key) is None}
+    given = Layout(**section.model_dump(exclude={"auto", *left_out}))
+
+    def settle(train: TrainSpec, layout: Layout, changed: Collection[str]) -> Layout | None:
+        free = {key for key in left_out if f"layout.{key}" not in changed}
+        return _complete(train, layout, free, machine, config.cluster.nodes)
+
+    layout = settle(config.train, given, ())
+    if layout is None:
         raise ConfigError(
             refusal(
-                f"the layout needs a multiple of {fixed} ranks (pp {section.pp} x dp_replicate "
-                f"{section.dp_replicate or 1} x dp_shard {section.dp_shard or 1} x cp {section.cp} "
-                f"x tp {section.tp}), but there are {devices} {machine.device} devices",
+                f"the layout needs a multiple of {given.world} ranks (pp {given.pp} x dp_replicate "
+                f"{given.dp_replicate} x dp_shard {given.dp_shard} x cp {given.cp} "
+                f"x tp {given.tp}), but there are {machine.devices * config.cluster.nodes} "
+                f"{machine.device} devices",
             )
         )
-    free = 1 if asked else _largest_divisor(config.train.batch, devices // model_ranks)
-    shards = section.zero > 0
-    layout = Layout(
-        **section.model_dump(exclude={"auto", "dp_replicate", "dp_shard", "microbatch"}),
-        dp_replicate=section.dp_replicate or (1 if shards else free),
-        dp_shard=section.dp_shard or (free if shards else 1),
-    )
-    microbatch = section.microbatch or _microbatch(config, layout, machine)
-    layout = layout.model_copy(update={"microbatch": microbatch})
-    _check(config, layout)
+    rule = broken(config.model, config.train, layout)
+    if rule is not None:
+        legal = nearest_legal(config.model, config.train, layout, settle=settle)
+        raise ConfigError(refusal(rule, legal=legal))
     return layout
 
 
-def _microbatch(config: Config, layout: Layout, machine: Machine) -> int:
-    """Return the largest divisor of a rank's share of the batch that stays within the budget."""
-    local = config.train.batch // layout.dp
-    budget = max(1, MICROBATCH_TOKENS[machine.device] // config.train.seq_len)
-    return _largest_divisor(max(local, 1), budget)
+def _complete(
+    train: TrainSpec, layout: Layout, left_out: set[str], machine: Machine, nodes: int
+) -> Layout | None:
+    """Return the layout with what was left out filled in, or None if the devices do not fit it."""
+    bare = layout.model_copy(update=dict.fromkeys(left_out, 1))
+    devices = machine.devices * nodes
+    if not machine.is_fixed:
+        devices = max(devices, bare.world)
+    takes_rest = left_out.issuperset(_DATA_DEGREES)
+    if bare.world > devices or (takes_rest and devices % bare.model_ranks):
+        return None
+    # Alone on its axis, a rank has no one to split a sequence with.
+    changes: dict[str, Any] = {"sp": bare.sp and bare.tp > 1}
+    if takes_rest:
+        rest = devices // bare.model_ranks
+        degree = max(d for d in divisors(train.batch) if d <= rest)
+        changes["dp_shard" if bare.zero else "dp_replicate"] = degree
+    filled = bare.model_copy(update=changes)
+    if "microbatch" not in left_out:
+        return filled
+    return filled.model_copy(update={"microbatch": _microbatch(train, filled, machine)})
 
 
-def _largest_divisor(value: int, at_most: int) -> int:
-    return max(d for d in range(1, max(at_most, 1) + 1) if value % d == 0)
+def _microbatch(train: TrainSpec, layout: Layout, machine: Machine) -> int:
+    """Return the largest divisor of a rank's share of the batch that stays within the budget.
 
+    A pipeline gets as many microbatches as its schedule asks for, and as it has ranks if it can.
+    """
+    local = max(train.batch // layout.dp, 1)
+    budget = max(1, MICROBATCH_TOKENS[machine.device] // train.seq_len)
+    sizes = [size for size in reversed(divisors(local)) if size <= budget]
+    if not layout.is_pipelined:
+        return sizes[0]
 
-def _check(config: Config, layout: Layout) -> None:
-    """Raise `ConfigError` for the first rule that the layout breaks."""
-    model, train = config.model, config.train
-    _divides("layout.tp", layout.tp, "model.n_heads", model.n_heads)
-    _divides("layout.tp", layout.tp, "model.n_kv_heads", model.n_kv_heads)
-    _divides("layout.tp", layout.tp, "model.ffn_dim", model.ffn_dim)
-    _divides("layout.tp", layout.tp, "model.vocab_size", model.vocab_size)
-    stages = layout.pp * layout.virtual_stages
-    if stages > model.n_layers:
-        raise ConfigError(
-            refusal(
-                f"layout.pp = {layout.pp} x layout.virtual_stages = {layout.virtual_stages} gives "
-                f"{stages} stages, but model.n_layers = {model.n_layers}",
-                legal=[f"pp = {max(1, model.n_layers // layout.virtual_stages)}"],
-            )
-        )
-    dp = layout.dp
-    if train.batch % dp:
-        legal = sorted({max(dp, train.batch // dp * dp), (train.batch // dp + 1) * dp})
-        raise ConfigError(
-            refusal(
-                f"train.batch = {train.batch} must be a multiple of the data-parallel degree {dp} "
-                f"(dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard})",
-                legal=[f"train.batch = {n}" for n in legal],
-            )
-        )
-    _divides("layout.microbatch", layout.microbatch, "train.batch per data rank", train.batch // dp)
-    _refuse_unavailable(layout)
+    def obeys(size: int) -> bool:
+        count = local // size
+        return microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count) is None
 
-
-def _divides(name: str, value: int, of_name: str, of: int) -> None:
-    if of % value:
-        legal = [f"{name} = {d}" for d in nearest_divisors(of, value)]
-        raise ConfigError(refusal(f"{name} = {value} must divide {of_name} = {of}", legal=legal))
-
-
-def _refuse_unavailable(layout: Layout) -> None:
-    """Refuse what this version describes but does not run yet: all but replicated data."""
-    default = Layout(dp_replicate=layout.dp_replicate, microbatch=layout.microbatch)
-    for key in Layout.model_fields:
-        value, needed = getattr(layout, key), getattr(default, key)
-        if value != needed:
-            raise ConfigError(
-                refusal(
-                    f"layout.{key} = {value} is a legal layout, but version 0.1 trains with "
-                    f"replicated data parallelism only",
-                    legal=[f"layout.{key} = {needed}"],
-                )
-            )
+    legal = [size for size in sizes if obeys(size)]
+    busy = [size for size in legal if local // size >= layout.pp]
+    return next(iter(busy or legal), 1)

@@ -29,15 +29,15 @@ _ACTIVATIONS: Final = {
 }
 _ACTIVATION_NAMES: Final = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 # The key, and the values under which it changes nothing (beside its absence and null).
-_INERT: Final[Mapping[str, tuple[object, ...]]] = {
+_INERT: Final[dict[str, tuple[object, ...]]] = {
     "pretraining_tp": (1,),
     "sliding_window": (),
     "quantization_config": (),
     "attention_dropout": (0.0,),
-    "hidden_dropout": (0.0,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
+_INERT_LLAMA: Final[dict[str, tuple[object, ...]]] = {"hidden_dropout": (0.0,)}
 # Defaults of transformers' LlamaConfig and GPTNeoXConfig, held by a test.
 _LLAMA_SIZES: Final = {
     "vocab_size": 32000,
@@ -69,12 +69,12 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(
             refusal(f"model_type = {model_type!r} is not supported", legal=list(FAMILIES))
         )
-    for key, inert in _INERT.items():
+    neox = model_type == "gpt_neox"
+    for key, inert in (_INERT if neox else _INERT | _INERT_LLAMA).items():
         value = config.get(key)
         if value is not None and value not in inert:
             legal = [repr(v) for v in inert] or ["null"]
             raise ConfigError(refusal(f"{key} = {value!r} is not supported", legal=legal))
-    neox = model_type == "gpt_neox"
     fields = _sizes(config, _NEOX_SIZES if neox else _LLAMA_SIZES)
     fields |= _neox_fields(config, fields) if neox else _llama_fields(config, fields)
     fields |= _rotary(config, neox, fields["context"])
@@ -100,7 +100,8 @@ def hf_config(
     """Return the `config.json` of `spec`, readable by transformers 4 and 5.
 
     `dtype` is the name of the stored weights' type, such as `bfloat16`. Raises `ConfigError` for
-    a NeoX model that transformers cannot build: no MLP bias, or a head size of its own.
+    a NeoX model that transformers cannot build: no MLP bias, or a head size of its own. Of Llama
+    `spec.dropout` is left out, for which it has no key: it only matters to training.
     """
     neox = spec.family == "neox"
     eos = list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id
@@ -150,7 +151,7 @@ def _neox_keys(spec: ModelSpec) -> dict[str, Any]:
     return {
         "layer_norm_eps": spec.norm_eps,
         "use_parallel_residual": spec.parallel_residual,
-        "hidden_dropout": 0.0,
+        "hidden_dropout": spec.dropout,
         "rotary_pct": spec.rotary_pct,
         "partial_rotary_factor": spec.rotary_pct,
         "rotary_emb_base": spec.rope_theta,
@@ -223,6 +224,7 @@ def _neox_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[st
         "attention_bias": _flag(config, "attention_bias", True),
         "mlp_bias": True,
         "parallel_residual": _flag(config, "use_parallel_residual", True),
+        "dropout": _number(config, "hidden_dropout", 0.0),
     }
 
 

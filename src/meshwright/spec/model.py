@@ -41,7 +41,8 @@ class ModelSpec(Spec):
     `context` is the longest sequence that the model is meant for (`max_position_embeddings`); the
     sequence length of training is `train.seq_len`. `ffn_dim` is the width of one projection
     (SwiGLU has three matrices of it, the NeoX MLP two). `rotary_pct` is the share of each head's
-    dimensions that is rotated.
+    dimensions that is rotated. `dropout` is the share that training drops of the embedding's output
+    and of what each attention and MLP adds to the residual stream (GPT-NeoX `hidden_dropout`).
     """
 
     preset: str | None = None
@@ -63,6 +64,7 @@ class ModelSpec(Spec):
     attention_bias: bool = False
     mlp_bias: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     init_from: str | None = None
 

@@ -14,7 +14,21 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Zero = Literal[0, 1, 2, 3]
+ContextKind = Literal["ring", "ulysses"]
+Schedule = Literal[
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "params"]
 
 
 class DataSpec(Spec):
@@ -53,12 +67,17 @@ class TrainSpec(Spec):
 
     `batch` is the global batch in sequences of `seq_len` tokens. `eval_every` = 0 means no
     evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
+    `loss_scale` is what fp16 multiplies the loss with; left out, it starts at 65536 and adapts.
+    `reduce_dtype` is the dtype in which gradients are summed over ranks: fp32, or the same as the
+    compute's.
     """
 
     steps: int = Field(default=200, gt=0)
     batch: int = Field(default=16, gt=0)
     seq_len: int = Field(default=256, gt=0)
     precision: Precision = "fp32"
+    loss_scale: float | None = Field(default=None, gt=0)
+    reduce_dtype: Literal["fp32", "same"] = "fp32"
     seed: int = Field(default=0, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
     log_every: int = Field(default=1, gt=0)
@@ -95,7 +114,7 @@ class OptimizerSpec(Spec):
 
 
 class LayoutSection(Spec):
-    """The [layout] section as it was written; `layout.resolve` turns it into a `Layout`.
+    """The [layout] section as it was written; `layout.resolve_layout` makes a `Layout` of it.
 
     A degree that is left out is 1, except the data-parallel one, which takes all devices that
     remain. `microbatch` is in sequences; left out, it is chosen.
@@ -107,23 +126,14 @@ class LayoutSection(Spec):
     dp_shard: int | None = Field(default=None, gt=0)
     cp: int = Field(default=1, gt=0)
     tp: int = Field(default=1, gt=0)
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     sp: bool = False
-    cp_kind: Literal["ring", "ulysses"] = "ring"
-    schedule: Literal[
-        "naive",
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "interleaved_zero_bubble",
-        "zbv",
-        "dualpipev",
-    ] = "1f1b"
+    cp_kind: ContextKind = "ring"
+    schedule: Schedule = "1f1b"
     virtual_stages: int = Field(default=1, gt=0)
     microbatch: int | None = Field(default=None, gt=0)
-    recompute: Literal["none", "selective", "full"] = "none"
-    offload: Literal["none", "optimizer", "params"] = "none"
+    recompute: Recompute = "none"
+    offload: Offload = "none"
 
 
 class ClusterSpec(Spec):

@@ -1,0 +1,387 @@
+"""What makes a layout legal, and the nearest legal ones to a layout that is not.
+
+A rule is a small function that returns the broken rule as a sentence, or None. Its row in `RULES`
+names the keys that a user may change to obey it. One search serves all rules: change a key of the
+first broken rule, then one of the rule that this breaks, and hold each result against all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from meshwright.layout.schedules import microbatch_rule
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
+
+if TYPE_CHECKING:  # the layout is held against these rules, so its module imports this one
+    from meshwright.layout.layout import Layout
+
+Check = Callable[[ModelSpec, TrainSpec, "Layout"], str | None]
+# Fills in again what a user left out, after the given keys were changed; None: no room for it.
+Settle = Callable[[TrainSpec, "Layout", Collection[str]], "Layout | None"]
+
+
+class Rule(NamedTuple):
+    """A rule, and the keys that help where it is broken, the one to try first in front."""
+
+    check: Check
+    keys: tuple[str, ...]
+
+
+def broken(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """Return the first rule that a layout breaks, as a sentence with its numbers, or None."""
+    for rule in RULES:
+        text = rule.check(model, train, layout)
+        if text is not None:
+            return text
+    return None
+
+
+# A planner asks for thousands of layouts: a rule that is obeyed must cost a fraction of a
+# microsecond, so it compares before it words anything.
+def _divides(name: str, value: int, of_name: str, of: int) -> str:
+    return f"{name} = {value} must divide {of_name} = {of}"
+
+
+def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if model.n_heads % layout.tp == 0:
+        return None
+    return _divides("layout.tp", layout.tp, "model.n_heads", model.n_heads)
+
+
+def _kv_heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if model.n_kv_heads % layout.tp == 0:
+        return None
+    return _divides("layout.tp", layout.tp, "model.n_kv_heads", model.n_kv_heads)
+
+
+def _ffn(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if model.ffn_dim % layout.tp == 0:
+        return None
+    return _divides("layout.tp", layout.tp, "model.ffn_dim", model.ffn_dim)
+
+
+def _vocabulary(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if model.vocab_size % layout.tp == 0:
+        return None
+    return _divides("layout.tp", layout.tp, "model.vocab_size", model.vocab_size)
+
+
+def _stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    stages = layout.pp * layout.virtual_stages
+    if stages <= model.n_layers:
+        return None
+    return (
+        f"layout.pp = {layout.pp} x layout.virtual_stages = {layout.virtual_stages} gives "
+        f"{stages} stages, but model.n_layers = {model.n_layers}"
+    )
+
+
+def _virtual_stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if layout.pp > 1 or layout.virtual_stages == 1:
+        return None
+    return f"layout.virtual_stages = {layout.virtual_stages} needs a pipeline, but layout.pp = 1"
+
+
+def _batch(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if train.batch % layout.dp == 0:
+        return None
+    return (
+        f"train.batch = {train.batch} must be a multiple of the data-parallel degree {layout.dp} "
+        f"(dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard})"
+    )
+
+
+def _microbatch(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    local = train.batch // layout.dp
+    if local % layout.microbatch == 0:
+        return None
+    return _divides("layout.microbatch", layout.microbatch, "train.batch per data rank", local)
+
+
+def _shards(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if layout.zero or layout.dp_shard == 1:
+        return None
+    return f"layout.dp_shard = {layout.dp_shard} shards, but layout.zero = 0 replicates"
+
+
+def _offload(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if layout.offload != "params" or layout.zero:
+        return None
+    return "layout.offload = params needs sharded states, but layout.zero = 0 replicates"
+
+
+def _sequence(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    cp, seq_len = layout.cp, train.seq_len
+    if cp > 1:
+        if layout.cp_kind == "ring" and seq_len % (2 * cp):
+            return (
+                f"train.seq_len = {seq_len} must be a multiple of 2 x layout.cp = {cp} "
+                f"(layout.cp_kind = ring gives each rank two chunks)"
+            )
+        if seq_len % cp:
+            return f"train.seq_len = {seq_len} must be a multiple of layout.cp = {cp}"
+    if layout.sp and seq_len // cp % layout.tp:
+        return (
+            f"train.seq_len / layout.cp = {seq_len // cp} must be a multiple of "
+            f"layout.tp = {layout.tp} (layout.sp = true)"
+        )
+    return None
+
+
+def _ulysses(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if layout.cp == 1 or layout.cp_kind != "ulysses":
+        return None
+    degrees = layout.tp * layout.cp
+    if model.n_kv_heads % degrees == 0:
+        return None
+    return (
+        f"layout.tp = {layout.tp} x layout.cp = {layout.cp} gives {degrees}, which must divide "
+        f"model.n_kv_heads = {model.n_kv_heads} (layout.cp_kind = ulysses)"
+    )
+
+
+def _compile(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if not train.compile or layout.model_ranks == 1:
+        return None
+    degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    axis = next(axis for axis, degree in degrees.items() if degree > 1)
+    return (
+        f"train.compile = true with layout.{axis} = {degrees[axis]}: compiled blocks are proven "
+        f"with data parallelism only"
+    )
+
+
+def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if layout.pp == 1:
+        return None
+    count = train.batch // layout.dp // layout.microbatch
+    return microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count)
+
+
+RULES = (
+    Rule(_heads, ("layout.tp",)),
+    Rule(_kv_heads, ("layout.tp",)),
+    Rule(_ffn, ("layout.tp",)),
+    Rule(_vocabulary, ("model.vocab_size", "layout.tp")),
+    Rule(_stages, ("layout.virtual_stages", "layout.pp")),
+    Rule(_virtual_stages, ("layout.virtual_stages", "layout.pp")),
+    Rule(_batch, ("train.batch", "layout.dp_replicate", "layout.dp_shard")),
+    Rule(_microbatch, ("layout.microbatch",)),
+    Rule(_shards, ("layout.zero", "layout.dp_shard")),
+    Rule(_offload, ("layout.zero", "layout.offload")),
+    Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
+    Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
+    Rule(_compile, ("train.compile", "layout.tp", "layout.cp", "layout.pp")),
+    Rule(
+        _schedule,
+        (
+            *("layout.microbatch", "layout.schedule", "layout.virtual_stages", "train.batch"),
+            *("layout.pp", "layout.dp_replicate", "layout.dp_shard"),
+        ),
+    ),
+)
+
+
+class _Case(NamedTuple):
+    """What the rules look at."""
+
+    model: ModelSpec
+    train: TrainSpec
+    layout: Layout
+
+    def with_value(self, key: str, value: object) -> _Case:
+        """Return the case with a `section.key` changed."""
+        section, _, name = key.partition(".")
+        changed: dict[str, Any] = {section: getattr(self, section).model_copy(update={name: value})}
+        return self._replace(**changed)
+
+
+class _Change(NamedTuple):
+    """A key's new value; `distance` is relative, `side` the direction or, of a choice, itself."""
+
+    key: str
+    value: object
+    side: object
+    distance: float
+
+
+class _Repair(NamedTuple):
+    """Changes that make a case legal, and the case that they lead to."""
+
+    changes: tuple[_Change, ...]
+    case: _Case
+
+    @property
+    def text(self) -> str:
+        """The changes as a user writes them."""
+        first, *others = map(self._word, self.changes)
+        return f"{first} with {' and '.join(others)}" if others else first
+
+    def _word(self, change: _Change) -> str:
+        value = str(change.value).lower() if isinstance(change.value, bool) else change.value
+        text = f"{change.key} = {value}"
+        layout = self.case.layout
+        if change.key == "layout.microbatch" and layout.pp > 1:
+            text += f" ({self.case.train.batch // layout.dp // layout.microbatch} microbatches)"
+        return text
+
+
+# How many keys to change at most, and how many values of each to try on either side. The second
+# and third row are for layouts that break several rules; the width keeps them within a blink.
+_SEARCHES = ((1, 32), (2, 8), (3, 4))
+
+
+def nearest_legal(
+    model: ModelSpec,
+    train: TrainSpec,
+    layout: Layout,
+    count: int = 3,
+    *,
+    settle: Settle | None = None,
+) -> list[str]:
+    """Return up to `count` changes that make a layout legal, such as `layout.tp = 2`, best first.
+
+    As few keys are changed as will do. Of a number's values the nearest on each side is given;
+    what keeps the number of ranks comes first, and the keys take turns. `settle` completes each
+    candidate: where given, what it returns is held against the rules. A legal layout gives [].
+    """
+    case = _Case(model, train, layout)
+    if broken(*case) is None:
+        return []
+    for depth, width in _SEARCHES:
+        found = _best_of_each_kind(_repairs(case, (), depth, width, settle))
+        if found:
+            break
+    taken: Counter[tuple[bool, tuple[str, ...]]] = Counter()
+    places: dict[str, tuple[bool, int]] = {}
+    for repair in found:
+        moves = repair.case.layout.world != layout.world
+        kind = (moves, tuple(change.key for change in repair.changes))
+        places.setdefault(repair.text, (moves, taken[kind]))
+        taken[kind] += 1
+    return sorted(places, key=places.__getitem__)[:count]
+
+
+def _best_of_each_kind(repairs: Iterable[_Repair]) -> list[_Repair]:
+    """Return the nearest repair for each set of keys and directions; kinds keep their order."""
+    kinds: dict[tuple[str, ...], dict[frozenset[object], _Repair]] = {}
+    for repair in repairs:
+        kind = kinds.setdefault(tuple(sorted(change.key for change in repair.changes)), {})
+        slot = frozenset((change.key, change.side) for change in repair.changes)
+        if slot not in kind or _distance(repair) < _distance(kind[slot]):
+            kind[slot] = repair
+    return [repair for kind in kinds.values() for repair in sorted(kind.values(), key=_distance)]
+
+
+def _distance(repair: _Repair) -> float:
+    return sum(change.distance for change in repair.changes)
+
+
+def _repairs(
+    case: _Case, changes: tuple[_Change, ...], depth: int, width: int, settle: Settle | None
+) -> Iterator[_Repair]:
+    """Yield the legal cases at most `depth` changes away, following the first broken rules."""
+    rule = next((rule for rule in RULES if rule.check(*case) is not None), None)
+    if rule is None:
+        yield _Repair(changes, case)
+        return
+    if depth == 0:
+        return
+    done = [change.key for change in changes]
+    for key in rule.keys:
+        if key in done:
+            continue
+        for change in _options(case, key, width):
+            new = case.with_value(key, change.value)
+            if settle is not None:
+                settled = settle(new.train, new.layout, {*done, key})
+                if settled is None:
+                    continue
+                new = new._replace(layout=settled)
+            yield from _repairs(new, (*changes, change), depth - 1, width, settle)
+
+
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "layout.zero": get_args(Zero),
+    "layout.cp_kind": get_args(ContextKind),
+    "layout.schedule": get_args(Schedule),
+    "layout.offload": get_args(Offload),
+    "layout.sp": (False, True),
+    "train.compile": (False, True),
+}
+
+
+def _options(case: _Case, key: str, width: int) -> list[_Change]:
+    """Return the values to try for a key: all other choices, or numbers near the present one."""
+    section, _, name = key.partition(".")
+    old = getattr(getattr(case, section), name)
+    if key in _CHOICES:
+        choices = _CHOICES[key]
+        at = choices.index(old)
+        others = sorted((abs(i - at), i) for i in range(len(choices)) if i != at)
+        return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]
+    numbers = sorted(set(_NUMBERS[key](case)) - {old}, key=lambda number: abs(number - old))
+    below = [number for number in numbers if 0 < number < old]
+    above = [number for number in numbers if number > old]
+    # Degree 1 obeys most rules; it is tried even where many others are nearer.
+    tried = dict.fromkeys(below[:width] + below[-1:] + above[:width])
+    return [_Change(key, n, n > old, abs(n - old) / old) for n in tried]
+
+
+@lru_cache(maxsize=256)
+def divisors(value: int) -> tuple[int, ...]:
+    """Return the divisors of a number; of one above 2^32, those that a degree may be."""
+    small = [d for d in range(1, min(math.isqrt(value), 1 << 16) + 1) if value % d == 0]
+    return tuple(sorted({*small, *(value // d for d in small)}))
+
+
+def _up_to(top: int, near: int) -> Iterable[int]:
+    """Return the numbers from 1 to `top` that are near a given one."""
+    near = min(near, max(top, 1))
+    return (1, *range(max(1, near - 64), min(top, near + 64) + 1))
+
+
+def _multiples(near: int, *units: int) -> Iterator[int]:
+    for unit in units:
+        for factor in range(-1, 3):
+            yield (near // unit + factor) * unit
+
+
+def _batches(case: _Case) -> Iterable[int]:
+    layout = case.layout
+    one_each = layout.dp * layout.microbatch
+    # A schedule wants a number of microbatches, often of a multiple of the pipeline's ranks.
+    filled = one_each * layout.pp
+    return _multiples(case.train.batch, layout.dp, one_each, filled, 2 * filled)
+
+
+def _seq_lens(case: _Case) -> Iterable[int]:
+    cp, tp = case.layout.cp, case.layout.tp
+    return _multiples(case.train.seq_len, cp, 2 * cp, cp * tp, cp * math.lcm(2, tp))
+
+
+def _vocab_sizes(case: _Case) -> Iterable[int]:
+    """Return the padded vocabularies: never smaller, since the tokenizer needs its entries."""
+    size, tp = case.model.vocab_size, case.layout.tp
+    return (-(-size // unit) * unit for unit in (tp, math.lcm(tp, 64)))
+
+
+_NUMBERS: Mapping[str, Callable[[_Case], Iterable[int]]] = {
+    "layout.tp": lambda c: divisors(math.gcd(c.model.n_heads, c.model.n_kv_heads, c.model.ffn_dim)),
+    "layout.cp": lambda c: divisors(c.train.seq_len),
+    "layout.pp": lambda c: _up_to(c.model.n_layers // c.layout.virtual_stages, c.layout.pp),
+    "layout.virtual_stages": lambda c: _up_to(
+        c.model.n_layers // c.layout.pp, c.layout.virtual_stages
+    ),
+    "layout.dp_replicate": lambda c: divisors(c.train.batch),
+    "layout.dp_shard": lambda c: divisors(c.train.batch),
+    "layout.microbatch": lambda c: divisors(max(c.train.batch // c.layout.dp, 1)),
+    "train.batch": _batches,
+    "train.seq_len": _seq_lens,
+    "model.vocab_size": _vocab_sizes,
+}

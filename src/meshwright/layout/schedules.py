@@ -1,0 +1,85 @@
+"""`SCHEDULES`: the pipeline schedules, and what each asks of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+
+class ScheduleTraits(NamedTuple):
+    """What a schedule asks of a layout, and what it does with it.
+
+    `min_virtual` and `max_virtual` bound the stages of a rank (None: any number above).
+    `splits_backward`: it has the gradients of weights wait for those of inputs. `is_v`: the stages
+    go down the ranks and come back up, so that rank 0 holds the first and the last.
+    """
+
+    name: str
+    min_virtual: int
+    max_virtual: int | None
+    splits_backward: bool
+    is_v: bool
+
+
+SCHEDULES: Final[Mapping[str, ScheduleTraits]] = MappingProxyType(
+    {
+        traits.name: traits
+        for traits in (
+            ScheduleTraits("naive", 1, 1, splits_backward=False, is_v=False),
+            ScheduleTraits("gpipe", 1, 1, splits_backward=False, is_v=False),
+            ScheduleTraits("1f1b", 1, 1, splits_backward=False, is_v=False),
+            ScheduleTraits("interleaved_1f1b", 2, None, splits_backward=False, is_v=False),
+            ScheduleTraits("looped_bfs", 2, None, splits_backward=False, is_v=False),
+            ScheduleTraits("interleaved_zero_bubble", 2, None, splits_backward=True, is_v=False),
+            ScheduleTraits("zbv", 2, 2, splits_backward=True, is_v=True),
+            ScheduleTraits("dualpipev", 2, 2, splits_backward=True, is_v=True),
+        )
+    }
+)
+
+
+def microbatch_rule(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> str | None:
+    """Return the rule that these numbers break, as a sentence that names them, or None.
+
+    `microbatches` is how many a data-parallel rank has in a step. One stage in all (`pp` and
+    `virtual_stages` 1) goes with every schedule. Refuses what the schedules of
+    torch.distributed.pipelining 2.13 refuse, too.
+    """
+    traits = SCHEDULES.get(schedule)
+    if traits is None:
+        return f"schedule {schedule!r} must be one of {', '.join(SCHEDULES)}"
+    if microbatches < 1:
+        return f"a pipeline of {pp} ranks needs at least 1 microbatch, but has {microbatches}"
+    if pp == virtual_stages == 1:
+        return None
+    least, most = traits.min_virtual, traits.max_virtual
+    if virtual_stages < least or (most is not None and virtual_stages > most):
+        word = "exactly" if least == most else "at least"
+        return (
+            f"schedule {schedule} needs {word} {_count(least, 'virtual stage')} on each of the "
+            f"{_count(pp, 'rank')} of the pipeline, but layout.virtual_stages = {virtual_stages}"
+        )
+    return _rule_of_count(schedule, pp, virtual_stages, microbatches)
+
+
+def _rule_of_count(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> str | None:
+    stages = pp * virtual_stages
+    if schedule in ("1f1b", "dualpipev") and microbatches < stages:
+        return (
+            f"schedule {schedule} needs at least as many microbatches as the pipeline has stages: "
+            f"{_count(microbatches, 'microbatch', 'microbatches')}, {_count(stages, 'stage')}"
+        )
+    # Rounds of pp microbatches or a few more, all of one size (Narayanan et al.,
+    # arXiv:2104.04473, section 2.2, wants a multiple of pp).
+    rounds = max(1, microbatches // pp)
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % rounds:
+        return (
+            f"schedule {schedule} runs {microbatches} microbatches on {pp} ranks in {rounds} "
+            f"rounds, and {rounds} must divide {microbatches}"
+        )
+    return None
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

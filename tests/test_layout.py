@@ -1,0 +1,363 @@
+"""Layouts: every rule with its words, the nearest legal values, what is filled in, the label."""
+
+import contextlib
+import math
+import re
+import time
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout, Machine, broken, nearest_legal, resolve_layout
+from meshwright.layout.rules import RULES, divisors
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.spec.loading import load_config
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import Schedule, TrainSpec
+
+CPU = Machine("cpu", 2, 2, "CPU", is_fixed=False)
+GPUS = Machine("cuda", 8, 64, "GPU", is_fixed=True)
+MODEL = {"n_heads": 8, "n_kv_heads": 8, "dim": 256, "n_layers": 8, "ffn_dim": 768}
+MODEL |= {"vocab_size": 320}
+
+
+def case(changes):
+    """Return model, train and layout with `section.key` changed."""
+    parts = {"model": dict(MODEL), "train": {}, "layout": {}}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        parts[section][name] = value
+    return model_spec(**parts["model"]), TrainSpec(**parts["train"]), Layout(**parts["layout"])
+
+
+def written(proposal):
+    """Return the keys and values of a proposal such as `layout.tp = 2 with layout.pp = 4`."""
+    return dict(re.findall(r"(\w+\.\w+) = (\w+)", proposal))
+
+
+def applied(parts, proposal):
+    """Return model, train and layout after following a proposal; all types are checked again."""
+    found = dict(zip(("model", "train", "layout"), parts, strict=True))
+    for key, text in written(proposal).items():
+        section, name = key.split(".")
+        value = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+        content = found[section].model_dump() | {name: value}
+        found[section] = type(found[section])(**content)
+    return tuple(found.values())
+
+
+# keys, the rule's sentence, the proposals
+BROKEN = [
+    (
+        {"layout.tp": 3},
+        "layout.tp = 3 must divide model.n_heads = 8",
+        ["layout.tp = 2", "layout.tp = 4"],
+    ),
+    (
+        {"layout.tp": 4, "model.n_kv_heads": 2},
+        "layout.tp = 4 must divide model.n_kv_heads = 2",
+        ["layout.tp = 2"],
+    ),
+    (
+        {"layout.tp": 8, "model.ffn_dim": 772},
+        "layout.tp = 8 must divide model.ffn_dim = 772",
+        ["layout.tp = 4"],
+    ),
+    (
+        {"layout.tp": 4, "model.vocab_size": 258},
+        "layout.tp = 4 must divide model.vocab_size = 258",
+        ["model.vocab_size = 260", "layout.tp = 2"],
+    ),
+    (
+        {"layout.pp": 4, "layout.virtual_stages": 3, "layout.schedule": "looped_bfs"},
+        "layout.pp = 4 x layout.virtual_stages = 3 gives 12 stages, but model.n_layers = 8",
+        ["layout.virtual_stages = 2", "layout.pp = 2"],
+    ),
+    (
+        {"layout.pp": 9},
+        "layout.pp = 9 x layout.virtual_stages = 1 gives 9 stages, but model.n_layers = 8",
+        ["layout.pp = 8"],
+    ),
+    (
+        {"layout.virtual_stages": 2},
+        "layout.virtual_stages = 2 needs a pipeline, but layout.pp = 1",
+        ["layout.virtual_stages = 1"],
+    ),
+    (
+        {"layout.dp_replicate": 3, "layout.dp_shard": 2, "layout.zero": 2},
+        "train.batch = 16 must be a multiple of the data-parallel degree 6 "
+        "(dp_replicate 3 x dp_shard 2)",
+        ["train.batch = 18", "train.batch = 12", "layout.dp_replicate = 2"],
+    ),
+    (
+        {"layout.microbatch": 3, "layout.dp_replicate": 2},
+        "layout.microbatch = 3 must divide train.batch per data rank = 8",
+        ["layout.microbatch = 2", "layout.microbatch = 4"],
+    ),
+    (
+        {"layout.dp_shard": 2},
+        "layout.dp_shard = 2 shards, but layout.zero = 0 replicates",
+        ["layout.zero = 1", "layout.zero = 2", "layout.zero = 3"],
+    ),
+    (
+        {"layout.offload": "params"},
+        "layout.offload = params needs sharded states, but layout.zero = 0 replicates",
+        ["layout.zero = 1", "layout.offload = optimizer", "layout.zero = 2"],
+    ),
+    (
+        {"layout.cp": 4, "train.seq_len": 252},
+        "train.seq_len = 252 must be a multiple of 2 x layout.cp = 4 "
+        "(layout.cp_kind = ring gives each rank two chunks)",
+        ["train.seq_len = 248", "layout.cp_kind = ulysses", "train.seq_len = 256"],
+    ),
+    (
+        {"layout.cp": 4, "layout.cp_kind": "ulysses", "train.seq_len": 250},
+        "train.seq_len = 250 must be a multiple of layout.cp = 4",
+        ["train.seq_len = 248", "train.seq_len = 252", "layout.cp = 2"],
+    ),
+    (
+        {"layout.tp": 4, "layout.sp": True, "layout.cp": 2, "train.seq_len": 252},
+        "train.seq_len / layout.cp = 126 must be a multiple of layout.tp = 4 (layout.sp = true)",
+        ["train.seq_len = 248", "layout.sp = false", "train.seq_len = 256"],
+    ),
+    (
+        {"layout.tp": 4, "layout.cp": 4, "layout.cp_kind": "ulysses"},
+        "layout.tp = 4 x layout.cp = 4 gives 16, which must divide model.n_kv_heads = 8 "
+        "(layout.cp_kind = ulysses)",
+        ["layout.cp_kind = ring", "layout.cp = 2", "layout.tp = 2"],
+    ),
+    (
+        {"train.compile": True, "layout.cp": 2},
+        "train.compile = true with layout.cp = 2: compiled blocks are proven with data "
+        "parallelism only",
+        ["train.compile = false", "layout.cp = 1"],
+    ),
+    (
+        {"layout.pp": 4, "layout.microbatch": 8},
+        microbatch_rule("1f1b", 4, 1, 2),
+        ["layout.microbatch = 4 (4 microbatches)", "layout.schedule = gpipe", "train.batch = 32"],
+    ),
+    (
+        {"layout.pp": 4, "layout.schedule": "zbv"},
+        microbatch_rule("zbv", 4, 1, 16),
+        [
+            "layout.schedule = 1f1b",
+            "layout.virtual_stages = 2",
+            "layout.schedule = gpipe",
+        ],
+    ),
+    (
+        {"layout.tp": 3, "layout.pp": 100},
+        "layout.tp = 3 must divide model.n_heads = 8",
+        ["layout.tp = 2 with layout.pp = 8", "layout.tp = 4 with layout.pp = 8"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "rule", "legal"), BROKEN, ids=lambda v: str(v)[:40])
+def test_each_rule_and_its_nearest_legal_values(changes, rule, legal):
+    parts = case(changes)
+    assert broken(*parts) == rule
+    assert nearest_legal(*parts) == legal
+    for proposal in nearest_legal(*parts, count=20):
+        assert broken(*applied(parts, proposal)) is None
+
+
+def test_every_rule_is_tried_above():
+    tried = set()
+    for changes, _, _ in BROKEN:
+        parts = case(changes)
+        tried.add(next(rule.check for rule in RULES if rule.check(*parts)))
+    assert tried == {rule.check for rule in RULES}
+
+
+def test_three_rules_at_once():
+    parts = case({"layout.tp": 3, "layout.microbatch": 5, "layout.dp_shard": 4})
+    assert nearest_legal(*parts)[0] == (
+        "layout.tp = 2 with layout.microbatch = 4 and layout.zero = 1"
+    )
+
+
+def test_a_legal_layout_needs_no_change():
+    assert nearest_legal(*case({})) == []
+
+
+def test_schedules_have_the_names_of_the_config():
+    assert set(SCHEDULES) == set(get_args(Schedule))
+
+
+def test_divisors():
+    for value in range(1, 200):
+        assert divisors(value) == tuple(d for d in range(1, value + 1) if value % d == 0)
+    assert divisors(10**18)[:3] == (1, 2, 4)
+
+
+DEGREE = st.one_of(st.integers(1, 9), st.sampled_from([16, 48, 64, 4096, 10**9 + 7, 10**18]))
+LAYOUTS = st.builds(
+    Layout,
+    **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), DEGREE),
+    **dict.fromkeys(("virtual_stages", "microbatch"), DEGREE),
+    zero=st.sampled_from([0, 1, 2, 3]),
+    sp=st.booleans(),
+    cp_kind=st.sampled_from(["ring", "ulysses"]),
+    schedule=st.sampled_from(get_args(Schedule)),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    offload=st.sampled_from(["none", "optimizer", "params"]),
+)
+TRAINS = st.builds(
+    TrainSpec,
+    batch=st.one_of(st.integers(1, 64), st.sampled_from([256, 1024, 10**12])),
+    seq_len=st.sampled_from([1, 7, 96, 250, 256, 4096, 10**9]),
+    compile=st.booleans(),
+)
+MODELS = st.sampled_from(
+    [
+        model_spec(**MODEL),
+        model_spec(preset="llama-3-8b"),
+        model_spec(preset="smollm2-135m"),
+        model_spec(**MODEL | {"n_layers": 1, "n_kv_heads": 1, "vocab_size": 257}),
+    ]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(MODELS, TRAINS, LAYOUTS)
+def test_what_is_proposed_is_legal(model, train, layout):
+    rule = broken(model, train, layout)
+    proposals = nearest_legal(model, train, layout, count=6)
+    assert len(proposals) == len(set(proposals)) <= 6
+    if rule is None:
+        assert proposals == []
+    for proposal in proposals:
+        assert broken(*applied((model, train, layout), proposal)) is None, proposal
+
+
+SMALL = st.sampled_from([1, 2, 3, 4, 6, 8])
+KEYS = {
+    **{f"layout.{key}": SMALL for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+    **{f"layout.{key}": SMALL for key in ("virtual_stages", "microbatch")},
+    "layout.zero": st.sampled_from([0, 1, 2, 3]),
+    "layout.sp": st.sampled_from(["true", "false"]),
+    "layout.cp_kind": st.sampled_from(["ring", "ulysses"]),
+    "layout.schedule": st.sampled_from(get_args(Schedule)),
+    "train.batch": st.sampled_from([1, 6, 16, 64]),
+    "train.seq_len": st.sampled_from([96, 250, 4096]),
+    "model.n_kv_heads": st.sampled_from([1, 2, 4]),
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.fixed_dictionaries({}, optional=KEYS), st.sampled_from([CPU, GPUS]))
+def test_a_user_who_follows_a_refusal_is_not_refused_again(changes, machine):
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    config = load_config(None, overrides)
+    try:
+        layout = resolve_layout(config, machine)
+    except ConfigError as error:
+        _, _, legal = str(error).partition("; nearest legal: ")
+        for proposal in filter(None, legal.split(" or ")):
+            more = [f"{key}={value}" for key, value in written(proposal).items()]
+            resolve_layout(load_config(None, [*overrides, *more]), machine)
+    else:
+        assert broken(config.model, config.train, layout) is None
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_a_microbatch_left_out_keeps_a_pipeline_busy(schedule):
+    virtual = SCHEDULES[schedule].min_virtual
+    overrides = ["layout.pp=2", f"layout.schedule={schedule}", "model.n_layers=8"]
+    config = load_config(None, [*overrides, f"layout.virtual_stages={virtual}", "train.batch=8"])
+    layout = resolve_layout(config, CPU)
+    count = config.train.batch // layout.dp // layout.microbatch
+    assert layout.dp == 1
+    assert count >= 2
+    # Nothing larger would do: the budget is 4 sequences, a rank's share 8.
+    larger = [size for size in (2, 4) if size > layout.microbatch]
+    assert all(microbatch_rule(schedule, 2, virtual, 8 // size) for size in larger)
+
+
+def test_a_microbatch_is_found_where_there_are_too_few_for_the_ranks():
+    config = load_config(
+        None, ["layout.pp=4", "layout.schedule=naive", "train.batch=2", "layout.dp_shard=1"]
+    )
+    assert resolve_layout(config, CPU).microbatch == 2
+    with pytest.raises(ConfigError, match=r"nearest legal: layout\.schedule = gpipe"):
+        resolve_layout(load_config(None, ["layout.pp=4", "train.batch=2"]), CPU)
+
+
+def test_what_is_left_out():
+    def resolved(*overrides):
+        return resolve_layout(load_config(None, [*overrides, "model.n_kv_heads=4"]), GPUS)
+
+    assert resolved("layout.zero=3").dp_shard == 8
+    assert resolved("layout.tp=4").dp_replicate == 2
+    assert resolved("layout.tp=2", "layout.cp=2", "layout.zero=1").dp_shard == 2
+    assert resolved("layout.dp_shard=2", "layout.zero=2").world == 2
+    assert not resolved("layout.sp=true").sp
+    assert resolved("layout.sp=true", "layout.tp=2").sp
+    with pytest.raises(ConfigError, match="needs a multiple of 3 ranks"):
+        resolved("layout.tp=3")
+
+
+def test_properties():
+    layout = Layout(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=7, virtual_stages=2, zero=1)
+    assert layout.world == layout.mesh.size == 840
+    assert (layout.dp, layout.model_ranks, layout.stages) == (12, 70, 4)
+    assert layout.shard_ranks == 20
+    assert Layout(cp=5).shard_ranks == 1
+    assert layout.is_pipelined
+    assert not Layout(tp=2).is_pipelined
+
+
+def test_label():
+    two = dict.fromkeys(("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp"), 2)
+    layout = Layout(**two, sp=True, microbatch=4, recompute="full")
+    assert layout.label == "dp2 shard2 zero2 tp2 sp cp2-ring pp2 1f1b mb4 recompute-full"
+    assert Layout().label == "mb1"
+    assert Layout.parse("") == Layout()
+    assert Layout.parse("tp2  cp2 dp3") == Layout(dp_replicate=3, cp=2, tp=2)
+
+
+@given(LAYOUTS)
+def test_parse_is_the_inverse_of_label(layout):
+    assert Layout.parse(layout.label) == layout
+    assert Layout.parse(" ".join(reversed(layout.label.split()))) == layout
+
+
+REFUSED_LABELS = {
+    "dp2 zero4": "unknown word zero4 in the layout 'dp2 zero4'; nearest legal: zero3 or zero2",
+    "pp2 1f1": "unknown word 1f1 in the layout 'pp2 1f1'; nearest legal: 1f1b",
+    "tp0": "unknown word tp0 in the layout 'tp0'; nearest legal: tp2",
+    "tp2 tp4": "the layout 'tp2 tp4' gives layout.tp twice",
+    "gpipe 1f1b": "the layout 'gpipe 1f1b' gives layout.schedule twice",
+    "cp2-rings": "unknown word cp2-rings in the layout 'cp2-rings'; nearest legal: cp2-ring",
+}
+
+
+@pytest.mark.parametrize("label", REFUSED_LABELS)
+def test_refused_labels(label):
+    with pytest.raises(ConfigError) as caught:
+        Layout.parse(label)
+    assert str(caught.value).startswith(REFUSED_LABELS[label])
+
+
+@given(st.text("dpshardtpcv0123456789-_ bfzero", max_size=20))
+def test_any_label_gives_a_layout_or_a_refusal(label):
+    with contextlib.suppress(ConfigError):
+        assert Layout.parse(label).world >= 1
+
+
+def test_a_legal_layout_is_checked_in_microseconds():
+    """The planner asks for thousands. About 4 us here; the bound leaves room for a busy machine."""
+    parts = case({"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.zero": 2})
+    assert broken(*parts) is None
+    best = math.inf
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(500):
+            broken(*parts)
+        best = min(best, (time.perf_counter() - start) / 500)
+    assert best < 50e-6
