@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.models.cache import KVCache
+from meshwright.models.context import PLAIN, Context
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
@@ -49,26 +49,17 @@ class Attention(nn.Module):
         self.layer = layer
         self.core: Core = attend
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Return attention over x `[batch, seq, dim]`, of the same shape.
-
-        `mask` bool `[batch or 1, 1, seq, keys]`; `positions` int64 `[seq]` where they are not
-        consecutive from the cache's length on.
-        """
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
+        """Return attention over x `[batch, seq, dim]`, of the same shape."""
+        cache = context.cache
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
         if self.is_rotary:
             start = 0 if cache is None else cache.length
-            cos, sin = self.rope.tables(start, start + q.shape[2], positions)
+            cos, sin = self.rope.tables(start, start + q.shape[2], context.positions)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        mixed = self.core(q, k, v, mask).transpose(1, 2).flatten(2)
+        mixed = self.core(q, k, v, context.mask).transpose(1, 2).flatten(2)
         out: Tensor = self.o(mixed)
         return out
 

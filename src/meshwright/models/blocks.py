@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.models.attention import Attention
-from meshwright.models.cache import KVCache
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.dropout import Dropout
 from meshwright.models.ops import rms_norm
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
@@ -81,7 +82,8 @@ class Block(nn.Module):
     """Attention and MLP around the residual stream, each behind its norm.
 
     Sequential, as in Llama: `x += attn(norm(x)); x += mlp(norm(x))`. Parallel, as in GPT-NeoX
-    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`.
+    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. Dropout, if any, comes
+    before each addition, with the keys of this layer in the context.
     """
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
@@ -90,17 +92,13 @@ class Block(nn.Module):
         self.attn = Attention(spec, rope, layer)
         self.mlp_norm = norm(spec)
         self.mlp = GatedMLP(spec) if spec.family == "llama" else MLP(spec)
+        self.attn_drop = Dropout(spec.dropout, site=1)
+        self.mlp_drop = Dropout(spec.dropout, site=2)
         self.is_parallel = spec.parallel_residual
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Return the stream after this block; x `[batch, seq, dim]`, the rest as `Attention`."""
-        mixed = x + self.attn(self.attn_norm(x), mask, positions, cache)
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
+        """Return the stream after this block; x `[batch, seq, dim]`."""
+        mixed = x + self.attn_drop(self.attn(self.attn_norm(x), context), context)
         source = x if self.is_parallel else mixed
-        out: Tensor = mixed + self.mlp(self.mlp_norm(source))
+        out: Tensor = mixed + self.mlp_drop(self.mlp(self.mlp_norm(source)), context)
         return out

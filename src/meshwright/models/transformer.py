@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Callable, Iterable
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.errors import ConfigError
 from meshwright.models.blocks import Block, norm
 from meshwright.models.cache import KVCache
+from meshwright.models.context import Context, MaskOf, causal_mask
+from meshwright.models.dropout import Dropout, layer_keys
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
+
+# hidden [..., dim], weight [vocab, dim] -> logits [..., vocab]
+Project = Callable[[Tensor, Tensor], Tensor]
 
 
 class Transformer(nn.Module):
     """A Llama or GPT-NeoX decoder with the parameters of `program.parts`, in that order.
 
     `layers` is keyed by the global layer number, so a stage keeps the names of the whole model.
+    Parallelisms may replace `mask_of`, which makes the blocks' mask, and `project`, which
+    multiplies hidden states by the head's matrix, tied or not.
     """
 
     embed: nn.Embedding | None
@@ -33,12 +39,20 @@ class Transformer(nn.Module):
         # Given its weight, it draws none: a normal draw on meta imports torch's compiler (0.9 s).
         weight = torch.empty(spec.vocab_size, spec.dim)
         self.embed = nn.Embedding(spec.vocab_size, spec.dim, _weight=weight)
+        self.embed_drop = Dropout(spec.dropout, site=0)
         names = [str(layer) for layer in range(spec.n_layers)]
         self.layers = nn.ModuleDict({name: Block(spec, self.rope, name) for name in names})
         self.norm = norm(spec)
         self.head = None
         if not spec.tie_embeddings:
             self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.mask_of: MaskOf = causal_mask
+        self.project: Project = F.linear
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in order, also those of a stage alone."""
+        return cast(list[Block], list(self.layers.values()))
 
     def keep(self, layers: Iterable[int], *, first: bool, last: bool) -> Self:
         """Drop what a pipeline stage does not hold; returns the model itself.
@@ -66,6 +80,8 @@ class Transformer(nn.Module):
         segments: Tensor | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        keys: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
 
@@ -73,9 +89,9 @@ class Transformer(nn.Module):
         final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
         `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
         0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
-        them.
+        them. `keys` and `places` as in `Context`, for dropout.
         """
-        x = self.hidden(input_ids, segments, cache, positions)
+        x = self.hidden(input_ids, segments, cache, positions, keys, places)
         return x if self.norm is None else self.logits(x)
 
     def hidden(
@@ -84,23 +100,28 @@ class Transformer(nn.Module):
         segments: Tensor | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        keys: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Return what the head multiplies, `[batch, seq, dim]`; arguments as for `forward`."""
-        mask = self._mask(input_ids, segments, cache)
-        x = input_ids if input_ids.is_floating_point() else self._embedded(input_ids)
+        mask = self.mask_of(input_ids, segments, cache)
+        context = Context(mask, positions, cache, keys, places)
+        x = input_ids
+        if not x.is_floating_point():
+            x = self.embed_drop(self._embedded(input_ids), context)
         self.rope.reach(x.shape[1] + (0 if cache is None else cache.length), x.device)
-        for block in self.layers.values():
-            x = block(x, mask, positions, cache)
+        for name, block in self.layers.items():
+            if keys is not None and self.spec.dropout > 0:
+                # Here rather than in the block: a number of its own would recompile each block.
+                context = context._replace(keys=layer_keys(keys, int(name)))
+            x = block(x, context)
         if cache is not None:
             cache.length += x.shape[1]
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab]` of hidden states `[..., dim]` after the final norm."""
-        if self.head is None:
-            return F.linear(hidden, self.head_weight)
-        out: Tensor = self.head(hidden)
-        return out
+        return self.project(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:
@@ -116,22 +137,6 @@ class Transformer(nn.Module):
             raise TypeError("this pipeline stage has no embedding: it takes hidden states")
         out: Tensor = self.embed(input_ids)
         return out
-
-    def _mask(self, x: Tensor, segments: Tensor | None, cache: KVCache | None) -> Tensor | None:
-        """Return bool `[batch or 1, 1, seq, keys]`, or None where attention is plainly causal."""
-        seq = x.shape[1]
-        if cache is not None:
-            cache.check(seq)
-            if segments is not None:
-                raise ConfigError("packed segments cannot be used together with a cache")
-            if cache.length == 0 or seq == 1:
-                return None
-            past = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=x.device)
-            return past.tril(cache.length)[None, None]
-        if segments is None:
-            return None
-        same = segments[:, :, None] == segments[:, None, :]
-        return same.tril()[:, None]
 
 
 def build_model(

@@ -1,0 +1,56 @@
+"""What the blocks need beside the residual stream, and the mask of causal attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import ConfigError
+from meshwright.models.cache import KVCache
+
+# x [batch, seq, ...], segments, cache -> what `Attention.core` gets as its mask
+MaskOf = Callable[[Tensor, Tensor | None, KVCache | None], Tensor | None]
+
+
+class Context(NamedTuple):
+    """What the blocks need beside the stream; made once per forward.
+
+    `mask` is what `Attention.core` gets: bool `[batch or 1, 1, seq, keys]`, or under context
+    parallelism the rows' segments. `positions` int64 `[seq of attention]`: for the rotation, where
+    they are not consecutive from the cache's length on. `keys` int64 `[batch]`: the rows' dropout
+    keys; None: no dropout. `places` int64 `[seq of the stream]`: the tokens' positions in the whole
+    row, for dropout; None: 0, 1, 2, ... Under sequence parallelism they differ from `positions`.
+    """
+
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    cache: KVCache | None = None
+    keys: Tensor | None = None
+    places: Tensor | None = None
+
+
+PLAIN: Final = Context()
+
+
+def causal_mask(x: Tensor, segments: Tensor | None, cache: KVCache | None) -> Tensor | None:
+    """Return bool `[batch or 1, 1, seq, keys]`, or None where attention is plainly causal.
+
+    x `[batch, seq, ...]`, `segments` int `[batch, seq]`. Raises `ConfigError` where the cache is
+    too small, or is used with segments.
+    """
+    seq = x.shape[1]
+    if cache is not None:
+        cache.check(seq)
+        if segments is not None:
+            raise ConfigError("packed segments cannot be used together with a cache")
+        if cache.length == 0 or seq == 1:
+            return None
+        past = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=x.device)
+        return past.tril(cache.length)[None, None]
+    if segments is None:
+        return None
+    same = segments[:, :, None] == segments[:, None, :]
+    return same.tril()[:, None]

@@ -1,0 +1,116 @@
+"""Dropout whose mask is a function of what is dropped, so that it is the same on every mesh.
+
+A mask bit is a hash of the row's key, the layer, the site in it, the token's position in the row
+and the channel. However rows, positions and layers are dealt out, each rank draws its share of one
+mask, and a recomputed forward draws it again without any generator's state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.context import Context
+
+# splitmix64's: doi.org/10.1145/2660193.2660195, section 4.3, with the constants of Stafford's mix 13.
+_MIX: Final = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+# A finaliser of 32 bits found by github.com/skeeto/hash-prospector, issue 19.
+_FINAL: Final = ((16, 0x21F0AAAD), (15, 0x735A2D97))
+
+
+def row_keys(seed: int, step: int, rows: range | Tensor) -> Tensor:
+    """Return the dropout keys of a step's rows, int64 `[rows]`.
+
+    `rows` are numbers in the global batch, int64 where a tensor; the keys are on its device.
+    """
+    if isinstance(rows, range):
+        rows = torch.arange(rows.start, rows.stop, rows.step, dtype=torch.int64)
+    digest = hashlib.sha256(f"{seed}:dropout:{step}".encode()).digest()
+    return _mixed(rows ^ int.from_bytes(digest[:8], "big", signed=True))
+
+
+def layer_keys(keys: Tensor, layer: int) -> Tensor:
+    """Return the rows' keys for one layer, by its number in the whole model."""
+    return _mixed(keys ^ (layer + 1))
+
+
+def dropout(x: Tensor, p: float, keys: Tensor, places: Tensor | None, site: int) -> Tensor:
+    """Return x `[batch, seq, dim]` with a share `p` set to 0, and the rest divided by `1 - p`.
+
+    `keys` int64 `[batch]`, `places` int64 `[seq]` or None for 0, 1, 2, ..., both on x's device.
+    `site` tells masks under the same keys apart. The backward draws the mask again.
+    """
+    out: Tensor = _Dropout.apply(x, p, keys, places, site)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Dropout(nn.Module):
+    """`dropout` at one site; nothing where p is 0, in eval mode or without keys."""
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p = p
+        self.site = site
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Return x `[batch, seq, dim]` with its dropout."""
+        if self.p == 0 or context.keys is None or not self.training:
+            return x
+        return dropout(x, self.p, context.keys, context.places, self.site)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, p: float, keys: Tensor, places: Tensor | None, site: int
+    ) -> Tensor:
+        ctx.save_for_backward(keys, places)
+        ctx.p, ctx.site = p, site
+        return _drop(x, p, keys, places, site)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        keys, places = ctx.saved_tensors
+        return _drop(grad, ctx.p, keys, places, ctx.site), None, None, None, None
+
+
+def _drop(x: Tensor, p: float, keys: Tensor, places: Tensor | None, site: int) -> Tensor:
+    if places is None:
+        places = torch.arange(x.shape[1], device=x.device)
+    # The hash is uniform over int32, and compared as an integer: no device rounds it.
+    below = min(round(p * 2**32), 2**32 - 1) - 2**31
+    dropped = _hash(keys, places, site, x.shape[2]) < below
+    return (x * (1 / (1 - p))).masked_fill_(dropped, 0)
+
+
+def _hash(keys: Tensor, places: Tensor, site: int, dim: int) -> Tensor:
+    """Return the hashes of rows x positions x channels, int32 `[batch, seq, dim]`."""
+    # Nothing may multiply an `arange` here: the compiler would take the product for an index, and
+    # miscompile it where it wraps around.
+    rows = _mixed(keys ^ site)
+    tokens = (_mixed(rows[:, None] ^ places) >> 32).int()
+    channels = torch.arange(dim, dtype=torch.int32, device=keys.device)
+    # From here on each operation is a pass over all of x. The finaliser's last step only touches
+    # the lower half of the bits, which hardly matter to a comparison, and is left out.
+    mixed = tokens[:, :, None] ^ channels
+    for shift, factor in _FINAL:
+        mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
+    return mixed
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Return int64 words of any shape, mixed so that each bit depends on all."""
+    for shift, factor in _MIX:
+        words = (words ^ _shifted(words, shift)) * factor
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """Return words shifted to the right, with zeros coming in instead of the sign."""
+    bits = 8 * words.element_size()
+    return (words >> by).bitwise_and_((1 << (bits - by)) - 1)
