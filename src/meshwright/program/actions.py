@@ -1,0 +1,79 @@
+"""`Action`, of which schedules are made, and what each needs from others and hands on to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from meshwright.errors import MeshwrightError
+
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+
+class ProgramError(MeshwrightError):
+    """Tables that cannot be run: incomplete, in an impossible order, or waiting in a circle."""
+
+
+class Action(NamedTuple):
+    """One thing that a rank does for a stage and a microbatch.
+
+    F is the forward, B the whole backward, I the backward for the stage's inputs only and W for its
+    weights only. SEND_F sends the stage's output to the next stage, RECV_F receives its input from
+    the one before; SEND_B sends the gradient of its input to the one before, RECV_B receives the
+    gradient of its output from the next.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it sends or receives, rather than computes."""
+        return len(self.kind) > 1
+
+
+Table = tuple[Action, ...]
+
+
+def marks(action: Action) -> tuple[Action, ...]:
+    """Return what is done after an action, the whole backward as its two parts."""
+    kind, stage, index = action
+    return (Action("I", stage, index), Action("W", stage, index)) if kind == "B" else (action,)
+
+
+def inputs(action: Action, last: int) -> tuple[Action, ...]:
+    """Return the marks that a computing action needs, of any rank; `last` is the last stage."""
+    kind, stage, index = action
+    if kind == "F":
+        return (Action("F", stage - 1, index),) if stage > 0 else ()
+    if kind == "W":
+        return (Action("I", stage, index),)
+    own = Action("F", stage, index)
+    return (own, Action("I", stage + 1, index)) if stage < last else (own,)
+
+
+def sends(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, Action, int] | None:
+    """Return the transfer of a computing action's result: send, receive, and the peer's rank."""
+    kind, stage, index = action
+    if kind == "W":
+        return None
+    to = stage + 1 if kind == "F" else stage - 1
+    if not 0 <= to < len(ranks_of_stage) or ranks_of_stage[to] == ranks_of_stage[stage]:
+        return None
+    if kind == "F":
+        return Action("SEND_F", stage, index), Action("RECV_F", to, index), ranks_of_stage[to]
+    return Action("SEND_B", stage, index), Action("RECV_B", to, index), ranks_of_stage[to]
+
+
+def receives(action: Action, ranks_of_stage: Sequence[int]) -> tuple[Action, int] | None:
+    """Return the receive that a computing action waits for, and the peer's rank."""
+    kind, stage, index = action
+    source = stage - 1 if kind == "F" else stage + 1
+    is_end = not 0 <= source < len(ranks_of_stage)
+    if kind == "W" or is_end or ranks_of_stage[source] == ranks_of_stage[stage]:
+        return None
+    return Action("RECV_F" if kind == "F" else "RECV_B", stage, index), ranks_of_stage[source]

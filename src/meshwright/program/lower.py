@@ -1,0 +1,79 @@
+"""`lower`: from specs and a layout to the one `Program` that everything else reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.layout import Layout
+from meshwright.program.parts import parts
+from meshwright.program.schedule import Table, compute_tables, stage_ranks, with_transfers
+from meshwright.program.shards import Sharding, shard
+from meshwright.program.stages import Stage, split_stages
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank holds, computes and sends in one optimizer step.
+
+    Cheap to make: what takes time (tables of many microbatches) is worked out when first asked for.
+    """
+
+    model: ModelSpec
+    train: TrainSpec
+    layout: Layout
+    stages: tuple[Stage, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a data-parallel rank in one step."""
+        return self.train.batch // self.layout.dp // self.layout.microbatch
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence that a rank attends with: its share over cp."""
+        return self.train.seq_len // self.layout.cp
+
+    @property
+    def stream(self) -> int:
+        """Tokens of a sequence in the residual stream: `sequence`, cut over tp with sp."""
+        return self.sequence // (self.layout.tp if self.layout.sp else 1)
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return stage_ranks(self.layout.schedule, self.layout.pp, self.layout.virtual_stages)
+
+    @cached_property
+    def compute_tables(self) -> tuple[Table, ...]:
+        """What each pipeline rank computes, in order."""
+        layout = self.layout
+        return compute_tables(layout.schedule, layout.pp, layout.virtual_stages, self.microbatches)
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """What each pipeline rank computes, sends and receives, in order."""
+        return with_transfers(self.compute_tables, self.stage_ranks)
+
+    @cached_property
+    def shardings(self) -> dict[str, Sharding]:
+        """How each parameter lies on the mesh, by name, in the model's order."""
+        return {part.name: shard(part, self.layout) for part in parts(self.model)}
+
+    def held(self, pp_rank: int) -> tuple[Stage, ...]:
+        """Return the stages of a pipeline rank."""
+        return tuple(stage for stage in self.stages if self.stage_ranks[stage.index] == pp_rank)
+
+    def parameters(self, stage: Stage) -> tuple[str, ...]:
+        """Return the names of the parameters that a stage holds."""
+        tied = self.model.tie_embeddings
+        return tuple(
+            name for name, found in self.shardings.items() if stage.holds(found.part, tied)
+        )
+
+
+def lower(model: ModelSpec, train: TrainSpec, layout: Layout) -> Program:
+    """Return the program of a layout that the rules allow."""
+    return Program(model, train, layout, split_stages(model, layout.stages, train.seq_len))

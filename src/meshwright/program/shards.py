@@ -1,0 +1,95 @@
+"""How each parameter lies on the mesh: which dim tensor parallelism cuts, and whose sum it needs.
+
+The table is by logical axis, so that a new parameter needs no new rule: `heads`, `kv_heads`, `ffn`
+and `vocab` are cut over tp (arXiv:1909.08053, section 3), `dim` never is. Data parallelism that
+shards cuts what is left along dim 0, as FSDP2 does: in `ceil(rows / ranks)` rows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshwright.layout import Layout
+from meshwright.program.parts import Part
+
+TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a tensor: `start` to `stop` along `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One parameter on the mesh.
+
+    `tp_dim` is the dim cut over tp, if any. `shard_ranks` ranks share dim 0 of what remains.
+    `is_partial` says that the gradient of each tp rank is a part of a sum: the parameter is whole
+    on all of them but sees other tokens on each, as norms do under sequence parallelism.
+    """
+
+    part: Part
+    tp: int
+    tp_dim: int | None
+    shard_ranks: int
+    is_partial: bool
+
+    def slices(self, tp_rank: int, shard_rank: int) -> tuple[Slice, ...]:
+        """Return the cuts, one after the other, that lead from the whole to a rank's shard."""
+        cuts, rows = [], self.part.shape[0]
+        if self.tp_dim is not None:
+            size = self.part.shape[self.tp_dim] // self.tp
+            cuts.append(Slice(self.tp_dim, tp_rank * size, (tp_rank + 1) * size))
+            rows = size if self.tp_dim == 0 else rows
+        if self.shard_ranks > 1:
+            size = -(-rows // self.shard_ranks)
+            start = min(shard_rank * size, rows)
+            cuts.append(Slice(0, start, min(start + size, rows)))
+        return tuple(cuts)
+
+    def shape(self, tp_rank: int, shard_rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's shard."""
+        shape = list(self.part.shape)
+        for cut in self.slices(tp_rank, shard_rank):
+            shape[cut.dim] = cut.stop - cut.start
+        return tuple(shape)
+
+    @property
+    def tp_shape(self) -> tuple[int, ...]:
+        """Shape of what a rank multiplies with: cut over tp, gathered over data."""
+        shape = list(self.part.shape)
+        if self.tp_dim is not None:
+            shape[self.tp_dim] //= self.tp
+        return tuple(shape)
+
+    @property
+    def distinct(self) -> int:
+        """Into how many different shards it is cut: ranks of a stage / this is its copies."""
+        return self.shard_ranks * (self.tp if self.tp_dim is not None else 1)
+
+
+def shard(part: Part, layout: Layout) -> Sharding:
+    """Return how a parameter lies on the mesh of a layout."""
+    tp_dim = None
+    if layout.tp > 1:
+        cut = [dim for dim, axis in enumerate(part.axes) if axis in TENSOR_AXES]
+        tp_dim = cut[0] if cut else None
+    return Sharding(
+        part,
+        layout.tp,
+        tp_dim,
+        layout.dp_shard * layout.cp if layout.zero else 1,
+        is_partial=layout.sp and layout.tp > 1 and tp_dim is None,
+    )
+
+
+def shard_rank(layout: Layout, at: Mapping[str, int]) -> int:
+    """Return which of the `shard_ranks` the rank at some coordinates is."""
+    return at["dp_shard"] * layout.cp + at["cp"]

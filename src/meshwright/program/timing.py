@@ -1,0 +1,112 @@
+"""Tables carried out on paper: when everything is done, how much time is idle, what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from meshwright.program.actions import Action, ProgramError, Table, inputs, marks
+
+# Does an action, or returns what it waits for and the rank that has to do it.
+Step = Callable[[int, Action], tuple[Action, int] | None]
+
+
+def simulate(tables: Sequence[Table], step: Step) -> None:
+    """Advance all ranks through their tables, each as far as it gets until another one has moved.
+
+    Raises `ProgramError` with the ranks that wait for each other when none can move.
+    """
+    places = [0] * len(tables)
+    has_moved = True
+    waits: dict[int, tuple[Action, int]] = {}
+    while has_moved:
+        has_moved = False
+        waits.clear()
+        for rank, table in enumerate(tables):
+            while places[rank] < len(table):
+                wait = step(rank, table[places[rank]])
+                if wait is not None:
+                    waits[rank] = wait
+                    break
+                places[rank] += 1
+                has_moved = True
+    if waits:
+        raise ProgramError(f"the pipeline stands still: {_chain(tables, places, waits)}")
+
+
+def _chain(
+    tables: Sequence[Table], places: Sequence[int], waits: Mapping[int, tuple[Action, int]]
+) -> str:
+    """Word who waits for whom, from a rank that waits until the circle closes or a rank ended."""
+    path, rank = list[int](), next(iter(waits))
+    while rank in waits and rank not in path:
+        path.append(rank)
+        rank = waits[rank][1]
+    links = []
+    for at in path[path.index(rank) :] if rank in path else path:
+        place, (awaited, peer) = places[at], waits[at]
+        ended = "" if peer in waits else ", which has ended"
+        links.append(
+            f"rank {at}, position {place}: {tables[at][place]} waits for {awaited} "
+            f"from rank {peer}{ended}"
+        )
+    return "; ".join(links)
+
+
+def end_times(
+    tables: Sequence[Table], ranks_of_stage: Sequence[int], costs: Mapping[str, float]
+) -> dict[Action, float]:
+    """Return when each mark is done, if every action starts as soon as it can; transfers are free.
+
+    The marks are in the order of the simulation, and those of one rank in the order of its table.
+    """
+    last = len(ranks_of_stage) - 1
+    clocks = [0.0] * len(tables)
+    done: dict[Action, float] = {}
+
+    def step(rank: int, action: Action) -> tuple[Action, int] | None:
+        if action.is_transfer:
+            return None
+        start = clocks[rank]
+        for needed in inputs(action, last):
+            end = done.get(needed)
+            if end is None:
+                return needed, ranks_of_stage[needed.stage]
+            start = max(start, end)
+        clocks[rank] = start + costs[action.kind]
+        for mark in marks(action):
+            done[mark] = clocks[rank]
+        return None
+
+    simulate(tables, step)
+    return done
+
+
+def bubble_fraction(
+    tables: Sequence[Table],
+    ranks_of_stage: Sequence[int],
+    forward_s: float = 1.0,
+    input_s: float = 1.0,
+    weight_s: float = 1.0,
+) -> float:
+    """Return the share of the ranks' time that is idle, from the first action to the last.
+
+    Costs are in seconds per action of one stage: F, I and W; B takes those of I and W. Transfers,
+    which the tables may have or lack, are free. Raises `ProgramError` if the order cannot be run.
+    """
+    costs = {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s}
+    busy = sum(costs.get(action.kind, 0.0) for table in tables for action in table)
+    makespan = max(end_times(tables, ranks_of_stage, costs).values(), default=0.0)
+    return 1 - busy / (len(tables) * makespan) if makespan else 0.0
+
+
+def peak_in_flight(table: Table) -> int:
+    """Return the most activations, each of one stage and microbatch, that a rank holds at a time.
+
+    F adds one; B, or W after I, frees it. I frees none, since W still needs the inputs of all
+    products; this is the memory that a zero-bubble schedule pays with.
+    """
+    held = peak = 0
+    for action in table:
+        held += (action.kind == "F") - (action.kind in ("B", "W"))
+        peak = max(peak, held)
+    return peak

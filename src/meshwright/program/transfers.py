@@ -1,0 +1,225 @@
+"""The transfers of a pipeline: put into tables of computing actions, and checked in any tables."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final, NamedTuple
+
+from meshwright.program.actions import (
+    Action,
+    ProgramError,
+    Table,
+    inputs,
+    marks,
+    receives,
+    sends,
+)
+from meshwright.program.timing import end_times, simulate
+
+# How many computing actions ahead of its use a transfer is received, see `with_transfers`.
+RECEIVE_AHEAD: Final = 1
+# Costs by which `with_transfers` finds out what is ready first.
+UNIT_COSTS: Final[Mapping[str, float]] = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+
+
+def with_transfers(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tuple[Table, ...]:
+    """Return the tables with the transfers between stages on different ranks put in.
+
+    Takes compute tables, also of forwards alone. The transfers of a pair of ranks, both directions
+    together, stand in one order on both sides, as NCCL needs it: that in which their contents are
+    ready when F, I and W take equal time and B twice that, so that no transfer holds up one whose
+    content is ready before its own. A SEND stands right after the action that computes its content.
+    A RECV stands before the computing action before the one that needs it (`RECEIVE_AHEAD`): late,
+    as each posted RECV holds a buffer, but early enough that the transfer overlaps with computing.
+    It is moved only as far as the pair's order asks. Raises `ProgramError` for an order in which
+    the ranks wait for each other.
+    """
+    ends = end_times(tables, ranks_of_stage, UNIT_COSTS)
+    queues: dict[tuple[int, int], deque[Action]] = {}
+    # Clocks only go forward, so that the SENDs of a rank keep their order. Of transfers that are
+    # ready at the same time any may be first: both sides take them from this one list.
+    for mark in sorted(ends, key=ends.__getitem__):
+        sent = sends(mark, ranks_of_stage)
+        if sent is not None:
+            send, receive, peer = sent
+            rank = ranks_of_stage[mark.stage]
+            queues.setdefault((rank, peer), deque()).append(send)
+            queues.setdefault((peer, rank), deque()).append(receive)
+    return tuple(_merge(rank, table, ranks_of_stage, queues) for rank, table in enumerate(tables))
+
+
+def _merge(
+    rank: int,
+    table: Table,
+    ranks_of_stage: Sequence[int],
+    queues: Mapping[tuple[int, int], deque[Action]],
+) -> Table:
+    """Return a rank's table with the transfers of its queues, one queue for each peer."""
+    merged: list[Action] = []
+    posted: set[Action] = set()
+
+    def post(until: Action, peer: int) -> None:
+        """Post the pair's transfers up to one, or up to a SEND that is not computed yet."""
+        queue = queues[rank, peer]
+        while until not in posted and (queue[0] == until or queue[0].kind.startswith("RECV")):
+            posted.add(queue[0])
+            merged.append(queue.popleft())
+
+    needed = [receives(action, ranks_of_stage) for action in table]
+    for place, action in enumerate(table):
+        for receive in needed[place : place + 1 + RECEIVE_AHEAD]:
+            if receive is not None and receive[0] not in posted:
+                post(*receive)
+        merged.append(action)
+        sent = sends(action, ranks_of_stage)
+        if sent is not None:
+            post(sent[0], sent[2])
+    return tuple(merged)
+
+
+class _Posted(NamedTuple):
+    """A transfer in a rank's table: its place, how it stands there, and the RECV that it is."""
+
+    place: int
+    action: Action
+    transfer: Action
+
+
+# The transfers of each rank with each peer, in the rank's order.
+_Orders = Mapping[tuple[int, int], Sequence[_Posted]]
+
+
+def check_order(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> None:
+    """Hold tables with transfers against all that a run needs; a pass means that it cannot hang.
+
+    Every stage does F of every microbatch once, then B once, or I and then W; what an action needs
+    has come before it on its rank; the transfers of a pair of ranks match one by one; and all ranks
+    reach their ends if a transfer takes place only when both sides have come to it and all earlier
+    ones of the pair are over, and only a computing action waits, for the RECV that it needs. The
+    microbatches are those up to the highest number found. Raises `ProgramError` that names rank,
+    position and action.
+    """
+    ranks = 1 + max(ranks_of_stage)
+    if len(tables) != ranks:
+        raise ProgramError(f"there are {len(tables)} tables, but the stages lie on {ranks} ranks")
+    highest = max((action.microbatch for action in chain.from_iterable(tables)), default=0)
+    for rank, table in enumerate(tables):
+        _check_table(rank, table, ranks_of_stage, highest + 1)
+    orders = _orders(tables, ranks_of_stage)
+    _check_pairs(orders)
+    _check_progress(tables, ranks_of_stage, orders)
+
+
+def _check_table(rank: int, table: Table, ranks_of_stage: Sequence[int], microbatches: int) -> None:
+    """Check what a table shows alone: that it is complete, and each action comes in its place."""
+    expected = set(_expected(rank, ranks_of_stage, microbatches))
+    done: set[Action] = set()
+    for place, action in enumerate(table):
+        where = f"rank {rank}, position {place}: {action}"
+        results = marks(action)
+        if not expected.issuperset(results):
+            raise ProgramError(f"{where} does not belong on this rank")
+        if not done.isdisjoint(results):
+            raise ProgramError(f"{where} has been done before")
+        for needed in _needed_here(action, ranks_of_stage):
+            if needed not in done:
+                raise ProgramError(f"{where} needs {needed}, which has not come before it")
+        done.update(results)
+    missing = sorted(expected - done, key=lambda a: (a.microbatch, a.stage, a.kind))
+    if missing:
+        first = missing[0]
+        if first.kind == "I":  # and its W: without any backward
+            first = first._replace(kind="B")
+        raise ProgramError(f"rank {rank}, position {len(table)}: the table ends without {first}")
+
+
+def _expected(rank: int, ranks_of_stage: Sequence[int], microbatches: int) -> Iterator[Action]:
+    """Yield what a rank has to get done, the whole backward as its two parts."""
+    for stage in (s for s, at in enumerate(ranks_of_stage) if at == rank):
+        for index in range(microbatches):
+            yield Action("W", stage, index)
+            for action in (Action("F", stage, index), Action("I", stage, index)):
+                yield action
+                send, receive = sends(action, ranks_of_stage), receives(action, ranks_of_stage)
+                if send is not None:
+                    yield send[0]
+                if receive is not None:
+                    yield receive[0]
+
+
+def _needed_here(action: Action, ranks_of_stage: Sequence[int]) -> Iterator[Action]:
+    """Yield what has to come before an action in the table of its own rank."""
+    kind, stage, index = action
+    if kind in ("SEND_F", "SEND_B"):
+        yield Action("F" if kind == "SEND_F" else "I", stage, index)
+    elif not action.is_transfer:
+        rank = ranks_of_stage[stage]
+        yield from (
+            needed
+            for needed in inputs(action, len(ranks_of_stage) - 1)
+            if ranks_of_stage[needed.stage] == rank
+        )
+        receive = receives(action, ranks_of_stage)
+        if receive is not None:
+            yield receive[0]
+
+
+def _orders(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> _Orders:
+    orders: dict[tuple[int, int], list[_Posted]] = {}
+    for rank, table in enumerate(tables):
+        for place, action in enumerate(table):
+            if action.is_transfer:
+                posted = _Posted(place, action, _as_received(action))
+                orders.setdefault((rank, _peer(action, ranks_of_stage)), []).append(posted)
+    return orders
+
+
+def _as_received(action: Action) -> Action:
+    """Return the RECV that a transfer is on the other side, or on this one."""
+    if action.kind == "SEND_F":
+        return Action("RECV_F", action.stage + 1, action.microbatch)
+    if action.kind == "SEND_B":
+        return Action("RECV_B", action.stage - 1, action.microbatch)
+    return action
+
+
+def _peer(action: Action, ranks_of_stage: Sequence[int]) -> int:
+    """Return the rank with which a transfer is."""
+    is_with_next = action.kind in ("SEND_F", "RECV_B")
+    return ranks_of_stage[action.stage + (1 if is_with_next else -1)]
+
+
+def _check_pairs(orders: _Orders) -> None:
+    """Check that the transfers of each pair of ranks are the same on both sides, one by one."""
+    for (rank, peer), mine in orders.items():
+        for count, (here, there) in enumerate(zip(mine, orders[peer, rank], strict=True)):
+            if here.transfer != there.transfer:
+                raise ProgramError(
+                    f"rank {rank}, position {here.place}: {here.action} is transfer {count} with "
+                    f"rank {peer}, which has {there.action} there (its position {there.place})"
+                )
+
+
+def _check_progress(
+    tables: Sequence[Table], ranks_of_stage: Sequence[int], orders: _Orders
+) -> None:
+    """Check by simulation that all ranks reach their ends; see `check_order` for the rules."""
+    turns = {
+        posted.transfer: turn for order in orders.values() for turn, posted in enumerate(order)
+    }
+    reached: Counter[tuple[int, int]] = Counter()
+
+    def step(rank: int, action: Action) -> tuple[Action, int] | None:
+        if action.is_transfer:
+            reached[rank, _peer(action, ranks_of_stage)] += 1
+            return None
+        awaited = receives(action, ranks_of_stage)
+        if awaited is not None:
+            receive, peer = awaited
+            if min(reached[rank, peer], reached[peer, rank]) <= turns[receive]:
+                return awaited
+        return None
+
+    simulate(tables, step)
