@@ -107,7 +107,7 @@ def test_a_rank_that_raises_is_shown_with_its_traceback(config, tmp_path):
     body = (
         "import meshwright.train.update as update\n"
         "def bad(*a):\n    raise ValueError('the fault of rank 1')\n"
-        "if rank == 1:\n    import meshwright.train.loop as loop; loop.clip = bad"
+        "if rank == 1:\n    import meshwright.train.loop as loop; loop.update = bad"
     )
     with pytest.raises(RankFailed) as caught:
         train(config("layout.dp_replicate=2"), clean_environ(), command=faulty_worker(body))
@@ -122,11 +122,11 @@ def test_a_rank_that_raises_is_shown_with_its_traceback(config, tmp_path):
 def test_a_killed_rank_is_named_with_its_signal(config, tmp_path):
     body = (
         "import meshwright.train.loop as loop\n"
-        "real = loop.backward\n"
+        "real = loop.update\n"
         "def deadly(*a):\n"
         "    if rank == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return real(*a)\n"
-        "loop.backward = deadly"
+        "loop.update = deadly"
     )
     with pytest.raises(RankFailed) as caught:
         train(config("layout.dp_replicate=2"), clean_environ(), command=faulty_worker(body))

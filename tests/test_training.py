@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.execute.build import build, full_tensor, seeded
+from meshwright.execute.batch import Batch
+from meshwright.execute.build import build, seeded
+from meshwright.execute.gather import full_tensor
+from meshwright.execute.groups import open_groups
+from meshwright.execute.optimize import Shards
 from meshwright.layout import Layout
+from meshwright.program.lower import lower
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import OptimizerSpec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loop import share
+from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from meshwright.train.update import Batch, backward, clip, evaluate
+from meshwright.train.update import evaluate, gradients, update
 from ranks import on_ranks, ranks
 
 SPECS = {
@@ -47,30 +53,36 @@ def rows(batch: Batch, mine: range) -> Batch:
     return batch.rows(slice(mine.start, mine.stop))
 
 
-def train_steps(world, case, steps, microbatch, precision="fp32", optimizer="sgd", clip_norm=1.0):
-    """Losses, norms, first gradients, final weights of a short run, and the tokens seen."""
-    spec = model_spec(**SPECS[case])
+def parallel_of(world, case, seed=7, precision="fp32", microbatch=1, compiled=False, **changes):
+    spec = model_spec(**{**SPECS[case], **changes})
     layout = Layout(dp_replicate=world.size, microbatch=microbatch)
-    model = build(spec, layout, world, precision, SEQ, seeded(spec, 7))
-    chosen = OptimizerSpec(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3)
-    torch_optimizer = build_optimizer(model.named_parameters(), chosen)
+    train = TrainSpec(batch=BATCH, seq_len=SEQ, precision=precision)
+    groups = open_groups(layout, world)
+    program = lower(spec, train, layout)
+    return build(program, groups, world.device, seeded(spec, seed), compiled=compiled)
+
+
+def whole(parallel, tensor_of):
+    return {h.name: full_tensor(tensor_of(h.parameter)).clone().numpy() for h in parallel.held}
+
+
+def train_steps(world, case, steps, microbatch, precision="fp32", optimizer="sgd", clip_norm=1.0):
+    """Losses, norms, final weights of a short run, first gradients, and the tokens seen."""
     mine = share(BATCH, world.rank, world.size)
-    found = {"loss": [], "norm": [], "seen": []}
+    first = parallel_of(world, case, precision=precision, microbatch=microbatch)
+    gradients(first, rows(global_batch(0), mine), world)
+    found = {"loss": [], "norm": [], "seen": [], "grads": whole(first, lambda p: p.grad)}
+    parallel = parallel_of(world, case, precision=precision, microbatch=microbatch)
+    shards = Shards(parallel.held, on_host=False)
+    chosen = OptimizerSpec(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3)
+    torch_optimizer = build_optimizer(shards.leaves, chosen)
     for step in range(steps):
         batch = rows(global_batch(step), mine)
         found["seen"].append(batch.inputs.tolist())
-        loss = backward(model, batch, microbatch, world)
-        if step == 0:
-            found["grads"] = {
-                n: full_tensor(p.grad).clone().numpy() for n, p in model.named_parameters()
-            }
-        found["norm"].append(clip(model, clip_norm).item())
-        torch_optimizer.step()
-        torch_optimizer.zero_grad(set_to_none=True)
-        found["loss"].append(world.sum_on_host([loss.item()])[0])
-    found["weights"] = {
-        n: full_tensor(p.detach()).clone().numpy() for n, p in model.named_parameters()
-    }
+        done = update(parallel, batch, world, shards, torch_optimizer, LossScale(), clip_norm)
+        found["norm"].append(done.norm)
+        found["loss"].append(world.sum_on_host([done.loss.item()])[0])
+    found["weights"] = whole(parallel, lambda p: p.detach())
     return found
 
 
@@ -146,24 +158,23 @@ def test_bf16_keeps_fp32_master_weights_and_follows_fp32():
 @ranks(2)
 def test_a_rank_without_targets_is_right(world):
     """All targets of one rank ignored: the loss is still the mean over the other's."""
-    spec = model_spec(**SPECS["llama"])
-    model = build(spec, Layout(dp_replicate=2), world, "fp32", SEQ, seeded(spec, 7))
+    parallel = parallel_of(world, "llama")
     batch = rows(global_batch(0, uneven=False), share(BATCH, world.rank, 2))
     if world.rank == 1:
         batch.targets.fill_(-100)
-    loss = world.sum_on_host([backward(model, batch, 2, world).item()])[0]
-    alone = evaluate(model, [batch], 4, world)
+    loss = world.sum_on_host([gradients(parallel, batch, world).loss.item()])[0]
+    alone = evaluate(parallel, [batch], world)
     assert loss == pytest.approx(alone, abs=1e-5)
     assert loss == pytest.approx(math.log(128), abs=0.2)
-    assert all(torch.isfinite(full_tensor(p.grad)).all() for p in model.parameters())
+    assert all(np.isfinite(g).all() for g in whole(parallel, lambda p: p.grad).values())
 
 
 @ranks(2)
 def test_evaluation_leaves_the_master_weights_in_place(world):
-    spec = model_spec(**SPECS["llama"])
-    model = build(spec, Layout(dp_replicate=2), world, "bf16", SEQ, seeded(spec, 7))
+    parallel = parallel_of(world, "llama", precision="bf16")
+    model = parallel.modules[0]
     before = [full_tensor(p.detach()).clone() for p in model.parameters()]
-    evaluate(model, [rows(global_batch(0), share(BATCH, world.rank, 2))], 4, world)
+    evaluate(parallel, [rows(global_batch(0), share(BATCH, world.rank, 2))], world)
     after = [full_tensor(p.detach()) for p in model.parameters()]
     assert all(t.dtype == torch.float32 for t in after)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
@@ -174,31 +185,26 @@ def test_initial_weights_do_not_depend_on_the_mesh(world):
     spec = model_spec(**SPECS["neox"])
     digests = set()
     for precision in ("fp32", "bf16"):
-        layout = Layout(dp_replicate=2)
-        model = build(spec, layout, world, precision, SEQ, seeded(spec, 3))
-        whole = b"".join(
-            full_tensor(p.detach()).numpy().tobytes() for _, p in model.named_parameters()
-        )
-        digests.add(hashlib.sha256(whole).hexdigest())
+        parallel = parallel_of(world, "neox", seed=3, precision=precision)
+        joined = b"".join(w.tobytes() for w in whole(parallel, lambda p: p.detach()).values())
+        digests.add(hashlib.sha256(joined).hexdigest())
     from meshwright.models import build_model, init_model
 
     plain = init_model(build_model(spec, device="cpu"), spec, 3)
-    whole = b"".join(p.detach().numpy().tobytes() for p in plain.parameters())
-    assert digests == {hashlib.sha256(whole).hexdigest()}
+    joined = b"".join(p.detach().numpy().tobytes() for p in plain.parameters())
+    assert digests == {hashlib.sha256(joined).hexdigest()}
 
 
 @ranks(2)
 def test_compiled_blocks_give_the_same_gradients(world):
-    spec = model_spec(**{**SPECS["llama"], "n_layers": 1})
     grads = []
     for compiled in (False, True):
-        layout = Layout(dp_replicate=2)
-        model = build(spec, layout, world, "fp32", SEQ, seeded(spec, 3), compiled=compiled)
-        backward(model, rows(global_batch(0), share(BATCH, world.rank, 2)), 2, world)
-        grads.append({n: full_tensor(p.grad).numpy() for n, p in model.named_parameters()})
-    assert len(grads[0]) == len(grads[1])
+        parallel = parallel_of(world, "llama", microbatch=2, compiled=compiled, n_layers=1)
+        gradients(parallel, rows(global_batch(0), share(BATCH, world.rank, 2)), world)
+        grads.append(whole(parallel, lambda p: p.grad))
+    assert list(grads[0]) == list(grads[1])
     for name, expected in grads[0].items():
-        assert relative(grads[1][name.replace("_orig_mod.", "")], expected) < 2e-6, name
+        assert relative(grads[1][name], expected) < 2e-6, name
 
 
 SCHEDULES = {
@@ -218,7 +224,7 @@ def test_schedules(schedule):
 
 def test_only_matrices_decay_and_the_rate_reaches_all_groups():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSpec(weight_decay=0.3))
+    optimizer = build_optimizer(list(model.parameters()), OptimizerSpec(weight_decay=0.3))
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 3]
     set_learning_rate(optimizer, 0.125)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from meshwright.checkpoint.commit import commit, prune, steps, verify
 from meshwright.errors import CheckpointError
-from meshwright.execute.build import fill, full_tensor
+from meshwright.execute.gather import on_rank_0
+from meshwright.execute.parallel import Parallel
 from meshwright.models import Transformer, build_model
 from meshwright.models.hf import load_hf
 from meshwright.spec.loading import Config
@@ -20,17 +20,13 @@ from meshwright.spec.model import ModelSpec
 WEIGHTS, SPEC = "model.safetensors", "model.json"
 
 
-def save_weights(model: nn.Module, config: Config, step: int, root: Path, *, write: bool) -> Path:
-    """Commit the full weights of a step under `root`; a collective where they are sharded.
+def save_weights(parallel: Parallel, config: Config, step: int, root: Path) -> Path:
+    """Commit the full weights of a step under `root`; a collective, only rank 0 touches the disk.
 
-    Only the rank with `write` touches the disk. Older steps beyond `checkpoint.keep` are removed
-    after the new one has been verified.
+    Older steps beyond `checkpoint.keep` are removed after the new one has been verified.
     """
-    tensors = {
-        name: full_tensor(parameter.detach()).cpu().contiguous()
-        for name, parameter in model.named_parameters()
-    }
-    if not write:
+    tensors = dict(on_rank_0(parallel, lambda held: held.parameter))
+    if not tensors:
         return root
 
     def files(folder: Path) -> None:
@@ -79,5 +75,5 @@ def _load_step(folder: Path) -> Transformer:
     model = build_model(spec, device="meta")
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
-    fill(model, lambda name, shape: tensors[name])
+    model.load_state_dict(tensors, assign=True)
     return model

@@ -1,51 +1,146 @@
-"""The one ordered function that turns specs and a layout into the parallel model of this rank."""
+"""The one ordered function that turns a program into the parallel model of this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.execute.data import replicate_data
-from meshwright.execute.world import World, device_mesh
-from meshwright.layout import Layout
-from meshwright.models import build_model, init_parameter
+from meshwright.execute.context import Ring, Ulysses, positions
+from meshwright.execute.data import distribute_data
+from meshwright.execute.deferred import Deferral, linear
+from meshwright.execute.gradients import Held
+from meshwright.execute.groups import Groups
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.recompute import recompute
+from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmbedding, projection
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.models import Transformer, build_model, init_parameter
+from meshwright.program.lower import Program
+from meshwright.program.shards import Sharding, shard_rank
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import Precision
 
 # name and shape to the full tensor
-Source = Callable[[str, torch.Size], torch.Tensor]
+Source = Callable[[str, torch.Size], Tensor]
 
 
 def build(
-    spec: ModelSpec,
-    layout: Layout,
-    world: World,
-    precision: Precision,
-    seq_len: int,
+    program: Program,
+    groups: Groups,
+    device: torch.device,
     source: Source,
     *,
     compiled: bool = False,
-) -> nn.Module:
+) -> Parallel:
     """Return this rank's part of the model, with weights from `source`.
 
-    Order: describe on the meta device, compile blocks, replicate over data, materialise, fill.
-    Each parameter is made in full from its name and then sharded, so every mesh starts from the
+    For each stage of this rank: describe it on the meta device, cut it over tp, replace its
+    attention over cp, wrap blocks to recompute, compile them, distribute over data, materialise,
+    fill. Each parameter is made in full from its name and then cut, so every mesh starts from the
     same weights.
     """
-    model = build_model(spec, device="meta", max_seq_len=seq_len)
-    if compiled:
-        for block in model.layers.values():
-            block.compile()
-    mesh = device_mesh(layout.mesh, world.device)
-    if world.size > 1 or precision != "fp32":
-        replicate_data(model, mesh["dp_replicate"], precision)
-    model.to_empty(device=world.device)
-    model.init_tables(world.device)
-    fill(model, source)
-    return model
+    layout, spec = program.layout, program.model
+    deferral = Deferral()
+    at, places = _positions(program, groups, device)
+    modules: dict[int, nn.Module] = {}
+    for stage in program.held(groups.at["pp"]):
+        model = build_model(spec, device="meta", max_seq_len=program.train.seq_len)
+        model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
+        cut_over_tp(model, program, groups, deferral)
+        cut_over_cp(model, program, groups)
+        for block in model.blocks:
+            recompute(block, layout.recompute)
+            if compiled:
+                block.compile()
+        distribute_data(model, model.blocks, layout, program.train, groups)
+        model.to_empty(device="cpu" if layout.offload == "params" else device)
+        model.init_tables(device)
+        modules[stage.index] = model
+    parallel = Parallel(
+        program, groups, device, modules, _held(program, modules), at, places, deferral
+    )
+    fill(parallel, source)
+    return parallel
+
+
+def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:
+    """Give every rank of tp its share of heads, ffn and vocabulary, as the program cuts them."""
+    layout = program.layout
+    defers = SCHEDULES[layout.schedule].splits_backward and layout.pp > 1
+    if layout.tp == 1 and not defers:
+        return
+    borders = Borders(groups.tp, layout.sp)
+    for path, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(module, nn.Linear):
+            is_row = program.shardings[f"{path}.weight"].tp_dim == 1
+            (RowLinear if is_row else ColumnLinear).take_over(module, borders, deferral)
+    if layout.tp == 1:
+        model.project = lambda hidden, weight: linear(hidden, weight, None, deferral)
+        return
+    for block in model.blocks:
+        for entered in (block.attn, block.mlp):
+            entered.register_forward_pre_hook(
+                lambda module, args: (borders.enter(args[0]), *args[1:])
+            )
+    if model.embed is not None:
+        VocabEmbedding.take_over(model.embed, borders)
+    model.project = projection(borders, deferral)
+    _make_sharded(model, program, groups)
+
+
+def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
+    """Replace the parameters that tp cuts by DTensors, on the meta device still."""
+    mesh = groups.parameters["tp"]
+    for path, module in model.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            sharding = program.shardings[f"{path}.{name}"]
+            if sharding.tp_dim is None:
+                continue
+            meta = torch.empty(sharding.tp_shape, device="meta")
+            cut = DTensor.from_local(meta, mesh, [Shard(sharding.tp_dim)], run_check=False)
+            setattr(module, name, nn.Parameter(cut))
+
+
+def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
+    """Replace the core of attention by one that sees the whole sequence from its shares."""
+    if program.layout.cp == 1:
+        return
+    kind = {"ring": Ring, "ulysses": Ulysses}[program.layout.cp_kind]
+    core = kind(groups.cp.required)
+    model.mask_of = lambda x, segments, cache: segments
+    for block in model.blocks:
+        block.attn.core = core
+
+
+def _positions(
+    program: Program, groups: Groups, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the positions that a rank attends with, and those in its stream; None for all."""
+    layout, seq_len = program.layout, program.train.seq_len
+    at = None
+    if layout.cp > 1:
+        at = positions(layout.cp_kind, seq_len, layout.cp, groups.cp.rank).to(device)
+    places = at
+    if layout.sp and layout.tp > 1:
+        whole = torch.arange(seq_len, device=device) if at is None else at
+        places = whole.chunk(layout.tp)[groups.tp.rank]
+    return at, places
+
+
+def _held(program: Program, modules: dict[int, nn.Module]) -> list[Held]:
+    """Return the parameters that this rank holds shards of, stage by stage."""
+    layout, held = program.layout, []
+    ranks_of_stage = layout.world // layout.pp
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            sharding = program.shardings[name]
+            copies = ranks_of_stage // sharding.distinct
+            if name == "embed.weight" and stage > 0:
+                copies = 0
+            held.append(Held(name, stage, parameter, sharding, copies))
+    return held
 
 
 def seeded(spec: ModelSpec, seed: int) -> Source:
@@ -54,19 +149,17 @@ def seeded(spec: ModelSpec, seed: int) -> Source:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: Source) -> None:
+def fill(parallel: Parallel, source: Source) -> None:
     """Copy the full tensors of `source` into the parameters, each rank keeping its shard."""
-    for name, parameter in model.named_parameters():
-        full = source(name, parameter.shape).to(parameter.device, parameter.dtype)
-        if isinstance(parameter, DTensor):
-            sharded = distribute_tensor(
-                full, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            parameter.to_local().copy_(sharded.to_local())
-        else:
-            parameter.copy_(full)
+    layout, at = parallel.program.layout, parallel.groups.at
+    for held in parallel.held:
+        full = source(held.name, torch.Size(held.sharding.part.shape))
+        part = cut(full, held.sharding, at["tp"], shard_rank(layout, at))
+        held.shard.copy_(part)
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that may be sharded; a collective when it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def cut(full: Tensor, sharding: Sharding, tp_rank: int, data_rank: int) -> Tensor:
+    """Return a rank's shard of a whole tensor."""
+    for piece in sharding.slices(tp_rank, data_rank):
+        full = full.narrow(piece.dim, piece.start, piece.stop - piece.start)
+    return full

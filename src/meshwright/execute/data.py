@@ -1,48 +1,116 @@
-"""Data parallelism on FSDP2: which modules are wrapped, and how gradients are summed."""
+"""Data parallelism and mixed precision on FSDP2: replicas, and ZeRO's three stages.
+
+ZeRO, arXiv:1910.02054, section 5: stage 1 shards the optimizer's state, 2 also gradients, 3 also
+parameters. FSDP2 keeps the shards; what is gathered, and how long it stays, makes the stage.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
-from meshwright.spec.training import Precision
+from meshwright.execute.groups import Groups
+from meshwright.layout import Layout
+from meshwright.spec.training import TrainSpec
 
-PRECISIONS = {
-    "fp32": MixedPrecisionPolicy(),
-    # Master weights, gradients and the optimizer stay fp32; products are bf16.
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def replicate_data(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
-    """Replicate the model over a one-dimensional mesh, block by block.
+def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
+    """Return FSDP2's policy: master weights and the optimizer are fp32, products as asked for."""
+    if train.precision == "fp32":
+        return MixedPrecisionPolicy()
+    dtype = DTYPES[train.precision]
+    reduced = torch.float32 if train.reduce_dtype == "fp32" else dtype
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
+
+
+def needs_wrapping(layout: Layout, train: TrainSpec) -> bool:
+    """Whether there is anything for FSDP2 to do."""
+    return layout.dp * layout.cp > 1 or layout.zero > 0 or train.precision != "fp32"
+
+
+def distribute_data(
+    model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, train: TrainSpec, groups: Groups
+) -> None:
+    """Replicate or shard a model over data, block by block and then the rest.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of target
     tokens, which stays right for uneven batches.
     """
-    policy = PRECISIONS[precision]
-    for block in model.layers.values():  # type: ignore[operator]
-        replicate(block, mesh=mesh, mp_policy=policy)
-    replicate(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # A divide factor needs PREMUL_SUM, which gloo lacks.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+    if not needs_wrapping(layout, train):
+        return
+    mesh, policy = groups.parameters, mixed_precision(train)
+    if layout.zero == 0:
+        for module in (*blocks, model):
+            replicate(module, mesh=mesh["replicate"], mp_policy=policy)
+    else:
+        over = mesh["replicate", "shard"] if layout.dp_replicate > 1 else mesh["shard"]
+        offload = OffloadPolicy()
+        if layout.offload == "params":
+            offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        for module in (*blocks, model):
+            fully_shard(
+                module,
+                mesh=over,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=layout.zero == 3,
+            )
+    for managed in wrapped(model):
+        # A divide factor needs PREMUL_SUM, which gloo lacks.
+        managed.set_force_sum_reduction_for_comms(True)
+        managed.set_gradient_divide_factor(1.0)
 
 
-def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
-    """Say whether the next backward is the last one before the update.
+def wrapped(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that FSDP2 manages, the outermost first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
-    The last one reduces the gradients and drops the compute copies of the weights; those before it
-    accumulate locally and keep the copies, which are the same for the next microbatch.
+
+def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool = False) -> None:
+    """Say what the next backward does with gradients and gathered parameters.
+
+    The last one before the update reduces the gradients and drops the gathered parameters. Those
+    before it do so as the ZeRO stage says: 0 and 1 accumulate whole gradients, 2 and 3 reduce each
+    time; 3 alone drops its parameters each time. Where weight gradients are deferred, reduction
+    waits for `finish_backward`.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last)
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(is_last and not defers)
+    model.set_requires_gradient_sync((is_last or zero >= 2) and not defers)
+    # Replicas of shards meet once: until then each shard group sums its own microbatches.
+    model.set_requires_all_reduce(is_last)
+    model.set_reshard_after_backward(is_last or zero == 3)
+
+
+def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
+    """Take in weight gradients that were computed outside of autograd, and reduce where due."""
+    if not isinstance(model, FSDPModule):
+        return
+    prepare_backward(model, zero, is_last=is_last)
+    state = _state(model)
+    for inner in state._state_ctx.all_states:
+        for group in _param_groups(inner):
+            for parameter in group.fsdp_params:
+                # One dtype for all: autograd's share was widened by its own backward already.
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+            group.post_backward()
+    if is_last:
+        state._root_post_backward_final_callback()
 
 
 def reshard(model: nn.Module) -> None:
@@ -51,6 +119,19 @@ def reshard(model: nn.Module) -> None:
     FSDP2 does it in the backward; without one, `named_parameters` would go on to give the compute
     copies, which are bf16 under mixed precision and have no gradients.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in wrapped(model):
+        module.reshard()
+
+
+def _state(model: FSDPModule) -> Any:
+    """Return the state that torch keeps of a wrapped module (private)."""
+    if isinstance(model, ReplicateModule):
+        return replicate.state(model)  # type: ignore[attr-defined]
+    return fully_shard.state(model)  # type: ignore[attr-defined]
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a state: one until torch 2.12, then a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

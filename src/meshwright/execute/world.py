@@ -10,12 +10,10 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import Rendezvous
-from meshwright.layout import AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,3 @@ def leave() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Return torch's mesh with our axes, all of them named, also those of degree 1."""
-    return init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)

@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from meshwright.checkpoint.weights import save_weights
 from meshwright.data import Dataset, Sampler
+from meshwright.execute.batch import Batch
 from meshwright.execute.build import Source, build, seeded
+from meshwright.execute.groups import open_groups
+from meshwright.execute.optimize import Shards
+from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
+from meshwright.models.dropout import row_keys
 from meshwright.models.hf import hf_source
+from meshwright.program.lower import lower
 from meshwright.program.parts import flops_per_token, parameter_count
+from meshwright.spec.loading import Config
 from meshwright.train.events import Emit
+from meshwright.train.loss_scale import LossScale
 from meshwright.train.metrics import StepClock, step_event
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from meshwright.train.run_folder import Job
-from meshwright.train.update import Batch, backward, clip, evaluate
+from meshwright.train.update import Updated, evaluate, update
 
 
 class Summary(NamedTuple):
@@ -40,16 +47,17 @@ def train(
     """
     config, layout = job.config, job.layout
     steps, batch_size = config.train.steps, config.train.batch
-    model = build(
-        config.model,
-        layout,
-        world,
-        config.train.precision,
-        config.train.seq_len,
+    program = lower(config.model, config.train, layout)
+    parallel = build(
+        program,
+        open_groups(layout, world),
+        world.device,
         weights_source(job),
         compiled=config.train.compile,
     )
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
+    optimizer = build_optimizer(shards.leaves, config.optimizer)
+    scale = LossScale.of(config.train)
     sampler = dataset.sampler("train", config.train.seq_len, batch_size)
     mine = share(batch_size, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler))
@@ -58,26 +66,25 @@ def train(
     loss, step, stopped = float("nan"), 0, False
     for step in range(1, steps + 1):
         clock.start()
-        batch = Batch.of(sampler.rows(step - 1, mine), world.device)
+        batch = Batch.of(sampler.rows(step - 1, mine), world.device, keys(config, step, mine))
         clock.data_done()
 
-        share_of_loss = backward(model, batch, layout.microbatch, world)
-        norm = clip(model, config.train.clip_norm)
         lr = learning_rate(step - 1, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        done = update(parallel, batch, world, shards, optimizer, scale, config.train.clip_norm)
 
-        loss, stop_votes = world.sum_on_host([share_of_loss.item(), float(asked_to_stop())])
+        loss, stop_votes = world.sum_on_host([done.loss.item(), float(asked_to_stop())])
         clock.stop()
         stopped = stop_votes > 0
         last = stopped or step == steps
+        if done.overflow is not None:
+            emit(overflow_event(step, done, scale))
         if last or step % config.train.log_every == 0:
-            emit(step_event(step, loss, norm.item(), lr, clock, job, world))
+            emit(step_event(step, loss, done.norm, lr, clock, job, world))
         if is_due(config.train.eval_every, step, last):
-            emit(evaluation_event(step, model, job, world, dataset))
+            emit(evaluation_event(step, parallel, job, world, dataset))
         if is_due(config.checkpoint.every, step, last) or last:
-            save(step, model, job, world, emit)
+            save(step, parallel, job, world, emit)
         if stopped:
             break
     emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
@@ -90,6 +97,13 @@ def weights_source(job: Job) -> Source:
     if folder is not None:
         return hf_source(Path(folder), job.config.model)
     return seeded(job.config.model, job.config.train.seed)
+
+
+def keys(config: Config, step: int, rows: range) -> torch.Tensor | None:
+    """Return the dropout keys of some rows of a step's global batch, where the model drops."""
+    if config.model.dropout == 0:
+        return None
+    return row_keys(config.train.seed, step, rows)
 
 
 def share(batch: int, rank: int, ranks: int) -> range:
@@ -123,8 +137,19 @@ def start_event(job: Job, world: World, dataset: Dataset, sampler: Sampler) -> d
     }
 
 
+def overflow_event(step: int, done: Updated, scale: LossScale) -> dict[str, object]:
+    """Return the event of gradients that are not finite; under fp16 the step was skipped."""
+    return {
+        "event": "overflow",
+        "step": step,
+        "tensor": done.overflow,
+        "skipped": scale.is_dynamic,
+        "loss_scale": scale.value,
+    }
+
+
 def evaluation_event(
-    step: int, model: nn.Module, job: Job, world: World, dataset: Dataset
+    step: int, parallel: Parallel, job: Job, world: World, dataset: Dataset
 ) -> dict[str, object]:
     """Return the loss on the held-out split; the same rows each time."""
     config = job.config
@@ -133,15 +158,15 @@ def evaluation_event(
     count = min(config.train.eval_batches, max(1, held_out.samples // config.train.batch))
     started = time.perf_counter()
     batches = [Batch.of(held_out.rows(at, mine), world.device) for at in range(count)]
-    loss = evaluate(model, batches, job.layout.microbatch, world)
+    loss = evaluate(parallel, batches, world)
     return {"event": "eval", "step": step, "loss": loss, "seconds": time.perf_counter() - started}
 
 
-def save(step: int, model: nn.Module, job: Job, world: World, emit: Emit) -> None:
+def save(step: int, parallel: Parallel, job: Job, world: World, emit: Emit) -> None:
     """Save the weights on rank 0 and say so."""
     started = time.perf_counter()
     root = Path(job.config.checkpoint.dir) if job.config.checkpoint.dir else job.folder.checkpoints
-    path = save_weights(model, job.config, step, root, write=world.rank == 0)
+    path = save_weights(parallel, job.config, step, root)
     world.barrier()
     seconds = time.perf_counter() - started
     emit({"event": "save", "step": step, "path": str(path), "seconds": seconds})

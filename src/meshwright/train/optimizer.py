@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,17 +12,15 @@ from meshwright.spec.training import OptimizerSpec
 
 
 def build_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec
+    parameters: Sequence[nn.Parameter], spec: OptimizerSpec
 ) -> torch.optim.Optimizer:
-    """Return AdamW or SGD over named parameters.
+    """Return AdamW or SGD over parameters or shards of them.
 
     Weight decay is decoupled (arXiv:1711.05101) and applies to matrices only: biases and norm
     gains are not decayed.
     """
-    decayed: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for _, parameter in parameters:
-        (decayed if parameter.dim() >= 2 else rest).append(parameter)
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    rest = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [
         {"params": decayed, "weight_decay": spec.weight_decay},
         {"params": rest, "weight_decay": 0.0},

@@ -1,102 +1,84 @@
-"""One optimizer step: microbatches, the loss over the global batch, clipping, the update."""
+"""One optimizer step: gradients over the global batch, clipping, the update."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
 
-from meshwright.data.sampler import IGNORE, Rows
-from meshwright.execute.build import full_tensor
-from meshwright.execute.data import reshard, set_last_microbatch
+from meshwright.execute.batch import Batch
+from meshwright.execute.gradients import complete, first_overflow, global_norm, scale_gradients
+from meshwright.execute.optimize import Shards
+from meshwright.execute.parallel import Parallel, set_training
 from meshwright.execute.world import World
+from meshwright.train.loss_scale import LossScale
 
 
-class Batch(NamedTuple):
-    """Rows of this rank on its device: int64 `[rows, seq]`; segments only where packed."""
+class Updated(NamedTuple):
+    """What a step computed: this rank's share of the loss, the gradient norm before clipping, and
+    the first tensor that overflowed, in which case nothing was updated."""
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    segments: torch.Tensor | None
-
-    @classmethod
-    def of(cls, rows: Rows, device: torch.device) -> Batch:
-        """Return sampled rows as tensors on a device."""
-        inputs, targets, segments = (
-            None if part is None else torch.from_numpy(part).to(device, non_blocking=True)
-            for part in (rows.inputs, rows.targets, rows.segments)
-        )
-        assert inputs is not None
-        assert targets is not None
-        return cls(inputs, targets, segments)
-
-    def split(self, size: int) -> list[Batch]:
-        """Return microbatches of `size` rows."""
-        starts = range(0, len(self.inputs), size)
-        return [self.rows(slice(start, start + size)) for start in starts]
-
-    def rows(self, some: slice) -> Batch:
-        """Return some of the rows."""
-        segments = None if self.segments is None else self.segments[some]
-        return Batch(self.inputs[some], self.targets[some], segments)
+    loss: torch.Tensor
+    norm: float
+    overflow: str | None
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the summed cross-entropy in nats over the targets that are not ignored, in fp32."""
-    logits = model(batch.inputs, segments=batch.segments)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        batch.targets.flatten(),
-        ignore_index=IGNORE,
-        reduction="sum",
-    )
+def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float = 1.0) -> Updated:
+    """Compute the gradients of the mean loss, still scaled, and their norm, already unscaled.
 
-
-def count_targets(batch: Batch, world: World) -> torch.Tensor:
-    """Return the number of targets in the global batch, on the device, without waiting for it."""
-    count = (batch.targets != IGNORE).sum()
-    if world.size > 1:
-        dist.all_reduce(count)
-    return count.clamp(min=1)
-
-
-def backward(model: nn.Module, batch: Batch, microbatch: int, world: World) -> torch.Tensor:
-    """Accumulate the gradients of the mean loss over the global batch.
-
-    Each microbatch contributes the sum of its token losses over the global number of targets, so
-    the result does not depend on how the batch is cut. Returns this rank's share of the loss.
+    `batch` holds the rows of this data rank, the same on all ranks that share them.
     """
-    count = count_targets(batch, world)
-    parts = batch.split(microbatch)
-    loss = torch.zeros((), device=batch.inputs.device)
-    for index, part in enumerate(parts):
-        set_last_microbatch(model, index == len(parts) - 1)
-        share = loss_sum(model, part) / count
-        share.backward()  # type: ignore[no-untyped-call]
-        loss += share.detach()
-    return loss
+    loss = parallel.backward(batch, loss_scale)
+    complete(parallel.held, parallel.groups, tied=parallel.program.model.tie_embeddings)
+    norm = global_norm(parallel.held, world.size) / loss_scale
+    overflow = None if math.isfinite(norm) else _overflowed(parallel, world)
+    return Updated(loss, norm, overflow)
 
 
-def clip(model: nn.Module, clip_norm: float) -> torch.Tensor:
-    """Clip the gradients to a global norm, 0 for not at all; returns the norm before."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if clip_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
-    return full_tensor(norm)
+def update(
+    parallel: Parallel,
+    batch: Batch,
+    world: World,
+    shards: Shards,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale,
+    clip_norm: float,
+) -> Updated:
+    """Compute the gradients, clip them to a global norm (0: not at all) and update the weights.
+
+    Where a gradient overflows under fp16, every rank skips the update and the scale falls.
+    """
+    found = gradients(parallel, batch, world, scale.value)
+    skip = scale.is_dynamic and found.overflow is not None
+    if not skip:
+        factor = 1.0 / scale.value
+        if 0 < clip_norm < found.norm:
+            factor *= clip_norm / found.norm
+        if factor != 1.0:
+            scale_gradients(parallel.held, factor)
+        shards.take()
+        optimizer.step()
+        shards.give()
+    shards.clear()
+    scale.update(overflowed=skip)
+    return found
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: list[Batch], microbatch: int, world: World) -> float:
+def _overflowed(parallel: Parallel, world: World) -> str:
+    """Return the first tensor of the model whose gradient is not finite on any rank."""
+    names = list(parallel.program.shardings)
+    mine = first_overflow(parallel.held)
+    place = len(names) if mine is None else names.index(mine)
+    places = [row[0] for row in world.gather_on_host([float(place)])]
+    rank = places.index(min(places))
+    place = int(min(places))
+    return f"{names[place]} (rank {rank})" if place < len(names) else "the sum of squares"
+
+
+def evaluate(parallel: Parallel, batches: list[Batch], world: World) -> float:
     """Return the mean loss in nats over the targets of some global batches."""
-    total = count = 0.0
-    for batch in batches:
-        for part in batch.split(microbatch):
-            total += loss_sum(model, part).item()
-            count += float((part.targets != IGNORE).sum())
-    reshard(model)
-    total, count = world.sum_on_host([total, count])
+    set_training(parallel, False)
+    total, count = world.sum_on_host(list(parallel.evaluate(batches)))
+    set_training(parallel, True)
     return total / max(count, 1.0)

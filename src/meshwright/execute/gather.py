@@ -1,0 +1,64 @@
+"""Whole tensors from the shards of a parallel model, wherever their stage is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.execute.gradients import Held
+from meshwright.execute.parallel import Parallel
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that may be sharded; a collective when it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def on_stages(
+    parallel: Parallel, tensor_of: Callable[[Held], Tensor | None]
+) -> Iterator[tuple[Held, Tensor | None]]:
+    """Yield the whole tensors of this rank's own stages; a collective among a stage's ranks."""
+    for held in parallel.held:
+        tensor = tensor_of(held)
+        yield held, None if tensor is None else full_tensor(tensor.detach())
+
+
+@torch.no_grad()
+def on_rank_0(
+    parallel: Parallel, tensor_of: Callable[[Held], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole tensors of the model in its order, on the host of rank 0.
+
+    A collective: every rank must iterate; the others yield nothing. One tensor is whole at a time.
+    """
+    mine = {held.name: held for held in reversed(parallel.held)}  # the first copy of a tied matrix
+    program, pp = parallel.program, parallel.groups.pp
+    owners = {
+        name: parallel.stage_ranks[stage.index]
+        for stage in reversed(program.stages)
+        for name in program.parameters(stage)
+    }
+    at = parallel.groups.at
+    # The ranks that talk to rank 0 are those of its own pipeline.
+    in_first_column = all(at[axis] == 0 for axis in at if axis != "pp")
+    for name, sharding in program.shardings.items():
+        owner = owners[name]
+        whole = None
+        if owner == at["pp"]:
+            whole = full_tensor(tensor_of(mine[name]).detach())
+        if not in_first_column:
+            continue
+        if at["pp"] == 0:
+            if whole is None:
+                whole = torch.empty(
+                    sharding.part.shape, dtype=torch.float32, device=parallel.device
+                )
+                dist.recv(whole, pp.ranks[owner], pp.group)
+            yield name, whole.cpu().contiguous()
+        elif whole is not None:
+            dist.send(whole.to(parallel.device, torch.float32).contiguous(), pp.ranks[0], pp.group)

@@ -1,0 +1,115 @@
+"""What happens to gradients between the backward and the update, over every axis of the mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.execute.groups import Groups, Link
+from meshwright.program.shards import Sharding
+
+
+class Held(NamedTuple):
+    """A parameter that this rank holds a shard of.
+
+    `copies` is how many ranks hold the same shard, 0 where another entry already counts for it: the
+    second copy of a tied matrix.
+    """
+
+    name: str
+    stage: int
+    parameter: nn.Parameter
+    sharding: Sharding
+    copies: int
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard as a plain tensor that shares the parameter's memory."""
+        return local_shard(self.parameter.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The shard of the gradient, if there is one."""
+        return None if self.parameter.grad is None else local_shard(self.parameter.grad)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, or a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def complete(held: list[Held], groups: Groups, *, tied: bool) -> None:
+    """Finish the sums that data parallelism does not: over tp, and between tied copies.
+
+    Under sequence parallelism norms see other tokens on each tp rank; a tied matrix has one
+    gradient as the embedding and one as the head.
+    """
+    partial = [h.gradient for h in held if h.sharding.is_partial]
+    _sum_together([g for g in partial if g is not None], groups.tp)
+    if tied:
+        embeddings = [h.gradient for h in held if h.name == "embed.weight"]
+        copies = [g for g in embeddings if g is not None]
+        if len(copies) == 2:  # both ends of a V-shaped pipeline are on one rank
+            copies[0].add_(copies[1])
+            copies[1].copy_(copies[0])
+        else:
+            _sum_together(copies, groups.ends)
+
+
+def _sum_together(tensors: list[Tensor], link: Link) -> None:
+    """Sum tensors over a link in place, in one message."""
+    if link.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=link.group)
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+@torch.no_grad()
+def global_norm(held: list[Held], world_size: int) -> float:
+    """Return the 2-norm of the whole model's gradient, each element counted once.
+
+    A shard that several ranks hold counts for its share on each of them, so that one sum over the
+    world is right for every layout.
+    """
+    counted = [(h.gradient, h.copies) for h in held if h.copies and h.gradient is not None]
+    gradients = [gradient for gradient, _ in counted if gradient is not None]
+    norms = list(torch._foreach_norm(gradients)) if gradients else []
+    device = gradients[0].device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if norms:
+        squares = torch.stack(norms).double().square()
+        total = (squares / squares.new_tensor([copies for _, copies in counted])).sum()
+    if world_size > 1:
+        dist.all_reduce(total)
+    return math.sqrt(total.item())
+
+
+@torch.no_grad()
+def scale_gradients(held: list[Held], factor: float) -> None:
+    """Multiply all gradients."""
+    gradients = [g for h in held if (g := h.gradient) is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_gradients(held: list[Held], norm: float, at_most: float) -> None:
+    """Shorten the gradient to a norm, 0 for not at all."""
+    if at_most > 0 and norm > at_most:
+        scale_gradients(held, at_most / norm)
+
+
+@torch.no_grad()
+def first_overflow(held: list[Held]) -> str | None:
+    """Return the name of this rank's first gradient that is not finite, in the model's order."""
+    for one in held:
+        if (gradient := one.gradient) is not None and not bool(torch.isfinite(gradient).all()):
+            return one.name
+    return None

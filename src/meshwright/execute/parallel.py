@@ -1,0 +1,154 @@
+"""`Parallel`: a rank's part of the model, ready to be trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.data.sampler import IGNORE
+from meshwright.execute.batch import Batch
+from meshwright.execute.data import DTYPES, reshard
+from meshwright.execute.deferred import Deferral
+from meshwright.execute.gradients import Held
+from meshwright.execute.groups import Groups, Link
+from meshwright.execute.pipeline import Observe, Pipeline, Scale
+from meshwright.execute.tensor import vocab_loss_sum
+from meshwright.models import Transformer
+from meshwright.program.lower import Program
+from meshwright.program.schedule import Action, Table, with_transfers
+
+# logits [tokens, vocab or its share], targets int64 [tokens] -> summed loss
+LossSum = Callable[[Tensor, Tensor], Tensor]
+
+
+def loss_sum(logits: Tensor, targets: Tensor, tp: Link) -> Tensor:
+    """Return the summed cross-entropy in nats over the targets that are not ignored, in fp32.
+
+    logits `[batch, seq, vocab or its share over tp]`, targets int64 `[batch, seq]`.
+    """
+    flat, targets = logits.flatten(0, 1), targets.flatten()
+    if tp.size > 1:
+        return vocab_loss_sum(flat, targets, IGNORE, tp)
+    return F.cross_entropy(flat.float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+@dataclass
+class Parallel:
+    """A rank's stages of the model with every parallelism applied, and the steps over them.
+
+    `positions` int64 `[seq / cp]` are the tokens of a row that this rank attends with, None for all
+    of them; `places` those in its stream.
+    """
+
+    program: Program
+    groups: Groups
+    device: torch.device
+    modules: dict[int, nn.Module]
+    held: list[Held]
+    positions: Tensor | None
+    places: Tensor | None
+    deferral: Deferral
+    observe: Observe | None = None
+    _tables: dict[int, Table] = field(default_factory=dict)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return self.program.stage_ranks
+
+    @property
+    def pp(self) -> Link:
+        """The link along the pipeline."""
+        return self.groups.pp
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage."""
+        return self.program.layout.zero
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss is to be added to the others': one tp rank of the last stage."""
+        last = self.stage_ranks[-1] == self.groups.at["pp"]
+        return last and self.groups.tp.rank == 0
+
+    def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of what stages hand on for a microbatch."""
+        program = self.program
+        shape = (len(batch.inputs), program.stream, program.model.dim)
+        return shape, DTYPES[program.train.precision]
+
+    def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Return a stage's output: the stream, or the last one's summed loss."""
+        out: Tensor = self.modules[stage](
+            batch.inputs if hidden is None else hidden,
+            segments=batch.segments,
+            positions=self.positions,
+            keys=batch.keys,
+            places=self.places,
+        )
+        if stage < len(self.stage_ranks) - 1:
+            return out
+        return loss_sum(out, batch.targets, self.groups.tp)
+
+    def backward(self, batch: Batch, loss_scale: float = 1.0) -> Tensor:
+        """Accumulate the gradients of the mean loss over the global batch.
+
+        Each microbatch contributes the sum of its token losses over the global number of targets,
+        so the result does not depend on how the batch is cut. Returns this rank's share of the
+        loss, in nats; the shares of all ranks sum to the loss.
+        """
+        count = self.count_targets(batch)
+        parts = batch.at(self.positions).split(self.program.layout.microbatch)
+        table = self.program.tables[self.groups.at["pp"]]
+        loss = Pipeline(self, table, parts, Scale(1.0 / count, loss_scale)).run(self.observe)
+        return loss / count if self.counts_loss else torch.zeros_like(loss)
+
+    def count_targets(self, batch: Batch) -> Tensor:
+        """Return the number of targets in the global batch, on the device, without waiting."""
+        # Every cp rank has the whole rows: each counts its own positions of them.
+        count = (batch.at(self.positions).targets != IGNORE).sum()
+        if self.groups.data.size > 1:
+            dist.all_reduce(count, group=self.groups.data.group)
+        return count.clamp(min=1)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Return this rank's share of the summed loss over some batches, and of their targets."""
+        total = count = 0.0
+        for batch in batches:
+            parts = batch.at(self.positions).split(self.program.layout.microbatch)
+            loss = Pipeline(self, self._forward_table(len(parts)), parts, None).run()
+            if self.counts_loss:
+                total += loss.item()
+                count += float(sum((part.targets != IGNORE).sum() for part in parts))
+        for module in self.modules.values():
+            reshard(module)
+        return total, count
+
+    def _forward_table(self, microbatches: int) -> Table:
+        """Return the table of a pass without backward: stage by stage, all microbatches each."""
+        if microbatches not in self._tables:
+            everyone = tuple(
+                tuple(
+                    Action("F", stage.index, index)
+                    for stage in self.program.held(rank)
+                    for index in range(microbatches)
+                )
+                for rank in range(self.program.layout.pp)
+            )
+            tables = with_transfers(everyone, self.stage_ranks)
+            self._tables[microbatches] = tables[self.groups.at["pp"]]
+        return self._tables[microbatches]
+
+
+def set_training(parallel: Parallel, mode: bool) -> None:
+    """Switch dropout on or off."""
+    for module in parallel.modules.values():
+        assert isinstance(module, Transformer)
+        module.train(mode)

@@ -1,0 +1,72 @@
+"""`Case`: a layout to be proven, with the small model and the batch to prove it on. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout, and what it is run on; `refused` is the rule that it is expected to break.
+
+    `steps` of gradient descent with `lr` are compared, and `adam_steps` of AdamW, 0 for none.
+    """
+
+    model: ModelSpec
+    train: TrainSpec
+    layout: Layout
+    packed: bool = False
+    steps: int = 2
+    lr: float = 0.3
+    refused: str | None = None
+    adam_steps: int = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with on both sides: fp16 would lose small gradients."""
+        return 1024.0 if self.train.precision == "fp16" else 1.0
+
+    @property
+    def label(self) -> str:
+        """The layout's label, then what is unusual about the model and the batch."""
+        return f"{self.layout.label}, {' '.join(self._words())}"
+
+    def _words(self) -> Iterator[str]:
+        model = self.model
+        yield model.family
+        flags = {
+            "tied": model.tie_embeddings,
+            "biased": model.family == "llama" and model.attention_bias,
+            "parallel": model.parallel_residual,
+            "dropout": model.dropout > 0,
+            "packed": self.packed,
+        }
+        yield from (name for name, is_set in flags.items() if is_set)
+        yield f"{model.n_layers}L"
+        yield f"{self.train.batch}x{self.train.seq_len}"
+        if self.train.precision != "fp32":
+            yield self.train.precision
+
+    def as_json(self) -> str:
+        """Return it as one JSON object, for the ranks to read."""
+        values = asdict(self)
+        for name in ("model", "train", "layout"):
+            values[name] = getattr(self, name).model_dump(mode="json")
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Return the case that `as_json` wrote."""
+        values: Mapping[str, Any] = json.loads(text)
+        specs = {
+            name: spec.model_validate_json(json.dumps(values[name]))
+            for name, spec in (("model", ModelSpec), ("train", TrainSpec), ("layout", Layout))
+        }
+        return cls(**{**values, **specs})

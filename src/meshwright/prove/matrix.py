@@ -1,0 +1,177 @@
+"""`matrix`: the one table of layouts that are proven, and of those that must be refused. No torch.
+
+It drives `prove --matrix`, the tests and the support matrix in the docs. The layouts are every mesh
+of so many ranks (degrees that are powers of 2), each with a spread of what may be chosen on it. What
+the axes do not decide (model, precision, recompute, ...) is dealt out in turn: the numbers of kinds
+have no common divisor, so that over the table each kind meets each other one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import count, product
+from typing import Any, Final, NamedTuple, TypeVar
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import AXES, Layout, broken
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.prove.case import Case
+from meshwright.prove.refused import refused
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
+
+T = TypeVar("T")
+
+WORLDS: Final = (2, 4, 8)
+MOST_LAYERS: Final = 8
+# Layouts of a mesh with several axes and no pipeline; with one it is a layout for each schedule.
+PER_MESH: Final = 4
+
+
+class _Kind(NamedTuple):
+    """A kind of model and of batch."""
+
+    family: str
+    packed: bool = False
+    flags: dict[str, Any] = {}
+
+
+_NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
+_KINDS: Final = (
+    _Kind("llama"),
+    _Kind("neox", flags=_NEOX),
+    _Kind("llama", flags={"tie_embeddings": True}),
+    _Kind("llama", packed=True, flags={"attention_bias": True, "mlp_bias": True}),
+    _Kind("neox", packed=True, flags={"rotary_pct": 0.5, "tie_embeddings": True}),
+    _Kind("llama", flags={"dropout": 0.1}),
+    _Kind("neox", flags={**_NEOX, "dropout": 0.1}),
+)
+_RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
+_PRECISIONS: Final[tuple[Precision, ...]] = (
+    *("fp32", "fp32", "bf16", "fp32", "fp32", "fp16"),
+    *("fp32", "fp32", "bf16", "fp32", "fp32"),
+)
+_OFFLOADS: Final[tuple[Offload, ...]] = ("none", "none", "optimizer", "none", "params")
+# Layouts of their own fame, which must stay in whatever the spread picks.
+_NAMED: Final = {
+    2: ("dp2 mb2",),
+    4: ("dp2 tp2 sp mb2", "pp2 1f1b tp2 mb2"),
+    8: (
+        "shard2 zero2 tp2 pp2 1f1b mb2",  # DP2 x PP2 x TP2 with ZeRO-2
+        "dp2 tp2 pp2 1f1b mb2",
+        "tp2 pp4 1f1b mb2",  # GPT-3's DP x PP4 x TP2, with one data rank left
+        "cp2-ring tp2 sp pp2 1f1b mb2",
+        "dp2 shard2 zero3 tp2 sp mb2",  # HSDP 2 x 2 under TP2
+    ),
+}
+
+
+def matrix(world: int) -> tuple[Case, ...]:
+    """Return the table for a number of ranks: distinct legal layouts, then the refused ones.
+
+    Raises `ConfigError` where there is no table for so many ranks.
+    """
+    if world not in WORLDS:
+        raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
+    cases: dict[Layout, Case] = {}
+    turns = count()
+    for layout in (*map(Layout.parse, _NAMED[world]), *_layouts(world)):
+        case = _case(layout, next(turns))
+        if case is not None:
+            cases.setdefault(case.layout, case)
+    return (*cases.values(), *refused(world))
+
+
+def _layouts(world: int) -> Iterator[Layout]:
+    """Yield layouts that lack what is dealt out: microbatch, recompute, offload."""
+    meshes = [mesh for mesh in product(*[_powers(world)] * len(AXES)) if math.prod(mesh) == world]
+    turns = count()
+    for mesh in meshes:
+        degrees = dict(zip(AXES, mesh, strict=True))
+        choices = [
+            {**degrees, "zero": zero, "sp": sp, "cp_kind": kind}
+            for zero in _zeros(degrees)
+            for sp in ((False, True) if degrees["tp"] > 1 else (False,))
+            for kind in (("ring", "ulysses") if degrees["cp"] > 1 else ("ring",))
+        ]
+        if degrees["pp"] == 1:
+            is_alone = sum(degree > 1 for degree in mesh) == 1
+            some = choices if is_alone else _spread(choices, PER_MESH)
+            yield from (Layout(**choice) for choice in some)
+            continue
+        # Few meshes have a pipeline in a small world: each schedule is to meet each recompute.
+        for _ in range(3 if world == 2 else 1):
+            for name, traits in SCHEDULES.items():
+                turn = next(turns)
+                more = turn // len(SCHEDULES) % 2 if traits.max_virtual is None else 0
+                stages = {"schedule": name, "virtual_stages": traits.min_virtual + more}
+                yield Layout(**choices[turn * 5 % len(choices)], **stages)
+
+
+def _powers(world: int) -> list[int]:
+    return [2**exponent for exponent in range(world.bit_length())]
+
+
+def _zeros(degrees: dict[str, int]) -> tuple[int, ...]:
+    """Return the ZeRO stages that have something to shard, or nothing to."""
+    if degrees["dp_shard"] > 1:
+        return (1, 2, 3)
+    return (0, 1, 2, 3) if degrees["cp"] > 1 else (0,)
+
+
+def _spread(choices: Sequence[T], number: int) -> list[T]:
+    """Return so many of some choices, far apart in their order."""
+    total = len(choices)
+    step = next(s for s in count(round(0.618 * total)) if math.gcd(s, total) == 1)
+    return [choices[turn * step % total] for turn in range(min(number, total))]
+
+
+def _case(layout: Layout, turn: int) -> Case | None:
+    """Return the case of a layout with what the turn deals it, or None if no rule allows any."""
+    kind = _KINDS[turn % len(_KINDS)]
+    offload = _OFFLOADS[turn % len(_OFFLOADS)]
+    if offload == "params" and not layout.zero:
+        offload = "optimizer"
+    # Counted in schedules, so that each of them meets each recompute on consecutive meshes.
+    recompute = _RECOMPUTES[(turn + turn // len(SCHEDULES)) % len(_RECOMPUTES)]
+    layout = layout.model_copy(update={"recompute": recompute, "offload": offload})
+    model = _model(kind, layout, turn)
+    if model is None:
+        return None
+    seq_len = 64 if turn % 6 == 5 else 32
+    found = []
+    for batch, microbatch in product((8, 16), (1, 2, 4)):
+        precision = _PRECISIONS[turn % len(_PRECISIONS)]
+        train = TrainSpec(batch=batch, seq_len=seq_len, precision=precision)
+        sized = layout.model_copy(update={"microbatch": microbatch})
+        if broken(model, train, sized) is None:
+            found.append(Case(model, train, sized, packed=kind.packed))
+    if not found:
+        return None
+    case = found[turn % len(found)]
+    return case
+
+
+def _model(kind: _Kind, layout: Layout, turn: int) -> ModelSpec | None:
+    """Return a small model that the layout divides, or None if it has more stages than layers."""
+    if layout.stages > MOST_LAYERS:
+        return None
+    layers = max(4, layout.stages)
+    if layout.is_pipelined and layers < MOST_LAYERS:
+        layers += turn % 2  # stages of different sizes
+    ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
+    kv_heads = 4 if ranks_of_heads <= 4 else 8
+    heads = 2 * kv_heads if kind.family == "llama" else kv_heads
+    return model_spec(
+        family=kind.family,
+        dim=64,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=8,
+        ffn_dim=128,
+        vocab_size=128,
+        **kind.flags,
+    )

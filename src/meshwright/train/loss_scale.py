@@ -1,0 +1,41 @@
+"""The loss scale of fp16: as large as the gradients allow without overflow. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.spec.training import TrainSpec
+
+START = 65536.0
+# Doubled after this many steps without overflow, halved at one: arXiv:1710.03740, section 3.2, with
+# the numbers of torch.amp.GradScaler.
+GROWTH_STEPS = 2000
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied with; `is_dynamic` says whether it follows the gradients."""
+
+    value: float = 1.0
+    is_dynamic: bool = False
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, train: TrainSpec) -> LossScale:
+        """Return the scale that a run starts with: 1 unless the precision is fp16."""
+        if train.precision != "fp16":
+            return cls()
+        if train.loss_scale is not None:
+            return cls(train.loss_scale)
+        return cls(START, is_dynamic=True)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Take in whether a step's gradients overflowed on any rank."""
+        if not self.is_dynamic:
+            return
+        if overflowed:
+            self.value, self.good_steps = max(self.value / 2, 2.0**-24), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == GROWTH_STEPS:
+            self.value, self.good_steps = self.value * 2, 0
