@@ -14,14 +14,30 @@ from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.weights import load_model
+    from meshwright.execute.parallelize import clip_grad_norm, make_mesh, parallelize
+    from meshwright.layout import Layout
     from meshwright.spec.loading import Config, load_config
 
-__all__ = ["Config", "__version__", "load_config", "load_model", "train"]
+__all__ = [
+    "Config",
+    "Layout",
+    "__version__",
+    "clip_grad_norm",
+    "load_config",
+    "load_model",
+    "make_mesh",
+    "parallelize",
+    "train",
+]
 
 _HOMES = {
     "Config": "meshwright.spec.loading",
     "load_config": "meshwright.spec.loading",
+    "Layout": "meshwright.layout",
+    "clip_grad_norm": "meshwright.execute.parallelize",
     "load_model": "meshwright.checkpoint.weights",
+    "make_mesh": "meshwright.execute.parallelize",
+    "parallelize": "meshwright.execute.parallelize",
 }
 
 

@@ -13,14 +13,14 @@ only spares work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 # Added to a masked score. Not -inf: a query that sees no key of a block would get a log-sum-exp of
 # 0 from the CPU kernel and NaN elsewhere; with this it gets about -1e30, which weighs nothing.
-MASKED = -1e30
+MASKED: Final = -1e30
 
 Grads = tuple[Tensor, Tensor, Tensor]
 

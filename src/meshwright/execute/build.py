@@ -54,7 +54,7 @@ def build(
             recompute(block, layout.recompute)
             if compiled:
                 block.compile()
-        distribute_data(model, model.blocks, layout, program.train, groups)
+        distribute_data(model, model.blocks, layout, program.train, groups.parameters)
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
         modules[stage.index] = model

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from meshwright.execute.groups import Groups
 from meshwright.layout import Layout
 from meshwright.spec.training import TrainSpec
 
@@ -42,21 +42,27 @@ def needs_wrapping(layout: Layout, train: TrainSpec) -> bool:
 
 
 def distribute_data(
-    model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, train: TrainSpec, groups: Groups
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    layout: Layout,
+    train: TrainSpec,
+    mesh: DeviceMesh,
+    replicas: str = "replicate",
+    shards: str = "shard",
 ) -> None:
     """Replicate or shard a model over data, block by block and then the rest.
 
-    Gradients are summed, not averaged: the loss is already divided by the global number of target
-    tokens, which stays right for uneven batches.
+    `replicas` and `shards` name the axes of the mesh. Gradients are summed, not averaged: the loss
+    is already divided by the global number of target tokens, which stays right for uneven batches.
     """
     if not needs_wrapping(layout, train):
         return
-    mesh, policy = groups.parameters, mixed_precision(train)
+    policy = mixed_precision(train)
     if layout.zero == 0:
         for module in (*blocks, model):
-            replicate(module, mesh=mesh["replicate"], mp_policy=policy)
+            replicate(module, mesh=mesh[replicas], mp_policy=policy)
     else:
-        over = mesh["replicate", "shard"] if layout.dp_replicate > 1 else mesh["shard"]
+        over = mesh[replicas, shards] if layout.dp_replicate > 1 else mesh[shards]
         offload = OffloadPolicy()
         if layout.offload == "params":
             offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

@@ -76,9 +76,9 @@ def _looped_table(
     """Return the table of a rank that does forwards first, then one forward one backward.
 
     GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B
-    (arXiv:2104.04473), breadth-first (arXiv:2211.05953) and ZB1P (arXiv:2401.10241, section 2.2)
-    differ in the order of the microbatches and in how many forwards come first. Zero bubble has the
-    weights' part lag behind, by one more on each rank, to fill the end of the pipeline.
+    (arXiv:2104.04473), breadth-first (arXiv:2211.05953) and ZB1P (arXiv:2401.10241) differ in the
+    order of the microbatches and in how many forwards come first. Zero bubble has the weights' part
+    lag behind, by one more on each rank, to fill the end of the pipeline.
     """
     is_breadth_first = schedule == "looped_bfs"
     is_one_round = is_breadth_first or virtual_stages == 1

@@ -1,0 +1,214 @@
+"""Parallelising a model that is not ours, for a training loop that is not ours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.execute.data import distribute_data
+from meshwright.execute.deferred import Deferral
+from meshwright.execute.gradients import local_shard
+from meshwright.execute.groups import Link
+from meshwright.execute.recompute import recompute
+from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmbedding
+from meshwright.layout import AXES, Layout
+from meshwright.spec.training import TrainSpec
+
+Style = Literal["column", "row", "vocab", "column_gathered"]
+
+# What transformers' `tp_plan` calls them.
+_STYLES: Mapping[str, Style] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "embedding_rowwise": "vocab",
+    "colwise_gather_output": "column_gathered",
+    "colwise_rep": "column_gathered",
+}
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str] | None = None,
+    train: TrainSpec | None = None,
+) -> nn.Module:
+    """Distribute a model in place over data and tensor parallelism, and return it.
+
+    `mesh` is what `make_mesh` gives. Every rank passes the same weights. `plan` names linear and
+    embedding layers by pattern (`*` is a number or a name) and cuts them: "column", "row", "vocab"
+    (rows of an embedding) or "column_gathered" (whole outputs, as logits); left out, a transformers
+    model tells its own. `train` gives the precision. Gradients are sums over data: divide the loss
+    by the global number of targets. Heads are left to the model, whose code must read them off the
+    projections. Raises `ConfigError` for what the layout or the model does not allow.
+    """
+    _check(layout, mesh)
+    blocks = find_blocks(model)
+    if layout.tp > 1:
+        _cut(model, mesh["tp"], _plan_of(model, plan))
+    for block in blocks:
+        recompute(block, layout.recompute)
+    train = train or TrainSpec()
+    distribute_data(model, blocks, layout, train, mesh, "dp_replicate", "dp_shard")
+    return model
+
+
+def make_mesh(layout: Layout, device: str = "cpu") -> DeviceMesh:
+    """Return torch's mesh of a layout, all five axes named; a collective over the world."""
+    return init_device_mesh(device, layout.mesh.shape, mesh_dim_names=AXES)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Clip the gradient of a parallelised model to a global norm; returns the norm before.
+
+    Every element counts once, however the parameters are cut; a collective over all ranks.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64)
+    world = dist.get_world_size()
+    for gradient in gradients:
+        copies = world
+        if isinstance(gradient, DTensor):
+            over = gradient.device_mesh
+            cut = [d for d, p in enumerate(gradient.placements) if not p.is_replicate()]
+            copies //= math.prod(over.size(d) for d in cut)
+        total += local_shard(gradient).double().square().sum().cpu() / copies
+    if gradients:
+        total = total.to(local_shard(gradients[0]).device)
+    dist.all_reduce(total)
+    norm = math.sqrt(total.item())
+    if norm > max_norm:
+        torch._foreach_mul_([local_shard(g) for g in gradients], max_norm / norm)
+    return norm
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers: the largest list of modules of one class, else the model."""
+    lists = [
+        list(module.children())
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    ]
+    alike = [found for found in lists if len({type(one) for one in found}) == 1]
+
+    def size(found: list[nn.Module]) -> int:
+        return sum(p.numel() for one in found for p in one.parameters())
+
+    return max(alike, key=size, default=[])
+
+
+def _check(layout: Layout, mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    if names != AXES or tuple(mesh.shape) != layout.mesh.shape:
+        raise ConfigError(
+            f"the mesh has {dict(zip(names, mesh.shape, strict=False))}, the layout "
+            f"{dict(zip(AXES, layout.mesh.shape, strict=True))}; meshwright.make_mesh(layout) fits"
+        )
+    for axis in ("pp", "cp"):
+        if getattr(layout, axis) > 1:
+            raise ConfigError(
+                f"layout.{axis} = {getattr(layout, axis)}: a model of one's own can be cut over "
+                "data and tp; stages and the sequence need a model that knows of them, as "
+                "`meshwright train` has"
+            )
+    if layout.sp:
+        raise ConfigError("layout.sp needs a model whose norms know of it, as our own have")
+
+
+def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
+    found = plan if plan is not None else getattr(model, "tp_plan", None)
+    if not found:
+        raise ConfigError(
+            "layout.tp > 1 needs a plan: which layers to cut by column and by row, e.g. "
+            '{"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}'
+        )
+    return {name: _STYLES.get(style, style) for name, style in found.items()}
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Cut the layers that a plan names; raises where a pattern fits none or a size does not cut."""
+    ranks = tuple(mesh.mesh.tolist())
+    link = Link(mesh.get_group(), ranks, mesh.get_local_rank())
+    borders = Borders(link, sp=False)
+    found = dict(model.named_modules())
+    shared: dict[int, nn.Parameter] = {}  # by what they were: tied parameters stay one
+    for pattern, style in plan.items():
+        form = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name in found if form.fullmatch(name)]
+        if not names:
+            raise ConfigError(f"the plan's {pattern} fits no layer of the model")
+        for name in names:
+            _cut_one(name, found[name], style, mesh, borders, link, shared)
+
+
+def _cut_one(
+    name: str,
+    module: nn.Module,
+    style: str,
+    mesh: DeviceMesh,
+    borders: Borders,
+    link: Link,
+    shared: dict[int, nn.Parameter],
+) -> None:
+    """Cut one layer by its style and give it the class that communicates."""
+    kinds: dict[str, tuple[type[nn.Module], int]] = {
+        "column": (nn.Linear, 0),
+        "column_gathered": (nn.Linear, 0),
+        "row": (nn.Linear, 1),
+        "vocab": (nn.Embedding, 0),
+    }
+    if style not in kinds:
+        raise ConfigError(refusal(f"the plan's style {style!r} for {name}", legal=list(kinds)))
+    kind, dim = kinds[style]
+    if not isinstance(module, kind):
+        raise ConfigError(f"the plan cuts {name} by {style}, but it is no {kind.__name__}")
+    for of, parameter in list(module.named_parameters(recurse=False)):
+        if of == "bias" and style == "row":
+            continue
+        size = parameter.shape[dim]
+        if size % link.size:
+            legal = [f"layout.tp = {n}" for n in nearest_divisors(size, link.size)]
+            raise ConfigError(
+                refusal(
+                    f"layout.tp = {link.size} must divide dim {dim} of {name}.{of}: {size}", legal
+                )
+            )
+        if id(parameter) not in shared:
+            part = parameter.detach().chunk(link.size, dim)[link.rank].clone()
+            cut = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+            shared[id(parameter)] = nn.Parameter(cut)
+        setattr(module, of, shared[id(parameter)])
+    if isinstance(module, nn.Embedding):
+        VocabEmbedding.take_over(module, borders)
+        return
+    if style == "row":
+        RowLinear.take_over(module, borders, Deferral())
+        return
+    ColumnLinear.take_over(module, borders, Deferral())
+    module.register_forward_pre_hook(lambda m, args: (borders.enter(args[0]), *args[1:]))
+    if style == "column_gathered":
+        module.register_forward_hook(lambda m, args, out: _Gather.apply(out, link))
+
+
+class _Gather(torch.autograd.Function):
+    """Whole outputs of a column-parallel layer, for code that computes the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        parts = [torch.empty_like(x) for _ in range(link.size)]
+        dist.all_gather(parts, x.contiguous(), group=link.group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.link.size, -1)[ctx.link.rank], None

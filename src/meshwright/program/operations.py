@@ -1,0 +1,324 @@
+"""The operations of one rank: what each computes, and what it keeps until the backward.
+
+All sizes are those of one microbatch on one rank, after tp, sp and cp have cut them. What is kept
+follows the modules of `models` and `execute` on a CPU, run eagerly; on CUDA the same tensors are
+kept, a mask aside. A test holds the bytes against what autograd really keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.lower import Program
+from meshwright.program.stages import Stage
+
+Kind = Literal[
+    "embedding",
+    "block",
+    "mask",
+    "norm",
+    "product",
+    "rotation",
+    "attention",
+    "activation",
+    "dropout",
+    "loss",
+]
+
+# Bytes of an element in the precision of the products.
+ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+# The backward of a product has two of its size: one for the input, one for the weight.
+PRODUCT_BACKWARD: Final = 2
+# Five products against two: the scores anew, and the gradients of the weights, v, q and k.
+# FlashAttention, arXiv:2205.14135, algorithm 4.
+ATTENTION_BACKWARD: Final = 2.5
+_WIDE: Final = 4  # bytes of statistics, the softmax and the rotary tables: fp32 in any precision
+_INT64: Final = 8
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a stage, for one microbatch on one rank.
+
+    `name` is that of its module, with `*` for the number of the layer, and `count` how many alike
+    the stage has. `flops` are those of the forward, of products and attention only: the rest moves
+    memory. `saved_bytes` is what it keeps until the backward, in bytes: a tensor that several share
+    is counted at the first of them.
+    """
+
+    name: str
+    kind: Kind
+    stage: int
+    flops: float
+    saved_bytes: int
+    count: int
+
+
+class Sizes(NamedTuple):
+    """Local sizes of one microbatch: `tokens` of attention and products, `stream` of the rest.
+
+    `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
+    `heads`, `kv_heads`, `ffn` and `vocab` are this tp rank's shares; `element` is in bytes.
+    """
+
+    rows: int
+    tokens: int
+    stream: int
+    span: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    element: int
+
+    @classmethod
+    def of(cls, program: Program) -> Sizes:
+        """Return the sizes that a program's rules cut evenly, the same on every rank."""
+        model, layout = program.model, program.layout
+        return cls(
+            rows=layout.microbatch,
+            tokens=layout.microbatch * program.sequence,
+            stream=layout.microbatch * program.stream,
+            span=program.train.seq_len,
+            dim=model.dim,
+            heads=model.n_heads // layout.tp,
+            kv_heads=model.n_kv_heads // layout.tp,
+            head_dim=model.head_dim,
+            ffn=model.ffn_dim // layout.tp,
+            vocab=model.vocab_size // layout.tp,
+            element=ELEMENT_BYTES[program.train.precision],
+        )
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of the residual stream on this rank."""
+        return self.stream * self.dim * self.element
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the stream as products take it: gathered over tp."""
+        return self.tokens * self.dim * self.element
+
+    def product(self, inner: int, outer: int) -> float:
+        """Return the FLOPs of a product of all tokens with a matrix `[outer, inner]`."""
+        return 2.0 * self.tokens * inner * outer
+
+
+class _Op(NamedTuple):
+    """An operation of a layer: `saved` without recomputation, `kept` with the selective one."""
+
+    name: str
+    kind: Kind
+    flops: float = 0.0
+    saved: int = 0
+    kept: int = 0
+
+
+def operations(
+    program: Program, stage: Stage, *, packed: bool = False, cp_rank: int = 0
+) -> tuple[Operation, ...]:
+    """Return the operations of a stage, in order, for one microbatch on one rank.
+
+    Every rank of tp has the same. `packed` says that rows hold several documents. `cp_rank` matters
+    under ring attention with selective recomputation alone, which keeps every step's result.
+    """
+    sizes = Sizes.of(program)
+    index, layers = stage.index, len(stage.layers)
+    found = []
+    if stage.is_first:
+        # Under tp the local ids and where they are another rank's; else the batch's own ids.
+        saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
+        found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
+    if packed and program.layout.cp == 1 and program.layout.recompute != "none":
+        # A bool for each pair, which all blocks' second forwards look at.
+        found.append(Operation("mask", "mask", index, 0.0, sizes.rows * sizes.span**2, 1))
+    found += (
+        Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers)
+        for op, saved in _layer(program, sizes, packed, cp_rank)
+    )
+    if stage.is_last:
+        found += (
+            Operation(op.name, op.kind, index, op.flops, op.saved, 1)
+            for op in _end(program, sizes)
+        )
+    return tuple(found)
+
+
+def _layer(
+    program: Program, sizes: Sizes, packed: bool, cp_rank: int
+) -> Iterator[tuple[_Op, int]]:
+    """Yield the operations of a layer, and the bytes that each keeps under the recompute policy."""
+    recompute = program.layout.recompute
+    ops = (
+        *_attention(program, sizes, packed, cp_rank),
+        *_mlp(program, sizes),
+    )
+    # The layer's dropout keys, in the context that a second forward starts from, too.
+    keys = sizes.rows * _INT64 if program.model.dropout else 0
+    if recompute != "none":
+        yield _Op("input", "block"), sizes.stream_bytes
+    for op in ops:
+        yield op, {"none": op.saved, "selective": op.kept, "full": 0}[recompute]
+    if keys:
+        yield _Op("dropout", "dropout"), keys
+
+
+def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False) -> _Op:
+    """Return a norm: it keeps its input and, for each token, the scale, or the mean and the scale.
+
+    LayerNorm has its statistics in the dtype of its input, RMSNorm in fp32.
+    """
+    llama = program.model.family == "llama"
+    statistics = sizes.stream * (_WIDE if llama else 2 * sizes.element)
+    return _Op(name, "norm", saved=statistics + (0 if shares_input else sizes.stream_bytes))
+
+
+def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> Iterator[_Op]:
+    model, layout = program.model, program.layout
+    heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    of_heads = sizes.tokens * heads * sizes.element
+    of_kv_heads = sizes.tokens * kv_heads * sizes.element
+    yield _norm(program, sizes, "attn_norm")
+    # q, k and v have one input. The results of products are kept by the selective policy.
+    into_heads, into_kv = sizes.product(sizes.dim, heads), sizes.product(sizes.dim, kv_heads)
+    yield _Op("attn.q", "product", into_heads, sizes.whole_bytes, of_heads)
+    yield _Op("attn.k", "product", into_kv, 0, of_kv_heads)
+    yield _Op("attn.v", "product", into_kv, 0, of_kv_heads)
+    if model.rotary_dim:
+        # Slices of the model's tables, or with positions of its own a copy in each layer.
+        tables = 2 * program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
+        yield _Op("attn.rope", "rotation", saved=tables)
+    sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
+    saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
+    if packed and layout.cp > 1 and layout.cp_kind == "ring":
+        saved += sizes.rows * sizes.span * 4  # the rows' segments in ring order, int32
+    elif packed:
+        saved += sizes.rows * sizes.span**2 * sizes.element  # the mask as numbers to add
+    steps = _ring_steps(program, cp_rank)
+    yield _Op(
+        "attn.core",
+        "attention",
+        flops=4.0 * heads * sizes.rows * _pairs(program, packed) / _head_ranks(program),
+        saved=saved,
+        kept=int((of_heads + sums) * steps),
+    )
+    # Ulysses gives its result in another order than the product wants it.
+    is_copied = layout.cp > 1 and layout.cp_kind == "ulysses"
+    yield _Op(
+        "attn.o",
+        "product",
+        sizes.product(heads, sizes.dim),
+        of_heads if is_copied else 0,
+        _row_kept(program, sizes),
+    )
+
+
+def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
+    hidden = sizes.tokens * sizes.ffn * sizes.element
+    flops = sizes.product(sizes.dim, sizes.ffn)
+    yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
+    if program.model.family == "llama":
+        yield _Op("mlp.gate", "product", flops, sizes.whole_bytes, hidden)
+        yield _Op("mlp.up", "product", flops, 0, hidden)
+        yield _Op("mlp.act", "activation", saved=3 * hidden)  # gate, act(gate), up
+    else:
+        yield _Op("mlp.up", "product", flops, sizes.whole_bytes, hidden)
+        yield _Op("mlp.act", "activation", saved=hidden)
+    yield _Op("mlp.down", "product", flops, hidden, _row_kept(program, sizes))
+
+
+def _row_kept(program: Program, sizes: Sizes) -> int:
+    """Return what selective recomputation keeps of a product that leaves the cut part of a block.
+
+    The partial sums, and under tp also what the other ranks made of them.
+    """
+    return sizes.whole_bytes + (sizes.stream_bytes if program.layout.tp > 1 else 0)
+
+
+def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
+    yield _norm(program, sizes, "norm")
+    yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), sizes.whole_bytes)
+    softmax = sizes.tokens * sizes.vocab * _WIDE
+    # Under tp with the local target and two masks for each token, else with the sum of weights.
+    more = sizes.tokens * (_INT64 + 2) if program.layout.tp > 1 else 4
+    yield _Op("loss", "loss", saved=softmax + more)
+
+
+def _head_ranks(program: Program) -> int:
+    """Return over how many ranks attention spreads the heads beside tp: cp with Ulysses."""
+    return program.layout.cp if program.layout.cp_kind == "ulysses" else 1
+
+
+def _pairs(program: Program, packed: bool) -> float:
+    """Return how many pairs of query and key the attention of one row and head computes here.
+
+    Half of a square where a kernel is told that it is causal. A mask that it is given hides that:
+    packed rows cost the whole square, except in the ring, which says both. The ring has a causal
+    square of its own keys, and half of a square for each other rank's.
+    """
+    own, span = program.sequence, program.train.seq_len
+    if program.layout.cp > 1 and program.layout.cp_kind == "ring":
+        return own * own / 2 * program.layout.cp
+    return float(span * span) if packed else span * span / 2
+
+
+def _ring_steps(program: Program, cp_rank: int) -> float:
+    """Return how many results of a block the ring computes, in those of all of its queries.
+
+    Of a later rank's keys only the second half of the queries sees any.
+    """
+    layout = program.layout
+    if layout.cp == 1 or layout.cp_kind != "ring":
+        return 1.0
+    return 1 + cp_rank + (layout.cp - 1 - cp_rank) / 2
+
+
+def stops_early(program: Program) -> bool:
+    """Whether a block's second forward ends before its last product.
+
+    torch.utils.checkpoint stops when all that the backward needs is there, and a product needs its
+    input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
+    keep after they have computed; so does dropout, which comes later.
+    """
+    layout = program.layout
+    defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+    return layout.tp == 1 and not defers and not program.model.dropout
+
+
+def matmul_flops(program: Program, pp_rank: int) -> float:
+    """Return the FLOPs of a rank's matrix products in one step, but for attention's.
+
+    Forward, backward and, with full recomputation, forward again, over all microbatches; `2 m n k`
+    for each product of a linear layer or the head.
+    """
+    total = 0.0
+    again = program.layout.recompute == "full"
+    for stage in program.held(pp_rank):
+        for op in operations(program, stage):
+            if op.kind == "product":
+                is_again = again and op.name.startswith("layers.")
+                if op.name == "layers.*.mlp.down":
+                    is_again = is_again and not stops_early(program)
+                total += op.flops * op.count * (1 + PRODUCT_BACKWARD + is_again)
+    return total * program.microbatches
+
+
+def attention_flops(program: Program, pp_rank: int, *, packed: bool = False) -> float:
+    """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
+
+    Two products forward and five backward, `2 head_dim` for each pair of query and key and each
+    head: half of a square where the kernel is told that it is causal, all of it where it gets a
+    mask instead. Forward once more with full recomputation.
+    """
+    times = 1 + ATTENTION_BACKWARD + (program.layout.recompute == "full")
+    return program.microbatches * sum(
+        op.flops * op.count * times
+        for stage in program.held(pp_rank)
+        for op in operations(program, stage, packed=packed)
+        if op.kind == "attention"
+    )
