@@ -103,6 +103,8 @@ def mixed(word):
 
 
 def final(word):
+    """Return the finaliser of 32 bits without its last step, of the word times the golden ratio."""
+    word = word * 0x9E3779B9 % 2**32
     word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
     return (word ^ word >> 15) * 0x735A2D97 % 2**32
 

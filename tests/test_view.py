@@ -51,8 +51,8 @@ def shown(view_class, *events, terminal=False):
 
 def test_plain_lines():
     assert shown(View, START, STEP, {**STEP, "step": 41, "mfu": 0.5}, END).splitlines() == [
-        "4.59M parameters on 2 rank(s) of CPU (some processor, 2 cores): dp_replicate 2, "
-        "microbatch 1; 9.7M training tokens, unigram entropy 3.1447 nats",
+        "4.59M parameters on 2 rank(s) of CPU (some processor, 2 cores): layout dp2 mb1; "
+        "9.7M training tokens, unigram entropy 3.1447 nats",
         "MFU unknown: the device's peak is not stated (cluster.peak_tflops)",
         "step 40/100 loss 2.5000 norm 0.7500 lr 1.00e-03 8192 tok/s (4096 per device) "
         "peak 1.00 GiB eta 30.0s",

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
+_BYTES: Final = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes, as `2GiB`, `1.5 GB` or `4096`; raises `ValueError` for all else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = _BYTES.get(found[2].upper()) if found else None
+    if found is None or size is None:
+        raise ValueError(f"{text!r} is no number of bytes, as 2GiB, 1.5GB or 4096")
+    return round(float(found[1]) * size)
 
 
 def format_bytes(count: float) -> str:

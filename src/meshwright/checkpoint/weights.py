@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,10 +22,13 @@ from meshwright.spec.model import ModelSpec
 WEIGHTS, SPEC = "model.safetensors", "model.json"
 
 
-def save_weights(parallel: Parallel, config: Config, step: int, root: Path) -> Path:
+def save_weights(
+    parallel: Parallel, config: Config, step: int, root: Path, facts: Mapping[str, Any]
+) -> Path:
     """Commit the full weights of a step under `root`; a collective, only rank 0 touches the disk.
 
-    Older steps beyond `checkpoint.keep` are removed after the new one has been verified.
+    `facts` go into the manifest. Older steps beyond `checkpoint.keep` are removed after the new one
+    has been verified.
     """
     tensors = dict(on_rank_0(parallel, lambda held: held.parameter))
     if not tensors:
@@ -34,8 +39,7 @@ def save_weights(parallel: Parallel, config: Config, step: int, root: Path) -> P
         text = config.model.model_dump_json(indent=1, exclude={"init_from"})
         (folder / SPEC).write_text(text + "\n", encoding="utf-8")
 
-    facts = {"tokenizer": config.data.tokenizer}
-    path = commit(root, step, files, facts)
+    path = commit(root, step, files, {"tokenizer": config.data.tokenizer, **facts})
     prune(root, config.checkpoint.keep)
     return path
 

@@ -177,11 +177,8 @@ def _cut_one(
         size = parameter.shape[dim]
         if size % link.size:
             legal = [f"layout.tp = {n}" for n in nearest_divisors(size, link.size)]
-            raise ConfigError(
-                refusal(
-                    f"layout.tp = {link.size} must divide dim {dim} of {name}.{of}: {size}", legal
-                )
-            )
+            rule = f"layout.tp = {link.size} must divide dim {dim} of {name}.{of}: {size}"
+            raise ConfigError(refusal(rule, legal=legal))
         if id(parameter) not in shared:
             part = parameter.detach().chunk(link.size, dim)[link.rank].clone()
             cut = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
@@ -190,13 +187,19 @@ def _cut_one(
     if isinstance(module, nn.Embedding):
         VocabEmbedding.take_over(module, borders)
         return
+    assert isinstance(module, nn.Linear)
     if style == "row":
         RowLinear.take_over(module, borders, Deferral())
         return
     ColumnLinear.take_over(module, borders, Deferral())
     module.register_forward_pre_hook(lambda m, args: (borders.enter(args[0]), *args[1:]))
     if style == "column_gathered":
-        module.register_forward_hook(lambda m, args, out: _Gather.apply(out, link))
+        module.register_forward_hook(lambda m, args, out: _gather(out, link))
+
+
+def _gather(x: Tensor, link: Link) -> Tensor:
+    out: Tensor = _Gather.apply(x, link)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Gather(torch.autograd.Function):

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.layout import Layout
 from meshwright.units import format_bytes, format_count, format_seconds
 
 MFU_UNKNOWN = "unknown: the device's peak is not stated (cluster.peak_tflops)"
@@ -101,15 +102,9 @@ def number(value: float | str) -> str:
 
 def start_line(event: Mapping[str, Any]) -> str:
     """Return one line on what runs where."""
-    layout = event["layout"]
-    degrees = " x ".join(
-        f"{axis} {layout[axis]}"
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        if layout[axis] > 1
-    )
     text = (
         f"{format_count(event['parameters'])} parameters on {event['world']} rank(s) of "
-        f"{event['device']}: {degrees or 'no parallelism'}, microbatch {layout['microbatch']}; "
+        f"{event['device']}: layout {Layout(**event['layout']).label}; "
         f"{format_count(event['train_tokens'])} training tokens"
     )
     entropy = event["unigram_entropy"]

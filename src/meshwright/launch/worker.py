@@ -5,8 +5,11 @@ It joins the others, trains, and leaves either an exit code or a failure file th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
+import resource
 import signal
 import sys
 import threading
@@ -15,6 +18,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 import torch
 
@@ -25,13 +29,25 @@ from meshwright.errors import (
     EXIT_STOPPED,
     ConfigError,
     MeshwrightError,
+    RankFailed,
 )
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join, leave
 from meshwright.launch.view import open_view
+from meshwright.layout import broken
 from meshwright.train.events import Event, Sink, open_sinks
 from meshwright.train.loop import train
 from meshwright.train.run_folder import Job, RunFolder, read_job
+from meshwright.units import format_bytes, parse_bytes
+
+M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+# What torch, numpy and C++ say when the system refuses memory.
+REFUSED: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+)
 
 
 class StopRequest:
@@ -64,6 +80,113 @@ def follow_parent(environ: Mapping[str, str]) -> None:
     threading.Thread(target=wait, daemon=True, name="follow-parent").start()
 
 
+class MemoryLimit:
+    """What a rank may allocate from here on, held by the system, as a context.
+
+    Raises `RankFailed` in place of the error of an allocation that was refused, and `ConfigError`
+    where nothing holds the limit.
+    """
+
+    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.limit = job.config.cluster.memory
+
+    def __enter__(self) -> None:
+        if self.limit is None:
+            return
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
+            return
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(
+                f"cluster.memory = {format_bytes(self.limit)} cannot be held to on {sys.platform}: "
+                "leave it out"
+            )
+        # RLIMIT_DATA counts private writable memory: what tensors are made of. RLIMIT_AS would
+        # also count libtorch's file and the 64 MiB that malloc reserves for each thread, and
+        # RLIMIT_RSS is not enforced. The interpreter, torch and the threads are there already, some
+        # 300 MiB; they are no more part of the limit than CUDA's own memory is of a GPU's.
+        torch.ones(1 << 20).sum()  # starts the threads, whose stacks are counted
+        return_freed_memory()
+        _set_data_limit(private_memory() + self.limit)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.limit is None:
+            return
+        if self.device.type != "cuda":  # what follows needs memory, too
+            _set_data_limit(None)
+        if error is not None and is_out_of_memory(error):
+            raise RankFailed(self.refusal(str(error), self.limit)) from error
+
+    def refusal(self, said: str, limit: int) -> str:
+        """Word the end of a rank that asked for too much; `said` is the allocator's own message."""
+        found = re.search(r"allocate ([\d.]+ ?(?:[KMGT]i?B)?)", said)
+        asked = f"asked for {format_bytes(parse_bytes(found[1]))}," if found else "asked for"
+        return (
+            f"out of memory: rank {self.rank} {asked} more than was left of "
+            f"cluster.memory = {format_bytes(limit)}. {remedies(self.job)}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was refused."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
+
+
+def remedies(job: Job) -> str:
+    """Say which legal changes of a job's layout let a rank do with less memory."""
+    layout, dp = job.layout, job.layout.dp
+    changes: list[dict[str, object]] = [
+        {"tp": 2 * layout.tp, "sp": True},
+        {"cp": 2 * layout.cp},
+        {"pp": 2 * layout.pp},
+    ]
+    if layout.zero < 3:
+        shards = dp if dp * layout.cp > 1 else 2
+        changes.append({"zero": 3, "dp_replicate": 1, "dp_shard": shards})
+    if layout.recompute != "full":
+        changes.append({"recompute": "full"})
+    if layout.microbatch > 1:
+        changes.append({"microbatch": layout.microbatch // 2})
+    ways = [
+        " ".join(f"layout.{key}={str(value).lower()}" for key, value in change.items())
+        for change in changes
+        if broken(job.config.model, job.config.train, layout.model_copy(update=change)) is None
+    ]
+    return f"What helps: {'; '.join(ways)}" if ways else "A smaller model or batch helps"
+
+
+def private_memory() -> int:
+    """Return the bytes of this process that RLIMIT_DATA counts, of which malloc holds some free."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _set_data_limit(limit: int | None) -> None:
+    """Limit this process's private writable memory to some bytes, or to what it was born with.
+
+    The soft limit only: that one may be raised again.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = hard if limit is None else limit
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def return_freed_memory() -> None:
+    """Have malloc give back each larger piece at once, instead of keeping it for later.
+
+    By itself glibc keeps pieces of up to 32 MiB, between which the memory is too scattered to be
+    used: peaks are up to twice as high.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other libraries have none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 16)
+
+
 def run_rank(job: Job, world: World, *, view: bool = False) -> int:
     """Train as one rank of a world and return the exit code.
 
@@ -82,7 +205,8 @@ def run_rank(job: Job, world: World, *, view: bool = False) -> int:
         for sink in sinks:
             sink.write(event)
 
-    summary = train(job, world, dataset, emit, lambda: stop.asked)
+    with MemoryLimit(job, world.rank, world.device):
+        summary = train(job, world, dataset, emit, lambda: stop.asked)
     for sink in sinks:
         sink.close()
     leave()

@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.models.context import Context
 
-# splitmix64's: doi.org/10.1145/2660193.2660195, section 4.3, with the constants of Stafford's mix 13.
+# splitmix64 (doi.org/10.1145/2660193.2660195) with the constants of Stafford's mix 13.
 _MIX: Final = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-# A finaliser of 32 bits found by github.com/skeeto/hash-prospector, issue 19.
+# 2^32 / golden ratio; and a finaliser of 32 bits, from github.com/skeeto/hash-prospector, issue 19.
+_GOLDEN: Final = 0x9E3779B9 - 2**32
 _FINAL: Final = ((16, 0x21F0AAAD), (15, 0x735A2D97))
 
 
@@ -95,9 +96,10 @@ def _hash(keys: Tensor, places: Tensor, site: int, dim: int) -> Tensor:
     rows = _mixed(keys ^ site)
     tokens = (_mixed(rows[:, None] ^ places) >> 32).int()
     channels = torch.arange(dim, dtype=torch.int32, device=keys.device)
-    # From here on each operation is a pass over all of x. The finaliser's last step only touches
-    # the lower half of the bits, which hardly matter to a comparison, and is left out.
-    mixed = tokens[:, :, None] ^ channels
+    # From here on each operation is a pass over all of x. Without the first product channels 64
+    # apart are dropped together too often. The finaliser's last step only touches the lower half of
+    # the bits, which hardly matter to a comparison, and is left out.
+    mixed = (tokens[:, :, None] ^ channels).mul_(_GOLDEN)
     for shift, factor in _FINAL:
         mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
     return mixed

@@ -143,15 +143,12 @@ def operations(
     )
     if stage.is_last:
         found += (
-            Operation(op.name, op.kind, index, op.flops, op.saved, 1)
-            for op in _end(program, sizes)
+            Operation(op.name, op.kind, index, op.flops, op.saved, 1) for op in _end(program, sizes)
         )
     return tuple(found)
 
 
-def _layer(
-    program: Program, sizes: Sizes, packed: bool, cp_rank: int
-) -> Iterator[tuple[_Op, int]]:
+def _layer(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> Iterator[tuple[_Op, int]]:
     """Yield the operations of a layer, and the bytes that each keeps under the recompute policy."""
     recompute = program.layout.recompute
     ops = (
@@ -196,7 +193,7 @@ def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> It
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
     saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
     if packed and layout.cp > 1 and layout.cp_kind == "ring":
-        saved += sizes.rows * sizes.span * 4  # the rows' segments in ring order, int32
+        saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
     elif packed:
         saved += sizes.rows * sizes.span**2 * sizes.element  # the mask as numbers to add
     steps = _ring_steps(program, cp_rank)
@@ -207,8 +204,8 @@ def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> It
         saved=saved,
         kept=int((of_heads + sums) * steps),
     )
-    # Ulysses gives its result in another order than the product wants it.
-    is_copied = layout.cp > 1 and layout.cp_kind == "ulysses"
+    # Some give their result in another order than the product wants it.
+    is_copied = _is_plain(program, packed) or (layout.cp > 1 and layout.cp_kind == "ulysses")
     yield _Op(
         "attn.o",
         "product",
@@ -259,12 +256,21 @@ def _pairs(program: Program, packed: bool) -> float:
 
     Half of a square where a kernel is told that it is causal. A mask that it is given hides that:
     packed rows cost the whole square, except in the ring, which says both. The ring has a causal
-    square of its own keys, and half of a square for each other rank's.
+    square of its own keys, and half of a square for each other rank's: as much on every rank, since
+    each holds a chunk of the beginning and one of the end.
     """
     own, span = program.sequence, program.train.seq_len
     if program.layout.cp > 1 and program.layout.cp_kind == "ring":
-        return own * own / 2 * program.layout.cp
+        halves = program.layout.cp + _is_plain(program, packed)
+        return own * own / 2 * halves
     return float(span * span) if packed else span * span / 2
+
+
+def _is_plain(program: Program, packed: bool) -> bool:
+    """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
+    layout = program.layout
+    is_ring = layout.cp > 1 and layout.cp_kind == "ring"
+    return is_ring and packed and program.train.precision == "fp16"
 
 
 def _ring_steps(program: Program, cp_rank: int) -> float:

@@ -85,7 +85,7 @@ def shard(part: Part, layout: Layout) -> Sharding:
         part,
         layout.tp,
         tp_dim,
-        layout.dp_shard * layout.cp if layout.zero else 1,
+        layout.shard_ranks,
         is_partial=layout.sp and layout.tp > 1 and tp_dim is None,
     )
 

@@ -1,16 +1,17 @@
 """`matrix`: the one table of layouts that are proven, and of those that must be refused. No torch.
 
 It drives `prove --matrix`, the tests and the support matrix in the docs. The layouts are every mesh
-of so many ranks (degrees that are powers of 2), each with a spread of what may be chosen on it. What
-the axes do not decide (model, precision, recompute, ...) is dealt out in turn: the numbers of kinds
-have no common divisor, so that over the table each kind meets each other one.
+of so many ranks (degrees that are powers of 2), each with a spread of what may be chosen on it.
+What the axes do not decide (model, precision, offload, ...) is dealt out in turn: the numbers of
+kinds have no common divisor, so that over the table each kind meets each other one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, product
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from meshwright.errors import ConfigError, refusal
@@ -18,7 +19,6 @@ from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import Case
 from meshwright.prove.refused import refused
-from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 WORLDS: Final = (2, 4, 8)
 MOST_LAYERS: Final = 8
+# Steps of AdamW where they are compared, too.
+ADAM_STEPS: Final = 3
 # Layouts of a mesh with several axes and no pipeline; with one it is a layout for each schedule.
 PER_MESH: Final = 4
 
@@ -35,7 +37,7 @@ class _Kind(NamedTuple):
 
     family: str
     packed: bool = False
-    flags: dict[str, Any] = {}
+    flags: Mapping[str, Any] = MappingProxyType({})
 
 
 _NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
@@ -76,38 +78,44 @@ def matrix(world: int) -> tuple[Case, ...]:
     if world not in WORLDS:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
     cases: dict[Layout, Case] = {}
-    turns = count()
-    for layout in (*map(Layout.parse, _NAMED[world]), *_layouts(world)):
-        case = _case(layout, next(turns))
+    for turn, layout in enumerate(map(Layout.parse, _NAMED[world])):
+        cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn)
+    for turn, layout in enumerate(_layouts(world)):
+        case = _dealt(layout, turn)
         if case is not None:
             cases.setdefault(case.layout, case)
     return (*cases.values(), *refused(world))
 
 
 def _layouts(world: int) -> Iterator[Layout]:
-    """Yield layouts that lack what is dealt out: microbatch, recompute, offload."""
+    """Yield layouts that lack microbatch and offload, which are dealt out."""
     meshes = [mesh for mesh in product(*[_powers(world)] * len(AXES)) if math.prod(mesh) == world]
     turns = count()
     for mesh in meshes:
         degrees = dict(zip(AXES, mesh, strict=True))
-        choices = [
+        choices: list[dict[str, Any]] = [
             {**degrees, "zero": zero, "sp": sp, "cp_kind": kind}
             for zero in _zeros(degrees)
             for sp in ((False, True) if degrees["tp"] > 1 else (False,))
             for kind in (("ring", "ulysses") if degrees["cp"] > 1 else ("ring",))
         ]
-        if degrees["pp"] == 1:
+        if degrees["pp"] > 1:
+            # Few meshes have a pipeline in a small world: each schedule is to meet each recompute.
+            for _ in range(3 if world == 2 else 1):
+                yield from _scheduled(choices, next(turns))
+        else:
             is_alone = sum(degree > 1 for degree in mesh) == 1
-            some = choices if is_alone else _spread(choices, PER_MESH)
-            yield from (Layout(**choice) for choice in some)
-            continue
-        # Few meshes have a pipeline in a small world: each schedule is to meet each recompute.
-        for _ in range(3 if world == 2 else 1):
-            for name, traits in SCHEDULES.items():
-                turn = next(turns)
-                more = turn // len(SCHEDULES) % 2 if traits.max_virtual is None else 0
-                stages = {"schedule": name, "virtual_stages": traits.min_virtual + more}
-                yield Layout(**choices[turn * 5 % len(choices)], **stages)
+            for choice in choices if is_alone else _spread(choices, PER_MESH):
+                yield Layout(**choice, recompute=_turned(_RECOMPUTES, next(turns)))
+
+
+def _scheduled(choices: Sequence[dict[str, Any]], turn: int) -> Iterator[Layout]:
+    """Yield a layout for each schedule, with one of some choices."""
+    for place, (name, traits) in enumerate(SCHEDULES.items()):
+        more = turn % 2 if traits.max_virtual is None else 0
+        pipeline: dict[str, Any] = {"schedule": name, "virtual_stages": traits.min_virtual + more}
+        recompute = _turned(_RECOMPUTES, place + turn)
+        yield Layout(**_turned(choices, 5 * place + turn), **pipeline, recompute=recompute)
 
 
 def _powers(world: int) -> list[int]:
@@ -121,6 +129,10 @@ def _zeros(degrees: dict[str, int]) -> tuple[int, ...]:
     return (0, 1, 2, 3) if degrees["cp"] > 1 else (0,)
 
 
+def _turned(choices: Sequence[T], turn: int) -> T:
+    return choices[turn % len(choices)]
+
+
 def _spread(choices: Sequence[T], number: int) -> list[T]:
     """Return so many of some choices, far apart in their order."""
     total = len(choices)
@@ -128,50 +140,44 @@ def _spread(choices: Sequence[T], number: int) -> list[T]:
     return [choices[turn * step % total] for turn in range(min(number, total))]
 
 
-def _case(layout: Layout, turn: int) -> Case | None:
-    """Return the case of a layout with what the turn deals it, or None if no rule allows any."""
-    kind = _KINDS[turn % len(_KINDS)]
-    offload = _OFFLOADS[turn % len(_OFFLOADS)]
+def _dealt(layout: Layout, turn: int) -> Case | None:
+    """Return the case of a layout with what a turn deals it, or None where no rule allows any."""
+    if layout.stages > MOST_LAYERS:
+        return None
+    offload = _turned(_OFFLOADS, turn)
     if offload == "params" and not layout.zero:
         offload = "optimizer"
-    # Counted in schedules, so that each of them meets each recompute on consecutive meshes.
-    recompute = _RECOMPUTES[(turn + turn // len(SCHEDULES)) % len(_RECOMPUTES)]
-    layout = layout.model_copy(update={"recompute": recompute, "offload": offload})
-    model = _model(kind, layout, turn)
-    if model is None:
-        return None
     seq_len = 64 if turn % 6 == 5 else 32
     found = []
     for batch, microbatch in product((8, 16), (1, 2, 4)):
-        precision = _PRECISIONS[turn % len(_PRECISIONS)]
+        update = {"microbatch": microbatch, "offload": offload}
+        precision = _turned(_PRECISIONS, turn)
         train = TrainSpec(batch=batch, seq_len=seq_len, precision=precision)
-        sized = layout.model_copy(update={"microbatch": microbatch})
-        if broken(model, train, sized) is None:
-            found.append(Case(model, train, sized, packed=kind.packed))
-    if not found:
-        return None
-    case = found[turn % len(found)]
-    return case
+        case = _case(layout.model_copy(update=update), train, turn)
+        if broken(case.model, case.train, case.layout) is None:
+            found.append(case)
+    return _turned(found, turn) if found else None
 
 
-def _model(kind: _Kind, layout: Layout, turn: int) -> ModelSpec | None:
-    """Return a small model that the layout divides, or None if it has more stages than layers."""
-    if layout.stages > MOST_LAYERS:
-        return None
+def _case(layout: Layout, train: TrainSpec, turn: int) -> Case:
+    """Return the case of a layout with a small model that it divides."""
+    kind = _turned(_KINDS, turn)
     layers = max(4, layout.stages)
     if layout.is_pipelined and layers < MOST_LAYERS:
         layers += turn % 2  # stages of different sizes
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = 4 if ranks_of_heads <= 4 else 8
-    heads = 2 * kv_heads if kind.family == "llama" else kv_heads
-    return model_spec(
+    model = model_spec(
         family=kind.family,
         dim=64,
         n_layers=layers,
-        n_heads=heads,
+        n_heads=2 * kv_heads if kind.family == "llama" else kv_heads,
         n_kv_heads=kv_heads,
         head_dim=8,
         ffn_dim=128,
         vocab_size=128,
         **kind.flags,
     )
+    has_adam = layout.offload != "none" or turn % 4 == 0
+    adam_steps = ADAM_STEPS if has_adam else 0
+    return Case(model, train, layout, packed=kind.packed, adam_steps=adam_steps)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES
-from meshwright.models import build_model, init_model
+from meshwright.models import Transformer, build_model, init_model
 from meshwright.models.dropout import row_keys
 from meshwright.prove.case import Case
+from meshwright.spec.training import OptimizerSpec
+
+# The default settings but a rate that does not change, so that each step counts as much.
+ADAM = OptimizerSpec(schedule="constant", warmup_steps=0)
 
 
 @dataclass(frozen=True)
@@ -53,26 +59,95 @@ def make_batch(case: Case, step: int) -> Batch:
 
 def run_reference(case: Case, batches: Sequence[Batch]) -> Reference:
     """Return what one device computes, a step for each global batch; gradients of the first."""
-    model = build_model(case.model, "cpu", case.train.seq_len)
-    init_model(model, case.model, case.train.seed)
+    model = _model(case)
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
+    names, parameters = zip(*model.named_parameters(), strict=True)
     for step, batch in enumerate(batches):
-        loss = _mean_loss(model, batch, case)
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        found = torch.autograd.grad(loss * case.loss_scale, parameters)
-        found = tuple(gradient / case.loss_scale for gradient in found)
-        norm = torch.stack([g.double().norm() for g in found]).norm()
-        losses.append(loss.item())
-        norms.append(norm.item())
+        loss, found = _gradients(model, parameters, batch, case)
+        norm = _norm(found)
+        losses.append(loss)
+        norms.append(norm)
         if step == 0:
             gradients = {name: g.float() for name, g in zip(names, found, strict=True)}
-        _descend(parameters, found, case, norm.item())
+        _descend(parameters, found, case, norm)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Reference(tuple(losses), tuple(norms), gradients, weights)
 
 
-def _mean_loss(model: torch.nn.Module, batch: Batch, case: Case) -> Tensor:
+def run_adam(case: Case, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Return the weights after a step of AdamW for each global batch."""
+    model = _model(case)
+    parameters = list(model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=ADAM.lr,
+        betas=ADAM.betas,
+        eps=ADAM.eps,
+        weight_decay=ADAM.weight_decay,
+    )
+    for batch in batches:
+        _, found = _gradients(model, parameters, batch, case)
+        factor = _clip_factor(case, _norm(found))
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient * factor
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def run_outputs(case: Case, batch: Batch) -> dict[str, Tensor]:
+    """Return the outputs `[batch, seq, dim]` of the embedding and of each layer, by name."""
+    model = _model(case)
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args, out: found.update({name: out.float()})
+
+    for name, module in streams(model):
+        module.register_forward_hook(keep(name))
+    _mean_loss(model, batch, case)
+    return found
+
+
+def streams(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose outputs are the residual stream, in order, also of a stage."""
+    for name, module in model.named_modules():
+        if re.fullmatch(r"embed|layers\.\d+", name):
+            yield name, module
+
+
+def _model(case: Case) -> Transformer:
+    model = build_model(case.model, "cpu", case.train.seq_len)
+    init_model(model, case.model, case.train.seed)
+    return model
+
+
+def _gradients(
+    model: nn.Module, parameters: Sequence[Tensor], batch: Batch, case: Case
+) -> tuple[float, tuple[Tensor, ...]]:
+    """Return the loss and its gradients, which were computed scaled."""
+    loss = _mean_loss(model, batch, case)
+    found = torch.autograd.grad(loss * case.loss_scale, parameters)
+    return loss.item(), tuple(gradient / case.loss_scale for gradient in found)
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    return float(torch.stack([g.double().norm() for g in gradients]).norm())
+
+
+def _clip_factor(case: Case, norm: float) -> float:
+    clip_norm = case.train.clip_norm
+    return min(1.0, clip_norm / norm) if clip_norm else 1.0
+
+
+def _mean_loss(model: nn.Module, batch: Batch, case: Case) -> Tensor:
     """Return the mean cross-entropy, with products in the precision of the case."""
     dtype = DTYPES[case.train.precision]
     cast = {name: p.to(dtype) for name, p in model.named_parameters()}
@@ -89,7 +164,6 @@ def _descend(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], case: Case, norm: float
 ) -> None:
     """Take one step of plain gradient descent, clipped by the global norm."""
-    clip_norm = case.train.clip_norm
-    factor = min(1.0, clip_norm / norm) if clip_norm else 1.0
+    factor = _clip_factor(case, norm)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.sub_(case.lr * factor * gradient)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
+
+# In the order in which a step computes them
+Quantity = Literal["initial weight", "output", "gradient", "weight"]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two computations first differ: in the order in which gradients come to be.
+    """Where two computations first differ, in the order in which a step computes.
 
-    `rank` is the first rank whose own shard differs; `microbatch` the first whose contribution
-    does, None where each alone agrees.
+    `quantity` is of `tensor`: a parameter's name, or for an output the module's. `rank` is the
+    first rank whose own shard differs; `microbatch` the first whose contribution does, and
+    `data_rank` the first whose rows do, None where each alone agrees.
     """
 
     tensor: str
@@ -20,6 +25,16 @@ class Divergence:
     stage: int
     microbatch: int | None
     error: float
+    quantity: Quantity = "gradient"
+    data_rank: int | None = None
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}", f"stage {self.stage}"]
+        if self.microbatch is not None:
+            where.append(f"microbatch {self.microbatch}")
+        if self.data_rank is not None:
+            where.append(f"rows of data rank {self.data_rank}")
+        return f"{self.quantity} of {self.tensor} on {', '.join(where)} (off by {self.error:.1e})"
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,40 @@ class Verdict:
     passed: bool
     first_divergence: Divergence | None = None
 
+    @property
+    def error(self) -> float | None:
+        """The number that was held against the tolerance; None where there is none."""
+        if self.tolerance is None:
+            return None
+        if isinstance(self.observed, Sequence):
+            return max(map(relative_error, self.observed, self.expected))
+        return float(self.observed)
+
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
-        return asdict(self)
+        """Return it as JSON-ready values; a number that is not finite becomes a text."""
+        ready: dict[str, Any] = _finite(asdict(self))
+        return ready
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Verdict:
+        """Return the verdict that `as_dict` made values of."""
+        where = values["first_divergence"]
+        if where is not None:
+            where = Divergence(**{**where, "error": float(where["error"])})
+        return cls(**{**values, "first_divergence": where})
+
+
+def relative_error(found: float | str, expected: float | str) -> float:
+    """Return how far a number is off, relative to what was expected."""
+    found, expected = float(found), float(expected)
+    return abs(found - expected) / max(abs(expected), 1e-12)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from meshwright.spec.model import Spec
+from meshwright.units import parse_bytes
 
 
 def _tuple(value: Any) -> Any:
@@ -14,6 +15,22 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _memory(value: Any) -> Any:
+    """Take a text such as "2GiB" for a number of bytes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"cluster.memory = {error}") from None
+
+
+Memory = Annotated[
+    int,
+    Field(gt=0),
+    BeforeValidator(_memory),
+    WithJsonSchema({"type": ["integer", "string"], "exclusiveMinimum": 0}),
+]
 Precision = Literal["fp32", "bf16", "fp16"]
 Zero = Literal[0, 1, 2, 3]
 ContextKind = Literal["ring", "ulysses"]
@@ -142,13 +159,16 @@ class ClusterSpec(Spec):
     `device` "auto" is CUDA where there is a GPU, else the CPU. `devices_per_node` left out means
     all GPUs, or on a CPU up to two ranks that share its cores. `peak_tflops` is the dense peak of
     one device in the training precision; without it MFU is unknown, since a peak is never guessed.
-    `port` is the rendezvous port of local ranks; left out, a free one is taken.
+    `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
+    more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
+    its libraries. `port` is the rendezvous port of local ranks; left out, a free one is taken.
     """
 
     preset: Literal["local"] = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nodes: int = Field(default=1, gt=0)
     devices_per_node: int | None = Field(default=None, gt=0)
+    memory: Memory | None = None
     peak_tflops: float | None = Field(default=None, gt=0)
     port: int | None = Field(default=None, gt=0, lt=65536)
 

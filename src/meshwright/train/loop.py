@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,11 +81,11 @@ def train(
         if done.overflow is not None:
             emit(overflow_event(step, done, scale))
         if last or step % config.train.log_every == 0:
-            emit(step_event(step, loss, done.norm, lr, clock, job, world))
+            emit(step_event(step, loss, done.norm, lr, scale.value, clock, job, world))
         if is_due(config.train.eval_every, step, last):
             emit(evaluation_event(step, parallel, job, world, dataset))
         if is_due(config.checkpoint.every, step, last) or last:
-            save(step, parallel, job, world, emit)
+            save(step, parallel, scale, job, world, emit)
         if stopped:
             break
     emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
@@ -138,12 +139,11 @@ def start_event(job: Job, world: World, dataset: Dataset, sampler: Sampler) -> d
 
 
 def overflow_event(step: int, done: Updated, scale: LossScale) -> dict[str, object]:
-    """Return the event of gradients that are not finite; under fp16 the step was skipped."""
+    """Return the event of an fp16 step that was skipped, with the scale of the next one."""
     return {
         "event": "overflow",
         "step": step,
         "tensor": done.overflow,
-        "skipped": scale.is_dynamic,
         "loss_scale": scale.value,
     }
 
@@ -162,11 +162,13 @@ def evaluation_event(
     return {"event": "eval", "step": step, "loss": loss, "seconds": time.perf_counter() - started}
 
 
-def save(step: int, parallel: Parallel, job: Job, world: World, emit: Emit) -> None:
+def save(
+    step: int, parallel: Parallel, scale: LossScale, job: Job, world: World, emit: Emit
+) -> None:
     """Save the weights on rank 0 and say so."""
     started = time.perf_counter()
     root = Path(job.config.checkpoint.dir) if job.config.checkpoint.dir else job.folder.checkpoints
-    path = save_weights(parallel, job.config, step, root)
+    path = save_weights(parallel, job.config, step, root, {"loss_scale": asdict(scale)})
     world.barrier()
     seconds = time.perf_counter() - started
     emit({"event": "save", "step": step, "path": str(path), "seconds": seconds})

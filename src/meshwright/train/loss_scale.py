@@ -14,10 +14,15 @@ GROWTH_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied with; `is_dynamic` says whether it follows the gradients."""
+    """What the loss is multiplied with.
+
+    `is_dynamic` says whether it follows the gradients, `skips` whether a step that overflows is
+    skipped: under fp16 that is ordinary, otherwise something is wrong.
+    """
 
     value: float = 1.0
     is_dynamic: bool = False
+    skips: bool = False
     good_steps: int = 0
 
     @classmethod
@@ -26,8 +31,8 @@ class LossScale:
         if train.precision != "fp16":
             return cls()
         if train.loss_scale is not None:
-            return cls(train.loss_scale)
-        return cls(START, is_dynamic=True)
+            return cls(train.loss_scale, skips=True)
+        return cls(START, is_dynamic=True, skips=True)
 
     def update(self, *, overflowed: bool) -> None:
         """Take in whether a step's gradients overflowed on any rank."""

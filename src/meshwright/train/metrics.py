@@ -53,12 +53,20 @@ def peak_memory(device: torch.device) -> int:
 
 
 def step_event(
-    step: int, loss: float, norm: float, lr: float, clock: StepClock, job: Job, world: World
+    step: int,
+    loss: float,
+    norm: float,
+    lr: float,
+    loss_scale: float,
+    clock: StepClock,
+    job: Job,
+    world: World,
 ) -> dict[str, object]:
     """Return the step event of docs/interface.md; a collective, so every rank calls it.
 
-    `mfu` is null where the device's peak is not stated: a peak is never guessed. Raises
-    `MeshwrightError` for a utilisation above 1, which can only mean a wrong peak.
+    `loss_scale` is there under fp16 only. `mfu` is null where the device's peak is not stated: a
+    peak is never guessed. Raises `MeshwrightError` for a utilisation above 1, which can only mean a
+    wrong peak.
     """
     train = job.config.train
     seconds, data_share = clock.take()
@@ -79,6 +87,7 @@ def step_event(
         "loss": loss,
         "grad_norm": norm,
         "lr": lr,
+        **({"loss_scale": loss_scale} if train.precision == "fp16" else {}),
         "step_time_s": slowest,
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_device": per_device,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.errors import MeshwrightError
 from meshwright.execute.batch import Batch
 from meshwright.execute.gradients import complete, first_overflow, global_norm, scale_gradients
 from meshwright.execute.optimize import Shards
@@ -47,10 +48,17 @@ def update(
 ) -> Updated:
     """Compute the gradients, clip them to a global norm (0: not at all) and update the weights.
 
-    Where a gradient overflows under fp16, every rank skips the update and the scale falls.
+    Where a gradient overflows under fp16, every rank skips the update and the scale falls. In any
+    other precision it raises `MeshwrightError` on every rank, with the weights as they were.
     """
     found = gradients(parallel, batch, world, scale.value)
-    skip = scale.is_dynamic and found.overflow is not None
+    skip = found.overflow is not None
+    if skip and not scale.skips:
+        raise MeshwrightError(
+            f"the gradient of {found.overflow} is not finite; the weights are as they were before "
+            "this step. A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps "
+            "helps where training diverged"
+        )
     if not skip:
         factor = 1.0 / scale.value
         if 0 < clip_norm < found.norm:
