@@ -15,7 +15,10 @@ from meshwright.execute.parallel import Parallel
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded; a collective when it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shards that are kept on the host meet on the device, where their groups communicate.
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,18 @@ ADAM = OptimizerSpec(schedule="constant", warmup_steps=0)
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computes over some SGD steps; tensors by parameter name."""
+    """What one device computes over some SGD steps; tensors by parameter name.
+
+    The noise is the largest difference of a tensor from the same computed in fp32, by name; it is
+    measured in half precision only.
+    """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    gradient_noise: Mapping[str, float] = field(default_factory=dict)
+    weight_noise: Mapping[str, float] = field(default_factory=dict)
 
 
 def make_batch(case: Case, step: int) -> Batch:
@@ -59,6 +65,23 @@ def make_batch(case: Case, step: int) -> Batch:
 
 def run_reference(case: Case, batches: Sequence[Batch]) -> Reference:
     """Return what one device computes, a step for each global batch; gradients of the first."""
+    found = _run(case, batches)
+    if case.train.precision == "fp32":
+        return found
+    train = case.train.model_copy(update={"precision": "fp32"})
+    exact = _run(replace(case, train=train), batches)
+    return replace(
+        found,
+        gradient_noise=_noise(found.gradients, exact.gradients),
+        weight_noise=_noise(found.weights, exact.weights),
+    )
+
+
+def _noise(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: (found[name] - exact[name]).abs().max().item() for name in found}
+
+
+def _run(case: Case, batches: Sequence[Batch]) -> Reference:
     model = _model(case)
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}

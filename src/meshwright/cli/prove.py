@@ -1,0 +1,161 @@
+"""`meshwright prove`: a layout, or the whole table, against one device."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.machine import count_gpus, detect
+from meshwright.launch.proof import by_world, prove_cases
+from meshwright.layout import Layout, resolve_layout
+from meshwright.program.lower import lower
+from meshwright.program.parts import parameter_count
+from meshwright.prove.case import Case
+from meshwright.prove.matrix import WORLDS, matrix
+from meshwright.prove.order import prove_order
+from meshwright.prove.outcome import Outcome, document, refusal_line
+from meshwright.prove.refused import Refusal, refuse
+from meshwright.prove.shrink import shrink
+from meshwright.spec.loading import Config
+from meshwright.units import format_count, format_seconds
+
+EXAMPLE = """\
+examples:
+  meshwright prove run.toml layout.tp=2 layout.sp=true    does this layout compute the same?
+  meshwright prove --matrix --world 4                     the whole table of 4 ranks
+  meshwright prove --matrix --only zbv --json             those whose label contains a text
+  meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
+
+exit codes: 0 all verdicts are good, 1 one is not, 2 refused
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `prove`."""
+    parser.description = (
+        "Prove on local ranks that a layout computes what one device does: loss, every gradient, "
+        "weights after steps of SGD and AdamW."
+    )
+    parser.epilog = EXAMPLE
+    add_config_arguments(parser)
+    parser.add_argument("--matrix", action="store_true", help="the table instead of a config")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help=f"ranks of the table: {WORLDS}, 8 unless given"
+    )
+    parser.add_argument("--only", metavar="TEXT", help="of the table, labels that contain it")
+    parser.add_argument(
+        "--check-order",
+        action="store_true",
+        help="check without running anything that the pipeline's order cannot deadlock",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prove, printing a line for each layout; with `--json` one document is on stdout."""
+    out = sys.stderr if args.json else sys.stdout
+    started = time.perf_counter()
+    refusals: list[Refusal] = []
+    more: dict[str, Any] = {}
+    if args.matrix:
+        cases, refusals = _of_table(args, out)
+    elif args.world is not None or args.only is not None:
+        raise ConfigError("--world and --only are of the table: add --matrix")
+    else:
+        cases, more = _of_config(args, out)
+    if args.check_order:
+        outcomes = [_checked(case, out) for case in cases]
+    else:
+        outcomes = _proven(cases, out)
+    for refusal in refusals:
+        _say(out, refusal_line(refusal))
+    seconds = time.perf_counter() - started
+    world = max((case.layout.world for case in cases), default=args.world or 0)
+    found = document(world, outcomes, refusals, seconds) | more
+    if args.json:
+        print_json(found)
+    _say(out, _summary(found, len(refusals)))
+    return EXIT_CHECK_FAILED if found["failed"] else EXIT_DONE
+
+
+def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
+    """Return what the table has for the arguments: cases, and refusals with what they were told."""
+    if args.words:
+        raise ConfigError(f"--matrix has its own table; leave out {' '.join(args.words)}")
+    world = 8 if args.world is None else args.world
+    only = args.only or ""
+    chosen = [case for case in matrix(world) if only in case.label]
+    if not chosen:
+        raise ConfigError(f"no layout of {world} ranks has {only!r} in its label")
+    cases = [case for case in chosen if case.refused is None]
+    refusals = [refuse(case) for case in chosen if case.refused is not None]
+    _say(out, f"{len(cases)} layouts of {world} ranks, {len(refusals)} to be refused")
+    return cases, refusals
+
+
+def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
+    """Return the small cases that stand for a config's layout, and what JSON says of it."""
+    config = read_config(args)
+    layout = _layout(config)
+    asked = {
+        "layout": layout.label,
+        "world": layout.world,
+        "parameters": parameter_count(config.model),
+    }
+    count = format_count(parameter_count(config.model))
+    _say(out, f"asked: {layout.label} on {layout.world} ranks, {count} parameters")
+    if args.check_order:
+        return [Case(config.model, config.train, layout)], {"asked": asked}
+    packed = config.data.packing == "documents"
+    cases = list(shrink(config.model, config.train, layout, packed=packed))
+    for case in cases:
+        size = format_count(parameter_count(case.model))
+        _say(out, f"run:   {case.label} on {case.layout.world} local CPU ranks, {size} parameters")
+    return cases, {"asked": asked}
+
+
+def _layout(config: Config) -> Layout:
+    """Return the layout as `train` would resolve it; no GPU needs to be there."""
+    cluster = config.cluster
+    if not count_gpus(os.environ):
+        cluster = cluster.model_copy(update={"device": "cpu"})
+    return resolve_layout(config, detect(cluster, os.environ))
+
+
+def _checked(case: Case, out: TextIO) -> Outcome:
+    started = time.perf_counter()
+    verdict = prove_order(lower(case.model, case.train, case.layout))
+    outcome = Outcome(case, (verdict,), time.perf_counter() - started)
+    _show(outcome, out)
+    return outcome
+
+
+def _proven(cases: Sequence[Case], out: TextIO) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for some in by_world(cases):
+        outcomes += prove_cases(some, os.environ, lambda outcome: _show(outcome, out))
+    return outcomes
+
+
+def _show(outcome: Outcome, out: TextIO) -> None:
+    for line in outcome.lines():
+        _say(out, line)
+
+
+def _summary(found: dict[str, Any], refusals: int) -> str:
+    text = f"{found['passed']} of {found['layouts']} layouts passed"
+    if refusals:
+        text += f", {refusals} were to be refused"
+    if found["failed"]:
+        text += f", {found['failed']} FAILED"
+    return f"{text}, in {format_seconds(found['seconds'])}"
+
+
+def _say(out: TextIO, text: str) -> None:
+    print(text, file=out, flush=True)

@@ -1,0 +1,219 @@
+"""Where a parallel model first parts from one device, in the order in which a step computes.
+
+First the weights before the step, then what each layer hands on in the forward, then the gradients.
+A wrong forward makes all gradients wrong, so they alone would name the last layer whatever it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.sampler import IGNORE
+from meshwright.execute.batch import Batch
+from meshwright.execute.build import cut, seeded
+from meshwright.execute.gradients import Held, scale_gradients
+from meshwright.execute.groups import Groups
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.world import World
+from meshwright.program.lower import Program, lower
+from meshwright.program.shards import shard_rank
+from meshwright.prove.case import Case
+from meshwright.prove.compare import (
+    TOLERANCES,
+    Difference,
+    Fault,
+    build_small,
+    error_of,
+    everyones,
+    expect,
+    mine,
+)
+from meshwright.prove.reference import make_batch, run_outputs, run_reference, streams
+from meshwright.prove.verdict import Divergence
+from meshwright.train.update import gradients
+
+
+class _Search(NamedTuple):
+    """What is looked at, again and again."""
+
+    case: Case
+    program: Program
+    groups: Groups
+    world: World
+    fault: Fault | None
+
+    @property
+    def bound(self) -> float:
+        return TOLERANCES[self.case.train.precision]
+
+    def build(self) -> Parallel:
+        return build_small(self.program, self.groups, self.world, self.fault)
+
+    def step(self, parallel: Parallel, batch: Batch) -> None:
+        """Compute the gradients of a global batch, unscaled."""
+        rows = mine(batch, self.program, self.world)
+        gradients(parallel, rows, self.world, self.case.loss_scale)
+        scale_gradients(parallel.held, 1 / self.case.loss_scale)
+
+
+def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Divergence | None:
+    """Return where the first step parts from one device, None where it does not; a collective."""
+    program = lower(case.model, case.train, case.layout)
+    search = _Search(case, program, groups, world, fault)
+    return _wrong_weight(search) or _wrong_output(search) or _wrong_gradient(search)
+
+
+def _wrong_weight(search: _Search) -> Divergence | None:
+    """Return the first parameter whose shard is not that of the whole one, before any step."""
+    source = seeded(search.program.model, search.program.train.seed)
+    wrong = []
+    for held in search.build().held:
+        whole = source(held.name, torch.Size(held.sharding.part.shape))
+        scale = whole.abs().max().item() or 1.0  # biases start at zero
+        error = error_of(held.shard, _part(whole, held, search), scale)
+        if error:
+            wrong.append(Difference(error, held.name, search.world.rank, held.stage))
+    order = {name: place for place, name in enumerate(search.program.shardings)}
+    found = _first(wrong, order, search.world)
+    if found is None:
+        return None
+    return Divergence(found.tensor, found.rank, found.stage, None, found.error, "initial weight")
+
+
+def _part(whole: Tensor, held: Held, search: _Search) -> Tensor:
+    at = search.groups.at
+    return cut(whole, held.sharding, at["tp"], shard_rank(search.program.layout, at))
+
+
+def _first(wrong: list[Difference], order: dict[str, int], world: World) -> Difference | None:
+    """Return the first of all ranks' wrong tensors in an order, and the first rank that has it."""
+
+    def place(one: Difference) -> tuple[int, int]:
+        return order[one.tensor], one.rank
+
+    first = min(wrong, key=place, default=None)
+    return min((one for one in everyones(first, world) if one), key=place, default=None)
+
+
+class _Output(NamedTuple):
+    """A wrong output of a module, in the order in which to report them."""
+
+    microbatch: int
+    depth: int
+    rank: int
+    stage: int
+    tensor: str
+    error: float
+
+
+def _wrong_output(search: _Search) -> Divergence | None:
+    """Return the first microbatch and layer whose output is wrong, and the first rank of it."""
+    batch = make_batch(search.case, 0)
+    expected = expect(run_outputs(search.case, batch), {}, search.case.train.precision)
+    parallel, wrong = search.build(), list[_Output]()
+    names = [f"layers.{layer}" for layer in range(search.program.model.n_layers)]
+    depths = {name: depth for depth, name in enumerate(["embed", *names])}
+    calls: Counter[str] = Counter()
+
+    def check(name: str, stage: int, out: Tensor) -> None:
+        order = _microbatches(search, stage)
+        microbatch, calls[name] = order[calls[name] % len(order)], calls[name] + 1
+        whole = expected.tensors[name][_rows(search, microbatch)]
+        if parallel.places is not None:
+            whole = whole[:, parallel.places.cpu()]
+        error = error_of(out.detach(), whole, expected.scales[name])
+        if not error <= search.bound:
+            rank = search.world.rank
+            wrong.append(_Output(microbatch, depths[name], rank, stage, name, error))
+
+    for stage, module in parallel.modules.items():
+        for name, inner in streams(module):
+            _watch(inner, partial(check, name, stage))
+    search.step(parallel, batch)
+    found = min(
+        (one for one in everyones(min(wrong, default=None), search.world) if one), default=None
+    )
+    if found is None:
+        return None
+    at = found.rank, found.stage, found.microbatch
+    return Divergence(found.tensor, *at, found.error, "output")
+
+
+def _watch(module: nn.Module, look: Callable[[Tensor], None]) -> None:
+    module.register_forward_hook(lambda module, args, out: look(out))
+
+
+def _microbatches(search: _Search, stage: int) -> list[int]:
+    """Return the microbatches of a stage of this rank in the order of their forwards."""
+    table = search.program.tables[search.groups.at["pp"]]
+    return [a.microbatch for a in table if a.kind == "F" and a.stage == stage]
+
+
+def _rows(search: _Search, microbatch: int) -> slice:
+    """Return the rows of the global batch that this rank computes as a microbatch."""
+    layout = search.program.layout
+    first = layout.mesh.data_rank(search.world.rank) * (search.program.train.batch // layout.dp)
+    start = first + microbatch * layout.microbatch
+    return slice(start, start + layout.microbatch)
+
+
+def _wrong_gradient(search: _Search) -> Divergence | None:
+    """Return the first gradient that is wrong, and whose rows make it so.
+
+    The microbatches are tried one at a time, with the targets of the others ignored, and where one
+    disagrees, then those of one data rank; if each alone agrees, the whole step is taken and none
+    is named. Among the tensors it is the first whose gradient comes to be.
+    """
+    batch = make_batch(search.case, 0)
+    for microbatch in range(search.program.microbatches):
+        found = _gradient_of(search, _only(batch, search, microbatch))
+        if found is None:
+            continue
+        for data_rank in range(search.program.layout.dp):
+            alone = _gradient_of(search, _only(batch, search, microbatch, data_rank))
+            if alone is not None:
+                return _divergence(alone, microbatch, data_rank)
+        return _divergence(found, microbatch, None)
+    found = _gradient_of(search, batch)
+    return None if found is None else _divergence(found, None, None)
+
+
+def _divergence(found: Difference, microbatch: int | None, data_rank: int | None) -> Divergence:
+    return Divergence(
+        found.tensor, found.rank, found.stage, microbatch, found.error, data_rank=data_rank
+    )
+
+
+def _only(batch: Batch, search: _Search, microbatch: int, data_rank: int | None = None) -> Batch:
+    """Return the batch with the targets of one microbatch alone, of one data rank or of all."""
+    layout = search.program.layout
+    rows = torch.arange(len(batch.targets))
+    per_rank = search.program.train.batch // layout.dp
+    is_left = rows % per_rank // layout.microbatch == microbatch
+    if data_rank is not None:
+        is_left &= rows // per_rank == data_rank
+    targets = batch.targets.clone()
+    targets[~is_left] = IGNORE
+    return batch._replace(targets=targets)
+
+
+def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
+    """Return the first wrong gradient of a batch, in the order of the backward."""
+    reference = run_reference(search.case, [batch])
+    parallel = search.build()
+    search.step(parallel, batch)
+    precision, wrong = search.case.train.precision, list[Difference]()
+    expected = expect(reference.gradients, reference.gradient_noise, precision)
+    for held in parallel.held:
+        part = _part(expected.tensors[held.name], held, search)
+        error = error_of(held.gradient, part, expected.scales[held.name])
+        if not error <= search.bound:
+            wrong.append(Difference(error, held.name, search.world.rank, held.stage))
+    order = {name: place for place, name in enumerate(reversed(search.program.shardings))}
+    return _first(wrong, order, search.world)

@@ -1,0 +1,89 @@
+"""`Outcome`: what the proof of a case came to, and a table's outcomes as one document. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.prove.case import Case
+from meshwright.prove.refused import Refusal
+from meshwright.prove.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdicts on a case, and the seconds that they took."""
+
+    case: Case
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of its verdicts are good; none at all is no proof."""
+        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line with the worst errors, then one for each verdict that failed."""
+        word = "ok  " if self.passed else "FAIL"
+        errors = [
+            f"{verdict.claim} {verdict.error:.1e}"
+            for verdict in self.verdicts
+            if verdict.error is not None
+        ]
+        yield f"{word} {self.case.label}: {', '.join(errors)} ({self.seconds:.1f} s)"
+        for verdict in self.verdicts:
+            if not verdict.passed:
+                yield from _failure(verdict)
+
+
+def _failure(verdict: Verdict) -> Iterator[str]:
+    if verdict.tolerance is None:
+        yield f"     {verdict.claim}: {verdict.observed}"
+    else:
+        yield (
+            f"     {verdict.claim}: {verdict.observed} instead of {verdict.expected}, more than "
+            f"{verdict.tolerance:.1e} off"
+        )
+    if verdict.first_divergence is not None:
+        yield f"     first: {verdict.first_divergence}"
+
+
+def refusal_line(refusal: Refusal) -> str:
+    """Return a line on a layout that was to be refused."""
+    word = "ok  " if refusal.passed else "FAIL"
+    told = refusal.rule or "not refused"
+    if not refusal.passed:
+        told += f", instead of: {refusal.case.refused}"
+    legal = " or ".join(refusal.nearest)
+    return f"{word} {refusal.case.layout.label} refused: {told}" + (legal and f"; nearest: {legal}")
+
+
+def document(
+    world: int, outcomes: Sequence[Outcome], refusals: Sequence[Refusal], seconds: float
+) -> dict[str, Any]:
+    """Return all as one JSON-ready object; `passed` and `failed` count layouts."""
+    passed = sum(outcome.passed for outcome in outcomes)
+    passed_refusals = sum(refusal.passed for refusal in refusals)
+    return {
+        "world": world,
+        "layouts": len(outcomes),
+        "passed": passed,
+        "failed": len(outcomes) - passed + len(refusals) - passed_refusals,
+        "refused": [
+            {
+                "layout": refusal.case.layout.label,
+                "rule": refusal.rule,
+                "expected": refusal.case.refused,
+                "nearest": list(refusal.nearest),
+            }
+            for refusal in refusals
+        ],
+        "seconds": round(seconds, 3),
+        "verdicts": [
+            {"case": outcome.case.label, **verdict.as_dict()}
+            for outcome in outcomes
+            for verdict in outcome.verdicts
+        ],
+    }

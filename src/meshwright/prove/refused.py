@@ -1,0 +1,153 @@
+"""The layouts that must be refused: each rule broken once, with the sentence that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from meshwright.layout import Layout, broken, nearest_legal
+from meshwright.prove.case import Case
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+
+
+class Refusal(NamedTuple):
+    """What a refused layout was told."""
+
+    case: Case
+    rule: str | None
+    nearest: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it broke the rule that it was to break."""
+        return self.rule == self.case.refused
+
+
+def refuse(case: Case) -> Refusal:
+    """Hold a case that is to be refused against the rules."""
+    specs = case.model, case.train, case.layout
+    return Refusal(case, broken(*specs), tuple(nearest_legal(*specs)))
+
+
+def refused(world: int) -> Iterator[Case]:
+    """Yield a case for each rule, on a number of ranks that is a power of 2 above 1."""
+    yield from _tensor(world)
+    yield from _pipeline(world)
+    yield from _data(world)
+    yield from _context(world)
+
+
+def _case(rule: str, layout: str, train: dict[str, Any] | None = None, **model: Any) -> Case:
+    sizes = {"dim": 64, "n_layers": 4, "n_heads": 16, "n_kv_heads": 8, "head_dim": 8}
+    spec = model_spec(**{**sizes, "ffn_dim": 128, "vocab_size": 128, **model})
+    sized = TrainSpec(**{"batch": 16, "seq_len": 32, **(train or {})})
+    return Case(spec, sized, Layout.parse(layout), refused=rule)
+
+
+def _tensor(world: int) -> Iterator[Case]:
+    """Yield what breaks the rules of tensor and sequence parallelism."""
+    label = f"tp{world} mb1"
+    rule = f"layout.tp = {world} must divide model."
+    heads = world + 1
+    yield _case(f"{rule}n_heads = {heads}", label, n_heads=heads, n_kv_heads=heads)
+    yield _case(f"{rule}n_kv_heads = {world // 2}", label, n_kv_heads=world // 2)
+    yield _case(f"{rule}ffn_dim = 129", label, ffn_dim=129)
+    yield _case(f"{rule}vocab_size = 129", label, vocab_size=129)
+    seq_len = 3 * world + 1
+    yield _case(
+        f"train.seq_len / layout.cp = {seq_len} must be a multiple of layout.tp = {world} "
+        f"(layout.sp = true)",
+        f"tp{world} sp mb1",
+        {"seq_len": seq_len},
+    )
+    yield _case(
+        f"train.compile = true with layout.tp = {world}: compiled blocks are proven with data "
+        f"parallelism only",
+        label,
+        {"compile": True},
+    )
+
+
+def _pipeline(world: int) -> Iterator[Case]:
+    """Yield what breaks the rules of pipelines and their schedules."""
+    yield _case(
+        f"layout.pp = {world} x layout.virtual_stages = 3 gives {3 * world} stages, but "
+        f"model.n_layers = 4",
+        f"pp{world} interleaved_1f1b v3 mb1",
+    )
+    yield _case(
+        "layout.virtual_stages = 2 needs a pipeline, but layout.pp = 1",
+        f"dp{world} v2 interleaved_1f1b mb1",
+    )
+    for name, needs, stages in (
+        ("interleaved_1f1b", "at least 2 virtual stages", 1),
+        ("zbv", "exactly 2 virtual stages", 1),
+        ("1f1b", "exactly 1 virtual stage", 2),
+    ):
+        yield _case(
+            f"schedule {name} needs {needs} on each of the {world} ranks of the pipeline, but "
+            f"layout.virtual_stages = {stages}",
+            f"pp{world} {name} v{stages} mb1",
+            n_layers=2 * world,
+        )
+    for name, stages in (("1f1b", world), ("dualpipev", 2 * world)):
+        yield _case(
+            f"schedule {name} needs at least as many microbatches as the pipeline has stages: "
+            f"1 microbatch, {stages} stages",
+            f"pp{world} {name} v{stages // world} mb16",
+            n_layers=2 * world,
+        )
+    many = 2 * world + 1
+    for name in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        yield _case(
+            f"schedule {name} runs {many} microbatches on {world} ranks in 2 rounds, and 2 must "
+            f"divide {many}",
+            f"pp{world} {name} v2 mb1",
+            {"batch": many},
+            n_layers=2 * world,
+        )
+
+
+def _data(world: int) -> Iterator[Case]:
+    """Yield what breaks the rules of data parallelism, ZeRO and offload."""
+    batch = 2 * world + 1
+    yield _case(
+        f"train.batch = {batch} must be a multiple of the data-parallel degree {world} "
+        f"(dp_replicate {world} x dp_shard 1)",
+        f"dp{world} mb1",
+        {"batch": batch},
+    )
+    yield _case(
+        "layout.microbatch = 3 must divide train.batch per data rank = 4",
+        f"dp{world} mb3",
+        {"batch": 4 * world},
+    )
+    yield _case(
+        f"layout.dp_shard = {world} shards, but layout.zero = 0 replicates", f"shard{world} mb1"
+    )
+    yield _case(
+        "layout.offload = params needs sharded states, but layout.zero = 0 replicates",
+        f"dp{world} mb1 offload-params",
+    )
+
+
+def _context(world: int) -> Iterator[Case]:
+    """Yield what breaks the rules of context parallelism."""
+    yield _case(
+        f"train.seq_len = {3 * world} must be a multiple of 2 x layout.cp = {world} "
+        f"(layout.cp_kind = ring gives each rank two chunks)",
+        f"cp{world}-ring mb1",
+        {"seq_len": 3 * world},
+    )
+    yield _case(
+        f"train.seq_len = {3 * world + 1} must be a multiple of layout.cp = {world}",
+        f"cp{world}-ulysses mb1",
+        {"seq_len": 3 * world + 1},
+    )
+    yield _case(
+        f"layout.tp = 1 x layout.cp = {world} gives {world}, which must divide "
+        f"model.n_kv_heads = {world // 2} (layout.cp_kind = ulysses)",
+        f"cp{world}-ulysses mb1",
+        n_kv_heads=world // 2,
+    )

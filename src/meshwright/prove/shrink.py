@@ -1,0 +1,126 @@
+"""A layout of any size made small enough to be proven on local ranks. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, Final
+
+from meshwright.layout import AXES, Layout, broken
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.prove.case import Case
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+from meshwright.units import round_up
+
+MOST_RANKS: Final = 8
+ADAM_STEPS: Final = 3
+# Data parallelism first: more of the same is the least of what a layout can get wrong.
+_SHRINK_ORDER: Final = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+_MOST_VIRTUAL: Final = 4
+_SEQ_LEN: Final = 32
+_DIM: Final = 64
+
+
+def shrink(
+    model: ModelSpec, train: TrainSpec, layout: Layout, *, packed: bool = False
+) -> tuple[Case, ...]:
+    """Return the cases that stand for a layout: of its kind, but small.
+
+    A degree keeps being one above 1, and the policies (ZeRO, schedule, recompute, ...) stay. Where
+    the layout has more axes than `MOST_RANKS` allow to be split, there is a case for every set of
+    as many of them as can be, so that each meets each other one. The model keeps its family and
+    flags, and the ratio of its heads.
+    """
+    microbatches = train.batch // layout.dp // layout.microbatch
+    is_uneven = model.n_layers % layout.stages > 0
+    cases = []
+    for degrees in _degrees(layout):
+        small = _with_policies(layout, degrees)
+        small_model = _small_model(model, small, is_uneven=is_uneven)
+        small_train = _small_train(train, small, microbatches)
+        rule = broken(small_model, small_train, small)
+        assert rule is None, rule
+        cases.append(Case(small_model, small_train, small, packed, adam_steps=ADAM_STEPS))
+    return tuple(cases)
+
+
+def _degrees(layout: Layout) -> Iterator[Mapping[str, int]]:
+    """Yield the small degrees of the axes."""
+    split = [axis for axis in AXES if getattr(layout, axis) > 1]
+    most = min(len(split), int(math.log2(MOST_RANKS)))
+    for axes in combinations(split, most):
+        degrees = {axis: getattr(layout, axis) for axis in axes}
+        while math.prod(degrees.values()) > MOST_RANKS:
+            largest = max(_SHRINK_ORDER, key=lambda axis: degrees.get(axis, 0))
+            degrees[largest] = _next_smaller(degrees[largest])
+        yield degrees
+
+
+def _next_smaller(degree: int) -> int:
+    """Return the largest divisor of a degree that is smaller, but at least 2."""
+    return max((d for d in range(2, degree) if degree % d == 0), default=2)
+
+
+def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
+    """Return the layout on small degrees; an axis that is gone takes its policies along."""
+    update: dict[str, Any] = dict.fromkeys(AXES, 1) | dict(degrees)
+    update["microbatch"] = min(layout.microbatch, 2)
+    update["sp"] = layout.sp and "tp" in degrees
+    update["cp_kind"] = layout.cp_kind if "cp" in degrees else "ring"
+    if layout.pp > 1 and "pp" not in degrees:
+        update |= {"schedule": "1f1b", "virtual_stages": 1}
+    elif SCHEDULES[layout.schedule].max_virtual is None:
+        update["virtual_stages"] = min(layout.virtual_stages, _MOST_VIRTUAL)
+    return layout.model_copy(update=update)
+
+
+def _small_train(train: TrainSpec, layout: Layout, microbatches: int) -> TrainSpec:
+    """Return a batch of short sequences, of about so many microbatches, that the layout divides."""
+    count = _microbatches(layout, microbatches)
+    update = {
+        "batch": layout.dp * layout.microbatch * count,
+        "seq_len": round_up(_SEQ_LEN, 2 * layout.cp * layout.tp),
+        "compile": False,
+    }
+    return train.model_copy(update=update)
+
+
+def _microbatches(layout: Layout, asked: int) -> int:
+    """Return a number of microbatches that the schedule takes: that asked for, or near 2 rounds."""
+    if not layout.is_pipelined:
+        return min(asked, 2)
+    most = 2 * layout.stages
+    tries = (min(asked, most), *range(most, 0, -1))
+    stages = layout.schedule, layout.pp, layout.virtual_stages
+    return next(n for n in tries if microbatch_rule(*stages, n) is None)
+
+
+def _small_model(model: ModelSpec, layout: Layout, *, is_uneven: bool) -> ModelSpec:
+    """Return a small model with the family and flags of a given one, which the layout divides."""
+    ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
+    kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
+    group = min(model.n_heads // model.n_kv_heads, 4)
+    layers = max(2, layout.stages + (is_uneven and layout.is_pipelined))
+    sizes = {
+        "preset": None,
+        "init_from": None,
+        "vocab_size": round_up(128, layout.tp),
+        "dim": _DIM,
+        "n_layers": layers,
+        "n_heads": group * kv_heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": _head_dim(model, (8, 16, 32, 64, 128)),
+        "ffn_dim": round_up(2 * _DIM, layout.tp),
+    }
+    return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
+
+
+def _head_dim(model: ModelSpec, sizes: Sequence[int]) -> int:
+    """Return a small head size of which an even part is rotated, none only if none was."""
+    for size in sizes:
+        rotated = int(size * model.rotary_pct)
+        if rotated % 2 == 0 and (rotated > 0) == (model.rotary_dim > 0):
+            return size
+    return model.head_dim
