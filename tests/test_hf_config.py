@@ -200,6 +200,16 @@ def test_what_transformers_cannot_build_is_not_written():
         hf_config(model_spec(**sizes, head_dim=16))
 
 
+def test_dropout_is_read_and_written_for_neox():
+    spec = spec_from_hf({**NEOX, "hidden_dropout": 0.1})
+    assert spec.dropout == 0.1
+    assert hf_config(spec)["hidden_dropout"] == 0.1
+    assert spec_from_hf(hf_config(spec)) == spec
+    llama = model_spec(dropout=0.1)
+    assert "hidden_dropout" not in hf_config(llama)
+    assert spec_from_hf(hf_config(llama)) == llama.model_copy(update={"dropout": 0.0})
+
+
 def test_tokens_and_dtype_are_written():
     config = hf_config(model_spec(), dtype="bfloat16", bos_token_id=1, eos_token_id=(2, 3))
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.models import Transformer, build_model, init_model
+from meshwright.models.context import causal_mask
 from meshwright.models.ops import rms_norm, rotate
 from meshwright.models.rope import Rope, inverse_frequencies
 from meshwright.spec.resolve import model_spec
@@ -278,6 +279,18 @@ def test_attention_core_can_be_replaced():
         block.attn.core = core
     torch.testing.assert_close(model(ids), before)
     assert seen == [((1, 4, 8, 8), (1, 4, 8, 8))] * 3
+
+
+@families
+def test_the_head_and_the_mask_can_be_replaced(fields):
+    model, ids = built(tiny(**fields)), tokens(2, 8)
+    segments = torch.tensor([[0] * 3 + [1] * 5] * 2)
+    expected = model(ids, segments=segments), model(ids)
+    model.project = lambda hidden, weight: F.linear(hidden, weight[:50])
+    model.mask_of = lambda x, segments, cache: causal_mask(x, torch.zeros_like(x), cache)
+    found = model(ids, segments=segments)
+    torch.testing.assert_close(found, expected[1][..., :50])
+    assert (found - expected[0][..., :50]).abs().max() > 1e-2
 
 
 def test_compiled_blocks_have_the_same_gradients():
