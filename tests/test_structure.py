@@ -21,6 +21,7 @@ ORDER = [
     "execute",
     "checkpoint",
     "train",
+    "prove",
     "launch",
     "cli",
 ]

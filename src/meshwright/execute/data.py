@@ -107,6 +107,8 @@ def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
     if not isinstance(model, FSDPModule):
         return
     prepare_backward(model, zero, is_last=is_last)
+    # Rounds hold different parameters, as autograd's share runs ahead: none may wait for the last.
+    model.set_requires_all_reduce(True)
     state = _state(model)
     for inner in state._state_ctx.all_states:
         for group in _param_groups(inner):

@@ -21,7 +21,7 @@ from meshwright.train.events import JsonLines
 from meshwright.train.run_folder import RunFolder
 
 # A collective of a tiny model that takes longer hangs, also where many ranks share few cores.
-TIMEOUT_S: Final = 120.0
+TIMEOUT_S: Final = 300.0
 
 
 def prove_all(folder: ProofFolder, world: World) -> None:

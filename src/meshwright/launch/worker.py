@@ -6,6 +6,7 @@ It joins the others, trains, and leaves either an exit code or a failure file th
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import re
@@ -105,10 +106,11 @@ class MemoryLimit:
             )
         # RLIMIT_DATA counts private writable memory: what tensors are made of. RLIMIT_AS would
         # also count libtorch's file and the 64 MiB that malloc reserves for each thread, and
-        # RLIMIT_RSS is not enforced. The interpreter, torch and the threads are there already, some
-        # 300 MiB; they are no more part of the limit than CUDA's own memory is of a GPU's.
-        torch.ones(1 << 20).sum()  # starts the threads, whose stacks are counted
-        return_freed_memory()
+        # RLIMIT_RSS is not enforced. What the process needs for itself, some 300 MiB, is no more
+        # part of the limit than CUDA's own memory is of a GPU's: it is made here, or kept small.
+        importlib.import_module("torch._dynamo")  # building a model would import it
+        torch.ones(1 << 20).sum()  # starts the threads of the products
+        tune_libc()
         _set_data_limit(private_memory() + self.limit)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -121,8 +123,9 @@ class MemoryLimit:
 
     def refusal(self, said: str, limit: int) -> str:
         """Word the end of a rank that asked for too much; `said` is the allocator's own message."""
-        found = re.search(r"allocate ([\d.]+ ?(?:[KMGT]i?B)?)", said)
-        asked = f"asked for {format_bytes(parse_bytes(found[1]))}," if found else "asked for"
+        found = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", said)
+        size = "" if found is None else format_bytes(parse_bytes(found[1] + (found[2] or "")))
+        asked = f"asked for {size}," if size else "asked for"
         return (
             f"out of memory: rank {self.rank} {asked} more than was left of "
             f"cluster.memory = {format_bytes(limit)}. {remedies(self.job)}"
@@ -172,19 +175,25 @@ def _set_data_limit(limit: int | None) -> None:
     The soft limit only: that one may be raised again.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = hard if limit is None else limit
+    unlimited = hard == resource.RLIM_INFINITY
+    soft = hard if limit is None else limit if unlimited else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def return_freed_memory() -> None:
-    """Have malloc give back each larger piece at once, instead of keeping it for later.
+def tune_libc() -> None:
+    """Have freed memory go back at once, and threads to come reserve 1 MiB for their stack, not 8.
 
-    By itself glibc keeps pieces of up to 32 MiB, between which the memory is too scattered to be
-    used: peaks are up to twice as high.
+    By itself glibc keeps freed pieces of up to 32 MiB, and what lies between them is lost. Gloo
+    starts three threads for each group. Other libraries lack these functions, and go without.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other libraries have none
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    if hasattr(libc, "pthread_setattr_default_np"):
+        attributes = ctypes.create_string_buffer(64)  # 56 bytes on x86-64, 64 on ARM
+        libc.pthread_attr_init(attributes)
+        libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 20))
+        libc.pthread_setattr_default_np(attributes)
 
 
 def run_rank(job: Job, world: World, *, view: bool = False) -> int:

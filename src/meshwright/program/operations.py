@@ -125,7 +125,8 @@ def operations(
     """Return the operations of a stage, in order, for one microbatch on one rank.
 
     Every rank of tp has the same. `packed` says that rows hold several documents. `cp_rank` matters
-    under ring attention with selective recomputation alone, which keeps every step's result.
+    under ring attention with selective recomputation alone, which keeps every step's result. A
+    second forward makes anew, for one block at a time, what that block keeps without recomputation.
     """
     sizes = Sizes.of(program)
     index, layers = stage.index, len(stage.layers)

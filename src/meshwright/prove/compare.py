@@ -26,8 +26,8 @@ T = TypeVar("T")
 UNIT_ROUNDOFFS: Final = {
     precision: torch.finfo(dtype).eps / 2 for precision, dtype in DTYPES.items()
 }
-# Largest difference of a tensor over its scale, see `expect`. Sums are taken in another order, so it
-# is some roundings of the precision. The worst of the matrix on a CPU are MEASURED.
+# Largest difference of a tensor over its scale, see `expect`. Sums are taken in another order, so
+# it is some roundings of the precision. The worst of the matrix on a CPU are MEASURED.
 TOLERANCES: Final = {precision: 32 * unit for precision, unit in UNIT_ROUNDOFFS.items()}
 # A tensor whose values cancel to less than this share of the largest of all is rounding noise.
 FLOOR: Final = 1e-5

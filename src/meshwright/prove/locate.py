@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -63,10 +64,17 @@ class _Search(NamedTuple):
 
 
 def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Divergence | None:
-    """Return where the first step parts from one device, None where it does not; a collective."""
+    """Return where the first step parts from one device, None where it does not; a collective.
+
+    What half precision is too coarse for is looked for once more in fp32.
+    """
     program = lower(case.model, case.train, case.layout)
     search = _Search(case, program, groups, world, fault)
-    return _wrong_weight(search) or _wrong_output(search) or _wrong_gradient(search)
+    found = _wrong_weight(search) or _wrong_output(search) or _wrong_gradient(search)
+    if found is not None or case.train.precision == "fp32":
+        return found
+    train = case.train.model_copy(update={"precision": "fp32"})
+    return locate(replace(case, train=train), groups, world, fault)
 
 
 def _wrong_weight(search: _Search) -> Divergence | None:

@@ -24,7 +24,8 @@ from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
 
 T = TypeVar("T")
 
-WORLDS: Final = (2, 4, 8)
+WORLDS: Final = (2, 4, 8, 16)
+# Layers of a model, but for a pipeline of 8 ranks with 2 stages each.
 MOST_LAYERS: Final = 8
 # Steps of AdamW where they are compared, too.
 ADAM_STEPS: Final = 3
@@ -41,14 +42,17 @@ class _Kind(NamedTuple):
 
 
 _NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
+_BIASED: Final = {"attention_bias": True, "mlp_bias": True}
+# Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty.
+_ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 144}
 _KINDS: Final = (
     _Kind("llama"),
     _Kind("neox", flags=_NEOX),
     _Kind("llama", flags={"tie_embeddings": True}),
-    _Kind("llama", packed=True, flags={"attention_bias": True, "mlp_bias": True}),
+    _Kind("llama", packed=True, flags={**_BIASED, **_ODD}),
     _Kind("neox", packed=True, flags={"rotary_pct": 0.5, "tie_embeddings": True}),
     _Kind("llama", flags={"dropout": 0.1}),
-    _Kind("neox", flags={**_NEOX, "dropout": 0.1}),
+    _Kind("neox", flags={**_NEOX, **_ODD, "dropout": 0.1}),
 )
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
@@ -67,13 +71,15 @@ _NAMED: Final = {
         "cp2-ring tp2 sp pp2 1f1b mb2",
         "dp2 shard2 zero3 tp2 sp mb2",  # HSDP 2 x 2 under TP2
     ),
+    16: ("dp2 cp2-ring tp2 sp pp2 1f1b mb2",),
 }
 
 
 def matrix(world: int) -> tuple[Case, ...]:
     """Return the table for a number of ranks: distinct legal layouts, then the refused ones.
 
-    Raises `ConfigError` where there is no table for so many ranks.
+    16 ranks are there for four axes at once only. Raises `ConfigError` where there is no table for
+    so many ranks.
     """
     if world not in WORLDS:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
@@ -84,14 +90,13 @@ def matrix(world: int) -> tuple[Case, ...]:
         case = _dealt(layout, turn)
         if case is not None:
             cases.setdefault(case.layout, case)
-    return (*cases.values(), *refused(world))
+    return (*cases.values(), *(refused(world) if world < 16 else ()))
 
 
 def _layouts(world: int) -> Iterator[Layout]:
     """Yield layouts that lack microbatch and offload, which are dealt out."""
-    meshes = [mesh for mesh in product(*[_powers(world)] * len(AXES)) if math.prod(mesh) == world]
     turns = count()
-    for mesh in meshes:
+    for mesh in _meshes(world):
         degrees = dict(zip(AXES, mesh, strict=True))
         choices: list[dict[str, Any]] = [
             {**degrees, "zero": zero, "sp": sp, "cp_kind": kind}
@@ -102,24 +107,32 @@ def _layouts(world: int) -> Iterator[Layout]:
         if degrees["pp"] > 1:
             # Few meshes have a pipeline in a small world: each schedule is to meet each recompute.
             for _ in range(3 if world == 2 else 1):
-                yield from _scheduled(choices, next(turns))
+                yield from _scheduled(choices, next(turns), world)
         else:
             is_alone = sum(degree > 1 for degree in mesh) == 1
             for choice in choices if is_alone else _spread(choices, PER_MESH):
                 yield Layout(**choice, recompute=_turned(_RECOMPUTES, next(turns)))
 
 
-def _scheduled(choices: Sequence[dict[str, Any]], turn: int) -> Iterator[Layout]:
-    """Yield a layout for each schedule, with one of some choices."""
+def _meshes(world: int) -> Iterator[tuple[int, ...]]:
+    """Yield the degrees of the axes."""
+    powers = [2**exponent for exponent in range(world.bit_length())]
+    for mesh in product(powers, repeat=len(AXES)):
+        if math.prod(mesh) == world and (world < 16 or max(mesh) == 2):
+            yield mesh
+
+
+def _scheduled(choices: Sequence[dict[str, Any]], turn: int, world: int) -> Iterator[Layout]:
+    """Yield a layout for each schedule, or for half of them on 16 ranks."""
     for place, (name, traits) in enumerate(SCHEDULES.items()):
-        more = turn % 2 if traits.max_virtual is None else 0
-        pipeline: dict[str, Any] = {"schedule": name, "virtual_stages": traits.min_virtual + more}
-        recompute = _turned(_RECOMPUTES, place + turn)
-        yield Layout(**_turned(choices, 5 * place + turn), **pipeline, recompute=recompute)
-
-
-def _powers(world: int) -> list[int]:
-    return [2**exponent for exponent in range(world.bit_length())]
+        if world == 16 and (place // 2 + turn) % 2:
+            continue
+        choice, recompute = _turned(choices, 5 * place + turn), _turned(_RECOMPUTES, place + turn)
+        virtual = traits.min_virtual
+        if traits.max_virtual is None and turn % 2 and choice["pp"] * (virtual + 1) <= MOST_LAYERS:
+            virtual += 1
+        pipeline: dict[str, Any] = {"schedule": name, "virtual_stages": virtual}
+        yield Layout(**choice, **pipeline, recompute=recompute)
 
 
 def _zeros(degrees: dict[str, int]) -> tuple[int, ...]:
@@ -141,9 +154,7 @@ def _spread(choices: Sequence[T], number: int) -> list[T]:
 
 
 def _dealt(layout: Layout, turn: int) -> Case | None:
-    """Return the case of a layout with what a turn deals it, or None where no rule allows any."""
-    if layout.stages > MOST_LAYERS:
-        return None
+    """Return the case of a layout with what a turn deals it, or None where no size obeys."""
     offload = _turned(_OFFLOADS, turn)
     if offload == "params" and not layout.zero:
         offload = "optimizer"
@@ -169,14 +180,11 @@ def _case(layout: Layout, train: TrainSpec, turn: int) -> Case:
     kv_heads = 4 if ranks_of_heads <= 4 else 8
     model = model_spec(
         family=kind.family,
-        dim=64,
         n_layers=layers,
         n_heads=2 * kv_heads if kind.family == "llama" else kv_heads,
         n_kv_heads=kv_heads,
         head_dim=8,
-        ffn_dim=128,
-        vocab_size=128,
-        **kind.flags,
+        **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
     has_adam = layout.offload != "none" or turn % 4 == 0
     adam_steps = ADAM_STEPS if has_adam else 0

@@ -25,14 +25,13 @@ class Outcome:
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line with the worst errors, then one for each verdict that failed."""
+        """Yield a line with the claims and their worst errors, then what failed."""
         word = "ok  " if self.passed else "FAIL"
-        errors = [
-            f"{verdict.claim} {verdict.error:.1e}"
+        claims = [
+            verdict.claim if verdict.error is None else f"{verdict.claim} {verdict.error:.1e}"
             for verdict in self.verdicts
-            if verdict.error is not None
         ]
-        yield f"{word} {self.case.label}: {', '.join(errors)} ({self.seconds:.1f} s)"
+        yield f"{word} {self.case.label}: {', '.join(claims)} ({self.seconds:.1f} s)"
         for verdict in self.verdicts:
             if not verdict.passed:
                 yield from _failure(verdict)

@@ -114,7 +114,7 @@ def _tensors(
 def _descend(parallel: Parallel, case: Case, norm: float) -> None:
     """Take one step of plain gradient descent, clipped by the global norm, and drop gradients."""
     clip_norm = case.train.clip_norm
-    factor = min(1.0, clip_norm / norm) if clip_norm else 1.0
+    factor = min(1.0, clip_norm / norm) if clip_norm and norm else 1.0
     for held in parallel.held:
         if held.gradient is not None:
             held.shard.sub_(case.lr * factor / case.loss_scale * held.gradient)

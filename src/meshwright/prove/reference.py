@@ -167,7 +167,7 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 def _clip_factor(case: Case, norm: float) -> float:
     clip_norm = case.train.clip_norm
-    return min(1.0, clip_norm / norm) if clip_norm else 1.0
+    return min(1.0, clip_norm / norm) if clip_norm and norm else 1.0
 
 
 def _mean_loss(model: nn.Module, batch: Batch, case: Case) -> Tensor:

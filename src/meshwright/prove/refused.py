@@ -31,7 +31,7 @@ def refuse(case: Case) -> Refusal:
 
 
 def refused(world: int) -> Iterator[Case]:
-    """Yield a case for each rule, on a number of ranks that is a power of 2 above 1."""
+    """Yield a case for each rule, on 2, 4 or 8 ranks."""
     yield from _tensor(world)
     yield from _pipeline(world)
     yield from _data(world)

@@ -92,7 +92,7 @@ def _microbatches(layout: Layout, asked: int) -> int:
     if not layout.is_pipelined:
         return min(asked, 2)
     most = 2 * layout.stages
-    tries = (min(asked, most), *range(most, 0, -1))
+    tries: list[int] = [min(asked, most), *range(most, 0, -1)]
     stages = layout.schedule, layout.pp, layout.virtual_stages
     return next(n for n in tries if microbatch_rule(*stages, n) is None)
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from meshwright.execute.groups import Groups, open_groups
+from meshwright.execute.groups import Groups, close_groups, open_groups
 from meshwright.execute.world import World
-from meshwright.layout import Layout
+from meshwright.layout import Layout, Mesh
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.order import prove_order
@@ -24,13 +24,13 @@ T = TypeVar("T")
 class Suite:
     """A rank's side of the proof of many cases.
 
-    Process groups are opened once for each shape of mesh, and what one device computes is computed
+    Process groups are opened once for the cases of one mesh that follow each other, and what one device computes is computed
     once, on rank 0, for all cases of the same model and batch.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
         self._world, self._timeout_s = world, timeout_s
-        self._groups: dict[object, Groups] = {}
+        self._groups: dict[tuple[Mesh, bool], Groups] = {}
         self._references: dict[object, Any] = {}
 
     def prove(self, case: Case) -> tuple[Verdict, ...]:
@@ -50,7 +50,12 @@ class Suite:
         return verdicts
 
     def _open(self, layout: Layout) -> Groups:
+        """Return the groups of a layout, kept for those of the same mesh that follow."""
         key = (layout.mesh, layout.zero > 0)
+        if any(mesh != layout.mesh for mesh, _ in self._groups):
+            for groups in self._groups.values():
+                close_groups(groups)
+            self._groups.clear()
         if key not in self._groups:
             self._groups[key] = open_groups(layout, self._world, self._timeout_s)
         return self._groups[key]

@@ -1,0 +1,319 @@
+"""What one rank sends in one optimizer step: each kind of message, its size, how often, and why.
+
+The step is one call of `train.update.gradients`: all microbatches forward and backward, the sums
+that complete the gradients, their norm. An axis of one rank sends nothing and is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.actions import Table
+from meshwright.program.lower import Program
+from meshwright.program.operations import ELEMENT_BYTES, Sizes
+from meshwright.program.shards import Sharding, shard_rank
+from meshwright.program.stages import Stage
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
+Axis = Literal["tp", "cp", "pp", "shard", "replicate", "data", "ends", "world"]
+
+_FP32: Final = 4  # bytes
+_WIDE: Final = 8  # bytes of fp64 and int64
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of message of a rank.
+
+    `bytes` is the size of one message on this rank: of the gathered result, of the tensor to be
+    reduced (before it is scattered), of all that it trades in an all-to-all, its own share
+    included, of what is sent or received. What crosses a link depends on the algorithm and is left
+    to whom it concerns. `count` is how many there are in one optimizer step.
+
+    `axis` names the ranks: those of the mesh, where `shard` joins dp_shard and cp, and `replicate`
+    is dp_replicate, without ZeRO joined with cp; `data` joins all three, `ends` are the first and
+    the last pipeline rank, `world` is everyone.
+    """
+
+    kind: CollectiveKind
+    axis: Axis
+    bytes: int
+    count: int
+    reason: str
+
+
+def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
+    """Return all that a rank sends and receives in one step, by purpose."""
+    at = program.layout.mesh.coordinates(rank)
+    stages = program.held(at["pp"])
+    sizes = Sizes.of(program)
+    found = [
+        *_targets(program),
+        *_borders(program, sizes, stages),
+        *_context(program, sizes, stages),
+        *_transfers(sizes, program.tables[at["pp"]]),
+        *_gathers(program, stages),
+        *_reductions(program, at["pp"], stages),
+        *_completion(program, stages, at["tp"], shard_rank(program.layout, at)),
+    ]
+    if program.layout.world > 1:
+        found.append(Collective("all_reduce", "world", _WIDE, 1, "norm: sum the squares"))
+    return _summed(found)
+
+
+def _summed(found: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Return the collectives with equal ones joined, in the order of their first."""
+    counts: Counter[Collective] = Counter()
+    for one in found:
+        counts[replace(one, count=0)] += one.count
+    return tuple(replace(one, count=count) for one, count in counts.items() if count)
+
+
+def _targets(program: Program) -> Iterator[Collective]:
+    if program.layout.dp * program.layout.cp > 1:
+        yield Collective("all_reduce", "data", _WIDE, 1, "loss: count the targets")
+
+
+def _borders(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield what crosses the borders of tensor parallelism.
+
+    Megatron-LM, arXiv:1909.08053, section 3; with the sequence cut, arXiv:2205.05198, section 4.2.
+    """
+    layout, count = program.layout, program.microbatches
+    if layout.tp == 1:
+        return
+    whole = sizes.whole_bytes
+    for stage in stages:
+        passes = len(stage.layers) * count
+        if layout.sp:
+            yield from _sequence_borders(program, whole, passes)
+        else:
+            yield from _plain_borders(program, whole, passes)
+        if stage.is_first:
+            yield from _embedding(layout.sp, whole, count)
+        if stage.is_last:
+            yield from _head(layout.sp, whole, count)
+            each = sizes.tokens * _FP32
+            yield Collective("all_reduce", "tp", each, count, "loss: the largest logits")
+            yield Collective(
+                "all_reduce", "tp", 2 * each, count, "loss: sums of exponentials, target logits"
+            )
+
+
+def _left_again(program: Program) -> int:
+    """Return how often a layer's second forward crosses the border out of a part that is cut.
+
+    Once, as it ends with the last product; twice where dropout comes after it. The selective policy
+    keeps what came over.
+    """
+    if program.layout.recompute != "full":
+        return 0
+    return 2 if program.model.dropout else 1
+
+
+def _plain_borders(program: Program, whole: int, passes: int) -> Iterator[Collective]:
+    def reduce(times: int, reason: str) -> Collective:
+        return Collective("all_reduce", "tp", whole, times * passes, reason)
+
+    yield reduce(2, "forward: sum the results of row-parallel products")
+    yield reduce(2, "backward: sum the gradients of column-parallel products' inputs")
+    yield reduce(_left_again(program), "recompute: sum the results of row-parallel products")
+
+
+def _sequence_borders(program: Program, whole: int, passes: int) -> Iterator[Collective]:
+    def gather(times: int, reason: str) -> Collective:
+        return Collective("all_gather", "tp", whole, times * passes, reason)
+
+    def scatter(times: int, reason: str) -> Collective:
+        return Collective("reduce_scatter", "tp", whole, times * passes, reason)
+
+    yield gather(2, "forward: gather the stream before column-parallel products")
+    yield scatter(2, "forward: sum and cut the results of row-parallel products")
+    yield gather(2, "backward: gather the gradients of row-parallel products' results")
+    yield scatter(2, "backward: sum and cut the gradients of column-parallel products' inputs")
+    # Gathered tensors are not kept by the selective policy: they are the largest.
+    again = 0 if program.layout.recompute == "none" else 2
+    yield gather(again, "recompute: gather the stream before column-parallel products")
+    yield scatter(_left_again(program), "recompute: sum and cut the results of row products")
+
+
+def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+    if not sp:
+        yield Collective("all_reduce", "tp", whole, count, "embedding: sum the ranks' rows")
+        return
+    yield Collective("reduce_scatter", "tp", whole, count, "embedding: sum and cut the ranks' rows")
+    yield Collective("all_gather", "tp", whole, count, "embedding: gather the gradients")
+
+
+def _head(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+    if not sp:
+        yield Collective("all_reduce", "tp", whole, count, "head: sum the gradients of its input")
+        return
+    yield Collective("all_gather", "tp", whole, count, "head: gather the stream")
+    yield Collective(
+        "reduce_scatter", "tp", whole, count, "head: sum and cut its input's gradients"
+    )
+
+
+def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield what context parallelism sends.
+
+    Ring: arXiv:2310.01889; the keys visit each other rank, the sums of their gradients in fp32 go
+    round and come home. Ulysses: arXiv:2309.14509. A second forward sends its part again, with
+    the selective policy too.
+    """
+    layout = program.layout
+    if layout.cp == 1:
+        return
+    passes = program.microbatches * sum(len(stage.layers) for stage in stages)
+    forwards = passes * (1 if layout.recompute == "none" else 2)
+    of_keys = 2 * sizes.tokens * sizes.kv_heads * sizes.head_dim
+    of_queries = sizes.tokens * sizes.heads * sizes.head_dim
+    if layout.cp_kind == "ulysses":
+        for numbers, reason in (
+            (of_queries + of_keys, "Ulysses: positions of q, k and v for heads"),
+            (of_queries, "Ulysses: heads of the result for positions"),
+        ):
+            yield Collective("all_to_all", "cp", numbers * sizes.element, forwards + passes, reason)
+        return
+    steps = layout.cp - 1
+    for kind in ("send", "recv"):
+        way = "to the next rank" if kind == "send" else "from the rank before"
+        yield Collective(
+            kind, "cp", of_keys * sizes.element, steps * forwards, f"ring: keys and values {way}"
+        )
+        yield Collective(
+            kind,
+            "cp",
+            of_keys * sizes.element,
+            steps * passes,
+            f"ring, backward: keys and values {way}",
+        )
+        yield Collective(
+            kind, "cp", of_keys * _FP32, layout.cp * passes, f"ring: the keys' gradients {way}"
+        )
+
+
+def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
+    counts = Counter(action.kind for action in table)
+    size = sizes.stream_bytes
+    yield Collective("send", "pp", size, counts["SEND_F"], "pipeline: output to the next stage")
+    yield Collective("recv", "pp", size, counts["RECV_F"], "pipeline: input from the stage before")
+    yield Collective("send", "pp", size, counts["SEND_B"], "pipeline: gradient to the stage before")
+    yield Collective("recv", "pp", size, counts["RECV_B"], "pipeline: gradient from the next stage")
+
+
+class _Unit(NamedTuple):
+    """What FSDP2 gathers and reduces in one message: a block, or the rest of a stage.
+
+    Elements, padded so that the ranks that shard have equal parts: `deferred` of parameters whose
+    gradients may come in a backward of their own, `prompt` of the others.
+    """
+
+    name: str
+    deferred: int
+    prompt: int
+
+
+def _units(program: Program, stage: Stage) -> list[_Unit]:
+    sums: dict[str, list[int]] = {}
+    for name in program.parameters(stage):
+        room, _, rest = name.partition(".")
+        unit = "block" + rest.partition(".")[0] if room == "layers" else "rest"
+        sharding = program.shardings[name]
+        # The last stage multiplies with the embedding's matrix, where it holds one.
+        is_product = sharding.part.is_product or (name == "embed.weight" and not stage.is_first)
+        sums.setdefault(unit, [0, 0])[0 if is_product else 1] += _padded(sharding)
+    return [_Unit(name, *found) for name, found in sums.items()]
+
+
+def _padded(sharding: Sharding) -> int:
+    """Return the elements of a tp rank's part, its rows padded to a multiple of the shard ranks."""
+    rows, *rest = sharding.tp_shape
+    return -(-rows // sharding.shard_ranks) * sharding.shard_ranks * math.prod(rest)
+
+
+def _gathers(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield the all-gathers of ZeRO, arXiv:1910.02054, section 5.
+
+    Stages 1 and 2 gather once and keep the compute copy for all microbatches; stage 3 gathers for
+    each forward and each backward.
+    """
+    layout = program.layout
+    if layout.shard_ranks == 1:
+        return
+    element = ELEMENT_BYTES[program.train.precision]
+    times = 2 * program.microbatches if layout.zero == 3 else 1
+    for stage in stages:
+        for unit in _units(program, stage):
+            size = (unit.deferred + unit.prompt) * element
+            what = "a block" if unit.name.startswith("block") else "the rest of the stage"
+            yield Collective("all_gather", "shard", size, times, f"ZeRO: the weights of {what}")
+
+
+def _reductions(program: Program, pp_rank: int, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
+
+    Replicas meet once, after the last microbatch.
+    """
+    layout = program.layout
+    element = ELEMENT_BYTES[program.train.precision]
+    if program.train.reduce_dtype == "fp32":
+        element = _FP32
+    replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
+    for stage in stages:
+        units = _units(program, stage)
+        for has_deferred, has_prompt, is_last in _rounds(program, pp_rank, stage):
+            for unit in units:
+                size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
+                if not size:
+                    continue
+                if layout.shard_ranks > 1:
+                    reason = "ZeRO: sum and cut gradients"
+                    yield Collective("reduce_scatter", "shard", size, 1, reason)
+                if replicas > 1 and is_last:
+                    shard = size // layout.shard_ranks
+                    reason = "replicas: sum gradients"
+                    yield Collective("all_reduce", "replicate", shard, 1, reason)
+
+
+def _rounds(program: Program, pp_rank: int, stage: Stage) -> Iterator[tuple[bool, bool, bool]]:
+    """Yield the reductions of a stage's gradients: of deferred ones, of prompt ones, the last.
+
+    After each microbatch under ZeRO 2 and 3, else after the last one. A split backward reduces with
+    its second half, and then also what later microbatches' first halves have left by then: theirs
+    is missing in the reductions after it.
+    """
+    table = [action for action in program.compute_tables[pp_rank] if action.stage == stage.index]
+    last = max(place for place, action in enumerate(table) if action.kind in ("B", "W"))
+    has_deferred = has_prompt = False
+    for place, action in enumerate(table):
+        has_prompt |= action.kind in ("B", "I")
+        has_deferred |= action.kind in ("B", "W")
+        if action.kind in ("B", "W") and (program.layout.zero >= 2 or place == last):
+            yield has_deferred, has_prompt, place == last
+            has_deferred = has_prompt = False
+
+
+def _completion(
+    program: Program, stages: Iterable[Stage], tp_rank: int, data_rank: int
+) -> Iterator[Collective]:
+    """Yield the sums that data parallelism does not form: over tp, and of tied copies."""
+
+    def shard(name: str) -> int:
+        return _FP32 * math.prod(program.shardings[name].shape(tp_rank, data_rank))
+
+    layout, names = program.layout, [n for stage in stages for n in program.parameters(stage)]
+    partial = [name for name in names if program.shardings[name].is_partial]
+    if partial:
+        size = sum(map(shard, partial))
+        yield Collective("all_reduce", "tp", size, 1, "gradients of what sees a part of the tokens")
+    is_v = SCHEDULES[layout.schedule].is_v  # both copies on one rank
+    if program.model.tie_embeddings and layout.pp > 1 and not is_v and "embed.weight" in names:
+        size = shard("embed.weight")
+        yield Collective("all_reduce", "ends", size, 1, "gradients of the tied embedding and head")

@@ -1,0 +1,229 @@
+"""Census: a layout's program held against what its ranks hold, compute and send in a real step.
+
+What only talks about the program cannot find it wrong; here it is counted. DESIGN.md calls this the
+second lock against drift.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch.distributed.pipelining.schedules as theirs
+
+from meshwright.execute.groups import Groups
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.wire import Message, Wire, Work
+from meshwright.execute.world import World
+from meshwright.models import build_model
+from meshwright.program.actions import Action, Kind, Table
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import Program, lower
+from meshwright.program.operations import matmul_flops
+from meshwright.program.shards import shard_rank
+from meshwright.prove.case import Case
+from meshwright.prove.compare import build_small, everyones, mine
+from meshwright.prove.reference import make_batch
+from meshwright.prove.verdict import Verdict
+from meshwright.train.update import gradients
+
+# A verdict lists so many differences.
+SHOWN: Final = 20
+
+_SINGLE: Final[Mapping[str, Any]] = {
+    "gpipe": theirs.ScheduleGPipe,
+    "1f1b": theirs.Schedule1F1B,
+}
+_MULTI: Final[Mapping[str, Any]] = {
+    "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
+    "looped_bfs": theirs.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": theirs.ScheduleInterleavedZeroBubble,
+    "zbv": theirs.ScheduleZBVZeroBubble,
+    "dualpipev": theirs.ScheduleDualPipeV,
+}
+
+
+def prove_census(
+    case: Case, groups: Groups, world: World, parallel: Parallel | None = None
+) -> tuple[Verdict, ...]:
+    """Return the verdicts on parameters, action table, collectives and matrix products of a step.
+
+    A collective; every rank returns the same. `parallel` is the model that is counted, built here
+    if it is left out; it has no gradients after.
+    """
+    program = lower(case.model, case.train, case.layout)
+    if parallel is None:
+        parallel = build_small(program, groups, world, None)
+    layout = case.layout.model_dump(mode="json")
+
+    def verdict(claim: str, total: str, differences: Sequence[str]) -> Verdict:
+        everything = [
+            f"rank {rank}: {text}"
+            for rank, texts in enumerate(everyones(list(differences), world))
+            for text in texts
+        ]
+        shown: Any = total if not everything else everything[:SHOWN]
+        if len(everything) > SHOWN:
+            shown.append(f"and {len(everything) - SHOWN} more")
+        return Verdict(claim, layout, total, shown, None, not everything)
+
+    verdicts = [
+        verdict(
+            "parameters",
+            "names and shapes of the meta model and of every shard are the program's",
+            [*_model_differences(program), *_shard_differences(program, parallel)],
+        )
+    ]
+    if case.layout.is_pipelined and case.layout.schedule != "naive":
+        found = list(_order_differences(program)) if world.rank == 0 else []
+        verdicts.append(verdict("action table", "the order of torch.distributed.pipelining", found))
+    wire, work = Wire(groups), Work()
+    with wire, work:
+        gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
+    for held in parallel.held:
+        held.parameter.grad = None
+    expected = messages(program, world.rank, wire)
+    count = sum(everyones(sum(expected.values()), world))
+    sent = list(_message_differences(expected, wire.messages))
+    verdicts.append(verdict("collectives", f"{count} messages on {world.size} ranks", sent))
+    flops = everyones((matmul_flops(program, groups.at["pp"]), work.products), world)
+    by_program, counted = ([pair[side] for pair in flops] for side in (0, 1))
+    verdicts.append(
+        Verdict("matrix products", layout, by_program, counted, 0.0, by_program == counted)
+    )
+    return tuple(verdicts)
+
+
+def messages(program: Program, rank: int, wire: Wire) -> Counter[Message]:
+    """Return what the program says that a rank sends, by the axes as `wire` names them."""
+    found: Counter[Message] = Counter()
+    for one in collectives(program, rank):
+        found[Message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
+    return found
+
+
+def _message_differences(expected: Counter[Message], observed: Counter[Message]) -> Iterator[str]:
+    for message in sorted(expected | observed):
+        if expected[message] != observed[message]:
+            yield (
+                f"{message.kind} of {message.bytes} bytes over {message.axis}: "
+                f"{observed[message]} where the program has {expected[message]}"
+            )
+
+
+def _model_differences(program: Program) -> Iterator[str]:
+    """Yield where the model on the meta device differs from the program's parameters, in order."""
+    model = build_model(program.model, "meta", program.train.seq_len)
+    found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    expected = [(name, one.part.shape) for name, one in program.shardings.items()]
+    if found != expected:
+        yield from _lists("meta model", dict(expected), dict(found))
+        if dict(found) == dict(expected):
+            yield "meta model: the parameters come in another order"
+
+
+def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
+    """Yield where the shards that this rank holds differ from the program's."""
+    at = parallel.groups.at
+    data_rank = shard_rank(program.layout, at)
+    expected = {
+        f"stage {stage.index}, {name}": program.shardings[name].shape(at["tp"], data_rank)
+        for stage in program.held(at["pp"])
+        for name in program.parameters(stage)
+    }
+    found = {f"stage {h.stage}, {h.name}": tuple(h.shard.shape) for h in parallel.held}
+    yield from _lists("shard", expected, found)
+
+
+def _lists(
+    what: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    for name in dict.fromkeys((*expected, *found)):
+        if expected.get(name) != found.get(name):
+            yield f"{what} {name}: {found.get(name)} where the program has {expected.get(name)}"
+
+
+def _order_differences(program: Program) -> Iterator[str]:
+    """Yield the first action of each pipeline rank that differs from torch's order."""
+    layout = program.layout
+    order = torch_order(layout.schedule, layout.pp, layout.virtual_stages, program.microbatches)
+    for rank, (ours, other) in enumerate(zip(program.compute_tables, order, strict=True)):
+        if ours == other:
+            continue
+        pairs = enumerate(zip(ours, other, strict=False))
+        place = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(other)))
+        here, there = (" ".join(map(str, table[place : place + 1])) for table in (ours, other))
+        yield (
+            f"pipeline rank {rank}, position {place}: the program has {here or 'nothing'}, "
+            f"torch {there or 'nothing'}"
+        )
+
+
+def torch_order(
+    schedule: str, pp: int, virtual_stages: int, microbatches: int
+) -> tuple[Table, ...]:
+    """Return what each pipeline rank computes, in order, as torch.distributed.pipelining has it.
+
+    gpipe and 1f1b are run on stages that only note what they are asked to do: the orders that torch
+    prints for them are for show, and that of 1f1b is wrong. The others carry the order that they
+    run. Raises `KeyError` for "naive", which torch lacks.
+    """
+    if schedule in _SINGLE:
+        stages = [_noting_stage(stage, pp) for stage in range(pp)]
+        for stage in stages:
+            _quiet(_SINGLE[schedule])(stage, microbatches)._step_microbatches()
+        return tuple(tuple(stage.noted) for stage in stages)
+    own = [_noting_stage(0, pp, virtual_stages)] * virtual_stages
+    made = _quiet(_MULTI[schedule])(own, microbatches)
+    return tuple(tuple(_flat(made.pipeline_order[rank])) for rank in range(pp))
+
+
+def _quiet(schedule: Any) -> Any:
+    """Return a schedule of torch without what needs real stages, or takes time and is not read."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    skipped = ("_initialize_stage", "_prepare_schedule_with_comms")
+    return type(schedule.__name__, (schedule,), dict.fromkeys(skipped, nothing))
+
+
+def _flat(actions: Sequence[Any]) -> Iterator[Action]:
+    """Yield torch's actions as ours, without idle steps, and overlapped ones one by one."""
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from _flat(action.sub_actions)
+        elif action is not None:
+            kind: Kind = action.computation_type.value
+            yield Action(kind, action.stage_index, action.microbatch_index)
+
+
+def _noting_stage(stage: int, pp: int, virtual_stages: int = 1) -> SimpleNamespace:
+    """Return a stage for torch's schedules that sends nothing and notes what it is to compute."""
+    noted: list[Action] = []
+
+    def note(kind: Kind) -> Any:
+        return lambda index, *args, **kwargs: noted.append(Action(kind, stage, index))
+
+    def no_transfers(index: int) -> list[Any]:
+        return []
+
+    return SimpleNamespace(
+        noted=noted,
+        stage_index=stage,
+        num_stages=pp * virtual_stages,
+        group_size=pp,
+        group_rank=0,
+        is_first=stage == 0,
+        is_last=stage == pp - 1,
+        submod=None,
+        has_backward=True,
+        get_fwd_recv_ops=no_transfers,
+        get_fwd_send_ops=no_transfers,
+        get_bwd_recv_ops=no_transfers,
+        get_bwd_send_ops=no_transfers,
+        forward_one_chunk=note("F"),
+        backward_one_chunk=note("B"),
+        perform_reduce_grad=lambda scale: None,
+    )
