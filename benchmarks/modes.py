@@ -1,0 +1,340 @@
+"""Meshwright's modes beside the same modes of its peers: two ranks with one thread each.
+
+    python -m benchmarks.modes --rounds 3 --steps 6 --peers-python /tmp/peers/venv/bin/python
+
+All train the Llama of `benchmarks.peers.catalogue` on 8 x 512 random tokens a step, with gradient
+clipping and AdamW. Each run of a peer says how long its steps took (`benchmarks.peers.common`);
+Meshwright's are `step_time_s` of its events. The first two steps of a run do not count. Runs take
+turns, so that the machine's noise hits all alike. A peer gets the microbatch that is fastest in a
+short sweep; Meshwright gets its default. PyTorch's own wrappers always take part, other peers where
+`--peers-python` can import them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.catalogue import DATA, MODES, PEERS, RANKS, Sizes, adapter
+
+OURS = "meshwright"
+NOT_COUNTED = 2
+SWEEP = (1, 2, 4)
+SWEEP_STEPS = 4
+LIMIT_S = 600
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "ddp": {"dp_replicate": RANKS},
+    "zero1": {"dp_shard": RANKS, "zero": 1},
+    "zero2": {"dp_shard": RANKS, "zero": 2},
+    "zero3": {"dp_shard": RANKS, "zero": 3},
+    "tp": {"tp": RANKS},
+    "pp": {"pp": RANKS, "schedule": "1f1b"},
+    "ring": {"cp": RANKS, "cp_kind": "ring"},
+    "ulysses": {"cp": RANKS, "cp_kind": "ulysses"},
+    "bf16": {"dp_replicate": RANKS},
+}
+VERSIONS = """
+import importlib.metadata, importlib.util, json, sys
+def has(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+peers = json.loads(sys.argv[1])
+print(json.dumps({
+    name: importlib.metadata.version(package)
+    for name, (needs, package, _) in peers.items() if all(map(has, needs))
+}))
+"""
+
+
+class Failure(Exception):
+    """A run ended without step times."""
+
+
+@dataclass
+class Entrant:
+    """One system in one mode: its microbatch in rows, the sweep for it, and its counted steps."""
+
+    system: str
+    mode: str
+    microbatch: int | None = None
+    sweep: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How runs are made: the model, the interpreters of the peers, Meshwright's data."""
+
+    sizes: Sizes
+    pythons: Mapping[str, str]
+    tokens: Path
+
+    def run(self, entrant: Entrant, steps: int) -> None:
+        """Add the counted steps of one run; a failure takes the entrant out."""
+        try:
+            if entrant.system == OURS:
+                seconds, entrant.microbatch = self.ours(entrant.mode, steps)
+            else:
+                assert entrant.microbatch is not None
+                seconds = self.peer(entrant.system, entrant.mode, entrant.microbatch, steps)
+            entrant.seconds += seconds[NOT_COUNTED:]
+        except Failure as failure:
+            entrant.failure = str(failure)
+
+    def sweep(self, entrant: Entrant) -> None:
+        """Give a peer the microbatch with its fastest counted step."""
+        rows = self.sizes.batch // RANKS if entrant.mode in DATA else self.sizes.batch
+        failures = []
+        for microbatch in (size for size in SWEEP if rows % size == 0):
+            try:
+                seconds = self.peer(entrant.system, entrant.mode, microbatch, SWEEP_STEPS)
+            except Failure as failure:
+                failures.append(str(failure))
+                continue
+            entrant.sweep[str(microbatch)] = round(min(seconds[NOT_COUNTED:]), 4)
+        if not entrant.sweep:
+            entrant.failure = failures[0]
+            return
+        entrant.microbatch = int(min(entrant.sweep, key=lambda size: entrant.sweep[size]))
+
+    def peer(self, system: str, mode: str, microbatch: int, steps: int) -> list[float]:
+        """Return the step times of a peer."""
+        words = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
+        for name, value in vars(self.sizes).items():
+            words += [f"--{name}", str(value)]
+        out = _output([self.pythons[system], "-m", adapter(system), *words])
+        lines = [line for line in out.splitlines() if line.startswith('{"seconds"')]
+        if not lines:
+            raise Failure("it printed no step times")
+        return json.loads(lines[-1])["seconds"]
+
+    def ours(self, mode: str, steps: int) -> tuple[list[float], int]:
+        """Return the step times of `meshwright train`, and the microbatch that it chose."""
+        sizes = self.sizes
+        with tempfile.TemporaryDirectory() as folder:
+            words = {
+                "model.vocab_size": sizes.vocab,
+                "model.dim": sizes.dim,
+                "model.n_layers": sizes.layers,
+                "model.n_heads": sizes.heads,
+                "model.n_kv_heads": sizes.heads,
+                "model.ffn_dim": sizes.ffn,
+                "data.source": self.tokens,
+                "train.batch": sizes.batch,
+                "train.seq_len": sizes.seq,
+                "train.steps": steps,
+                "train.precision": "bf16" if mode == "bf16" else "fp32",
+                "optimizer.lr": 3e-4,
+                "cluster.device": "cpu",
+                "log.dir": folder,
+                "log.name": "run",
+                "checkpoint.dir": str(Path(folder) / "weights"),
+                **{f"layout.{key}": value for key, value in LAYOUTS[mode].items()},
+            }
+            overrides = [f"{key}={value}" for key, value in words.items()]
+            _output([sys.executable, "-m", "meshwright", "train", *overrides])
+            lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        start = next(event for event in events if event["event"] == "start")
+        seconds = [event["step_time_s"] for event in events if event["event"] == "step"]
+        return seconds, start["layout"]["microbatch"]
+
+
+def _output(command: Sequence[str]) -> str:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if command[0] != sys.executable:
+        environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environ, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Failure(f"it ran past {LIMIT_S} s") from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise Failure((said or [f"exit code {done.returncode}"])[0].strip()[-200:])
+    return done.stdout
+
+
+def random_tokens(folder: Path, sizes: Sizes, steps: int) -> Path:
+    """Write random tokens as a Megatron pair, enough for a run, and return its path."""
+    import numpy as np
+
+    documents = 64
+    each = (steps + 4) * sizes.batch * sizes.seq // documents + 1
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, documents * each, dtype=np.uint16)
+    prefix = folder / "random"
+    tokens.tofile(prefix.with_suffix(".bin"))
+    # .idx: magic, version, code of uint16, sequences, documents + 1; sizes, starts, documents.
+    with prefix.with_suffix(".idx").open("wb") as index:
+        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
+        np.full(documents, each, "<i4").tofile(index)
+        (np.arange(documents, dtype="<i8") * each * 2).tofile(index)
+        np.arange(documents + 1, dtype="<i8").tofile(index)
+    return prefix.with_suffix(".bin")
+
+
+def versions(python: str) -> dict[str, str]:
+    """Return the versions of the peers that an interpreter can import."""
+    return json.loads(_output([python, "-c", VERSIONS, json.dumps(PEERS)]))
+
+
+def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
+    """Return a row for each entrant with times; `ratio` is Meshwright's to the mode's best peer."""
+    medians = {
+        (e.mode, e.system): tokens / statistics.median(e.seconds) for e in entrants if e.seconds
+    }
+    rows = []
+    for entrant in entrants:
+        if not entrant.seconds:
+            continue
+        mode, system = entrant.mode, entrant.system
+        others = [speed for key, speed in medians.items() if key[0] == mode and key[1] != OURS]
+        is_compared = system == OURS and others
+        rows.append(
+            {
+                "mode": mode,
+                "system": system,
+                "tokens_per_s": round(medians[mode, system], 1),
+                "slowest": round(tokens / max(entrant.seconds), 1),
+                "fastest": round(tokens / min(entrant.seconds), 1),
+                "steps": len(entrant.seconds),
+                "microbatch": entrant.microbatch,
+                "sweep_seconds": entrant.sweep,
+                "ratio": round(medians[mode, system] / max(others), 3) if is_compared else None,
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]], entrants: Sequence[Entrant]) -> None:
+    """Print the table, the fastest of each mode first."""
+    order = {mode: place for place, mode in enumerate(MODES)}
+    for row in sorted(rows, key=lambda row: (order[row["mode"]], -row["tokens_per_s"])):
+        ratio = "" if row["ratio"] is None else f"  ratio {row['ratio']:.3f}"
+        print(
+            f"{row['mode']:8} {row['system']:11} {row['tokens_per_s']:8.1f} tok/s "
+            f"({row['slowest']:.0f} to {row['fastest']:.0f}, {row['steps']} steps)  "
+            f"microbatch {row['microbatch']}{ratio}"
+        )
+    for entrant in entrants:
+        if entrant.failure is not None:
+            print(f"{entrant.mode:8} {entrant.system:11} failed: {entrant.failure}")
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -> list[Entrant]:
+    """Return who runs in which mode, with the microbatches of an earlier result if one is given."""
+    earlier: dict[tuple[str, str], Mapping[str, Any]] = {}
+    if chosen is not None:
+        rows = json.loads(chosen.read_text())["rows"]
+        earlier = {(row["mode"], row["system"]): row for row in rows}
+    entrants = []
+    for mode in modes:
+        for system in systems:
+            if system == OURS or mode in PEERS[system].modes:
+                row = earlier.get((mode, system), {})
+                entrant = Entrant(system, mode, row.get("microbatch"))
+                entrant.sweep = dict(row.get("sweep_seconds", {}))
+                entrants.append(entrant)
+    return entrants
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--modes", choices=MODES, nargs="+", default=list(MODES))
+    parser.add_argument("--systems", choices=[OURS, *PEERS], nargs="+", default=[OURS, *PEERS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="of a run; the first two don't count")
+    parser.add_argument("--peers-python", help="an interpreter that imports other peers")
+    parser.add_argument("--microbatches", type=Path, help="an earlier result: take its choices")
+    parser.add_argument("--out", type=Path)
+    for name, value in vars(Sizes()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args(argv)
+    if args.steps <= NOT_COUNTED:
+        parser.error(f"--steps must be above {NOT_COUNTED}")
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    found = {"native": versions(sys.executable)["native"]}
+    pythons = {"native": sys.executable}
+    if args.peers_python:
+        others = versions(args.peers_python)
+        found = others | found
+        pythons = dict.fromkeys(others, args.peers_python) | pythons
+    entrants = line_up(
+        args.modes,
+        [name for name in args.systems if name == OURS or name in found],
+        args.microbatches,
+    )
+    words = sys.argv[1:] if argv is None else argv
+    result = {
+        "command": shlex.join(["python", "-m", "benchmarks.modes", *words]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.machine()}",
+        "load_at_start": os.getloadavg()[0],
+        "versions": found,
+        "sizes": vars(sizes),
+        "ranks": RANKS,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(sizes, pythons, random_tokens(Path(folder), sizes, args.steps))
+        _measure(bench, entrants, args, result)
+    show(result["rows"], entrants)
+    print(result["command"])
+
+
+def _measure(
+    bench: Bench, entrants: list[Entrant], args: argparse.Namespace, result: dict[str, Any]
+) -> None:
+    """Sweep, then run all in turns; the result is written after each round."""
+    for entrant in entrants:
+        if entrant.system != OURS and entrant.microbatch is None:
+            bench.sweep(entrant)
+            _progress(f"sweep {entrant.mode} {entrant.system}: {entrant.sweep or entrant.failure}")
+    for turn in range(args.rounds):
+        for entrant in entrants:
+            if entrant.failure is None:
+                bench.run(entrant, args.steps)
+                _progress(
+                    f"round {turn + 1} {entrant.mode} {entrant.system} {entrant.failure or ''}"
+                )
+        result["rounds"] = turn + 1
+        result["load_at_end"] = os.getloadavg()[0]
+        result["rows"] = table(entrants, bench.sizes.batch * bench.sizes.seq)
+        result["failures"] = [
+            {"mode": e.mode, "system": e.system, "why": e.failure} for e in entrants if e.failure
+        ]
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,416 @@
+"""Census: what a program says against what its ranks hold, send, multiply and keep."""
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.execute.build import build, seeded
+from meshwright.execute.gradients import local_shard
+from meshwright.execute.groups import open_groups
+from meshwright.execute.wire import Message, Wire, Work
+from meshwright.layout import Layout, broken
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import lower
+from meshwright.program.operations import attention_flops, matmul_flops, operations
+from meshwright.program.parts import flops_per_token
+from meshwright.program.schedule import SCHEDULES, compute_tables, microbatch_rule
+from meshwright.prove import census
+from meshwright.prove.case import Case
+from meshwright.prove.census import prove_census, torch_order
+from meshwright.prove.compare import mine
+from meshwright.prove.matrix import matrix
+from meshwright.prove.reference import make_batch
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+from meshwright.train.update import gradients
+from ranks import on_ranks, ranks
+
+SIZES = {"dim": 64, "n_layers": 4, "n_heads": 8, "head_dim": 8, "vocab_size": 128}
+MODELS = {
+    "llama": {"n_kv_heads": 4, "ffn_dim": 128},
+    "biased": {"n_kv_heads": 2, "ffn_dim": 96, "attention_bias": True, "mlp_bias": True},
+    "tied": {"n_kv_heads": 4, "ffn_dim": 128, "tie_embeddings": True},
+    "dropout": {"n_kv_heads": 4, "ffn_dim": 128, "dropout": 0.1},
+    "neox": {"family": "neox", "rotary_pct": 0.25, "parallel_residual": True},
+    "sequential neox": {"family": "neox", "rotary_pct": 0.0, "tie_embeddings": True},
+}
+
+
+def make(layout, model="llama", precision="fp32", packed=False, **train):
+    """A case: the label of its layout, a model of `MODELS` and what differs from the defaults."""
+    spec = model_spec(**SIZES, **MODELS[model])
+    train = TrainSpec(**{"batch": 8, "seq_len": 32, "precision": precision, **train})
+    case = Case(spec, train, Layout.parse(layout), packed=packed)
+    assert broken(case.model, case.train, case.layout) is None
+    return case
+
+
+CASES = [
+    # One rank.
+    make("mb2"),
+    make("mb4", "neox", "bf16", packed=True),
+    make("mb4 recompute-full", "biased"),
+    make("mb4 recompute-full", "dropout", "bf16"),
+    make("mb4 recompute-selective", "sequential neox", packed=True),
+    make("zero3 mb4", "tied", "fp16"),
+    # Data.
+    make("dp2 mb2", "neox"),
+    make("dp2 mb1", "tied", "bf16", reduce_dtype="same"),
+    make("shard2 zero1 mb2", "biased", "bf16"),
+    make("shard2 zero2 mb2 recompute-selective"),
+    make("shard2 zero3 mb2 recompute-full offload-params", packed=True),
+    make("dp2 zero3 mb2"),
+    make("dp2 shard2 zero2 mb1", "tied", "bf16"),
+    make("shard4 zero3 mb1", "biased"),
+    # Tensors and the sequence.
+    make("tp2 mb4", "biased"),
+    make("tp2 mb4 recompute-full", "dropout"),
+    make("tp2 sp mb2", "sequential neox", packed=True),
+    make("tp2 sp mb4 recompute-full", "neox", "bf16"),
+    make("tp2 sp mb1 recompute-selective", "tied"),
+    make("tp4 sp mb4 recompute-full", "dropout", "fp16"),
+    # Context.
+    make("cp2-ring mb4", packed=True),
+    make("cp2-ring mb4 recompute-full zero3", "neox"),
+    make("cp4-ring mb4 recompute-selective", "tied", "bf16"),
+    make("cp2-ring mb4", "neox", "fp16", packed=True),
+    make("cp2-ulysses mb4 zero2", "neox", packed=True),
+    make("cp2-ulysses mb4 recompute-selective"),
+    # Pipelines.
+    make("pp2 naive mb4", "neox"),
+    make("pp2 gpipe mb2", "tied", "bf16"),
+    make("pp2 1f1b mb1 recompute-full", packed=True),
+    make("pp2 interleaved_1f1b v2 mb2", "dropout"),
+    make("pp2 looped_bfs v2 mb2", "neox"),
+    make("pp2 interleaved_zero_bubble v2 mb1 recompute-selective", "biased"),
+    make("pp2 zbv v2 mb1", "sequential neox", "bf16"),
+    make("pp2 dualpipev v2 mb1 recompute-full", "tied"),
+    make("pp4 1f1b mb2", "tied"),
+    # All together.
+    make("dp2 tp2 sp mb2 recompute-full", "neox"),
+    make("shard2 zero3 cp2-ring mb4 recompute-full", "biased", "bf16", packed=True),
+    make("shard2 zero1 pp2 1f1b mb1", "biased"),
+    make("shard2 zero2 pp2 zbv v2 mb1", "neox", "bf16"),
+    make("shard2 zero3 pp2 interleaved_zero_bubble v2 mb1", "biased"),
+    make("tp2 sp pp2 zbv v2 mb1", "neox"),
+    make("cp2-ulysses pp2 1f1b mb4 zero3", "tied"),
+    make("zero2 tp2 sp cp2-ring mb4", "sequential neox", packed=True),
+    make("shard2 zero2 tp2 sp pp2 1f1b mb2", "tied", "bf16"),
+    make("dp2 shard2 zero3 tp2 sp mb2 recompute-full", "neox"),
+    make("cp2-ring tp2 pp2 zbv v2 mb2", packed=True),
+]
+
+
+def labelled(cases):
+    return [pytest.param(case, id=f"{case.layout.world}: {case.label}") for case in cases]
+
+
+def counted(world, case, parallel=None, groups=None):
+    """The verdicts by claim."""
+    groups = groups or open_groups(case.layout, world)
+    return {v.claim: v for v in prove_census(case, groups, world, parallel)}
+
+
+@pytest.mark.parametrize("case", labelled(CASES))
+def test_a_program_is_what_its_ranks_do(case):
+    for verdicts in on_ranks(case.layout.world, counted, case=case):
+        failed = {claim: v.observed for claim, v in verdicts.items() if not v.passed}
+        assert not failed
+        claims = {"parameters", "collectives", "matrix products"}
+        if case.layout.is_pipelined and case.layout.schedule != "naive":
+            claims.add("action table")
+        assert set(verdicts) == claims
+
+
+# What is wrong must be found.
+
+
+def lying(change):
+    """A `collectives` that changes what the true one says of the first reduce-scatter."""
+
+    def lie(program, rank):
+        found = list(collectives(program, rank))
+        place = next(i for i, one in enumerate(found) if one.kind == "reduce_scatter")
+        found[place : place + 1] = change(found[place])
+        return tuple(found)
+
+    return lie
+
+
+@ranks(2)
+def test_a_wrong_collective_is_found(world):
+    case = make("tp2 sp mb4")
+    groups = open_groups(case.layout, world)
+    for change, sign in (
+        (lambda one: [], "over tp: 36 where the program has 20"),
+        (lambda one: [replace(one, bytes=one.bytes + 4)], "0 where the program has 16"),
+        (lambda one: [replace(one, kind="all_gather")], "36 where the program has 52"),
+        (lambda one: [replace(one, axis="cp")], "over cp: 0 where the program has 16"),
+        (lambda one: [replace(one, count=one.count + 1)], "36 where the program has 37"),
+    ):
+        with mock.patch.object(census, "collectives", lying(change)):
+            verdict = counted(world, case, groups=groups)["collectives"]
+        assert not verdict.passed
+        assert any(sign in text for text in verdict.observed), verdict.observed
+        assert {text[:6] for text in verdict.observed} == {"rank 0", "rank 1"}
+    with mock.patch.object(census, "collectives", lying(lambda one: [replace(one, reason="")])):
+        assert counted(world, case, groups=groups)["collectives"].passed
+
+
+WRONG = [
+    ("tp2 mb4", "tp2 sp mb4", {"collectives"}),
+    ("tp2 sp mb4", "tp2 sp mb4 recompute-full", {"collectives", "matrix products"}),
+    ("tp2 sp mb4", "tp2 sp mb2", {"collectives"}),
+    ("shard2 zero2 mb4", "shard2 zero3 mb4", {"collectives"}),
+    ("shard2 zero2 mb2", "shard2 zero1 mb2", {"collectives"}),
+    ("cp2-ring mb4", "cp2-ulysses mb4", {"collectives"}),
+    ("pp2 1f1b mb2", "pp2 1f1b mb1", {"collectives"}),
+    ("pp2 1f1b mb2", "pp2 zbv v2 mb2", {"parameters", "collectives"}),
+]
+
+
+@ranks(2)
+def test_another_layouts_model_is_found(world):
+    for said, done, claims in WRONG:
+        case, other = make(said), make(done)
+        groups = open_groups(case.layout, world)
+        program = lower(other.model, other.train, other.layout)
+        parallel = build(program, groups, world.device, seeded(other.model, 0))
+        verdicts = counted(world, case, parallel, groups)
+        failed = {claim for claim, v in verdicts.items() if not v.passed}
+        assert failed >= claims, (said, done, failed)
+        assert all(v.observed for v in verdicts.values())
+
+
+@ranks(1)
+def test_another_model_is_found(world):
+    case, other = make("mb4"), make("mb4", "biased")
+    groups = open_groups(case.layout, world)
+    program = lower(other.model, other.train, other.layout)
+    parallel = build(program, groups, world.device, seeded(other.model, 0))
+    verdicts = counted(world, case, parallel, groups)
+    assert not verdicts["parameters"].passed
+    texts = verdicts["parameters"].observed
+    shard = "rank 0: shard stage 0, layers.0.attn.k.weight"
+    assert texts[0] == f"{shard}: (16, 64) where the program has (32, 64)"
+    assert len(texts) == census.SHOWN + 1
+    assert texts[-1].startswith("and ")
+    assert not verdicts["matrix products"].passed
+    assert verdicts["matrix products"].error > 0.01
+
+
+@ranks(2)
+def test_another_order_is_found(world):
+    case = make("pp2 1f1b mb1")
+    with mock.patch.object(census, "torch_order", lambda *at: compute_tables("gpipe", *at[1:])):
+        verdict = counted(world, case)["action table"]
+    assert not verdict.passed
+    assert "position 2: the program has 0B0, torch 0F2" in verdict.observed[0]
+
+
+def test_orders_of_torch():
+    for name in SCHEDULES:
+        for pp, v, count in ((2, 2, 8), (2, 1, 4), (4, 2, 8)):
+            if name != "naive" and microbatch_rule(name, pp, v, count) is None:
+                assert torch_order(name, pp, v, count) == compute_tables(name, pp, v, count)
+
+
+# The census' own instruments.
+
+
+@ranks(2)
+def test_the_wire_sees_every_kind_of_call(world):
+    groups = open_groups(Layout(cp=2), world)
+    alone = dist.new_subgroups_by_enumeration([[0], [1]])[0]
+    x, pair = torch.ones(6), torch.ones(12)
+    group, name = groups.cp.group, groups.cp.name
+    functional = torch.ops._c10d_functional
+    with Wire(groups) as wire:
+        dist.all_gather(list(pair.split(6)), x, group=group)
+        dist.reduce_scatter(x, list(pair.split(6)), group=group)
+        dist.all_to_all_single(torch.empty(6), x, group=group)
+        dist.broadcast(x, 0, group=group)
+        dist.barrier(group=group)
+        dist.all_reduce(x, group=alone)
+        dist.all_reduce(x.bfloat16())
+        functional.wait_tensor(functional.all_gather_into_tensor(x, 2, name))
+        functional.wait_tensor(functional.reduce_scatter_tensor(pair, "sum", 2, name))
+        leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        leaf.register_hook(lambda grad: dist.all_reduce(grad.clone(), group=group))
+        leaf.sum().backward()
+        (dist.send if world.rank == 0 else dist.recv)(x, 1 - world.rank, group)
+    kinds = Counter({(m.kind, m.bytes, m.axis): n for m, n in wire.messages.items()})
+    assert kinds.pop(("c10d::broadcast_", 24, "cp")) == 1
+    assert kinds.pop(next(kind for kind in kinds if "barrier" in kind[0])) == 1
+    assert kinds == {
+        ("all_gather", 48, "cp"): 2,
+        ("reduce_scatter", 48, "cp"): 2,
+        ("all_to_all", 24, "cp"): 1,
+        ("all_reduce", 12, wire.axis("world")): 1,
+        ("all_reduce", 24, "cp"): 1,
+        ("send" if world.rank == 0 else "recv", 24, "cp"): 1,
+    }
+
+
+@ranks(2)
+def test_axes_that_share_a_group_go_by_one_name(world):
+    """Torch's mesh takes the world's group for an axis that spans it."""
+    wire = Wire(open_groups(Layout(tp=2), world))
+    assert (wire.axis("tp"), wire.axis("world"), wire.axis("shard")) == ("tp", "tp", "shard")
+    wire = Wire(open_groups(Layout(cp=2), world))
+    assert wire.axis("cp") == "cp"  # its own
+    assert wire.axis("world") == wire.axis("replicate") == "replicate"
+    assert wire.axis("ends") == "ends"
+    assert Message("send", "pp", 1) == ("send", "pp", 1)
+
+
+def test_work_counts_products():
+    x, w = torch.randn(2, 3, 8), torch.randn(5, 8, requires_grad=True)
+    q, k = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 2, 16, 8)
+    with Work() as work:
+        torch.nn.functional.linear(x, w, torch.ones(5)).sum().backward()
+        torch.nn.functional.linear(x, w).sum()
+    assert work.products == 3 * 2 * 6 * 8 * 5
+    with Work() as work:
+        core = torch.nn.functional.scaled_dot_product_attention
+        core(q, k, k, is_causal=True, enable_gqa=True).sum().backward()
+        torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+    assert work.attention == 7 * 2 * 8 * (2 * 4 * 16 * 16 / 2) + 2 * 2 * 3 * 4 * 5
+    assert work.products == 0
+
+
+ATTENDING = [
+    case
+    for case in CASES
+    if case.layout.world <= 4 and (case.layout.cp > 1 or case.packed or case.layout.tp > 1)
+]
+
+
+@pytest.mark.parametrize("case", labelled(ATTENDING))
+def test_attention_flops(case):
+    for expected, found in on_ranks(case.layout.world, attended, case=case):
+        assert expected == found
+
+
+def attended(world, case):
+    groups = open_groups(case.layout, world)
+    program = lower(case.model, case.train, case.layout)
+    parallel = build(program, groups, world.device, seeded(case.model, 0))
+    with Work() as work:
+        gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
+    return attention_flops(program, groups.at["pp"], packed=case.packed), work.attention
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_whole_table_adds_up(world):
+    """Products are six FLOPs per weight and token, and what is sent is received."""
+    for case in matrix(world):
+        if case.refused is not None:
+            continue
+        layout, found = case.layout, Counter()
+        plain = lower(case.model, case.train, layout.model_copy(update={"recompute": "none"}))
+        flops = sum(matmul_flops(plain, rank) for rank in range(layout.pp))
+        tokens = case.train.batch * case.train.seq_len
+        model = flops_per_token(case.model, 0)
+        assert flops * layout.world / layout.pp == model * tokens, case.label
+        program = lower(case.model, case.train, layout)
+        for rank in range(world):
+            for one in collectives(program, rank):
+                assert one.count > 0
+                assert one.bytes > 0
+                assert one.reason
+                found[one.kind, one.axis, one.bytes] += one.count
+        for (kind, axis, size), count in found.items():
+            if kind == "send":
+                assert found["recv", axis, size] == count, case.label
+
+
+# What operations keep until the backward.
+
+KEPT = [case for case in CASES if case.layout.world <= 4]
+
+
+class Made(TorchDispatchMode):
+    """Notes the storages that operations make, and which of them are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.given = {}, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in tensors((args, kwargs)):
+            if x.untyped_storage()._cdata not in self.found:
+                self.given.add(x.untyped_storage()._cdata)
+        out = func(*args, **(kwargs or {}))
+        for x in tensors(out):
+            storage = x.untyped_storage()
+            if storage._cdata not in self.given:
+                self.found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def left(self, but):
+        live = {key: size for key, (ref, size) in self.found.items() if not ref.expired()}
+        return sum(size for key, size in live.items() if key not in but)
+
+
+def tensors(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("case", labelled(KEPT))
+def test_operations_keep_what_autograd_keeps(case):
+    """To the byte, and where nothing is recomputed also by the hooks of saved tensors."""
+    for stages in on_ranks(case.layout.world, kept, case=case):
+        for expected, left, saved in stages:
+            assert left == expected
+            if case.layout.recompute == "none":
+                assert saved == expected
+
+
+def kept(world, case):
+    """For each stage of this rank: the program's bytes, those left after a forward, those saved."""
+    groups = open_groups(case.layout, world)
+    program = lower(case.model, case.train, case.layout)
+    parallel = build(program, groups, world.device, seeded(case.model, 0))
+    batch = mine(make_batch(case, 0), program, world)
+    if batch.segments is not None:
+        batch = batch._replace(segments=batch.segments.long())  # as the sampler gives them
+    batch = batch.at(parallel.positions).split(case.layout.microbatch)[0]
+    found = []
+    for stage in program.held(groups.at["pp"]):
+        ops = operations(program, stage, packed=case.packed, cp_rank=groups.at["cp"])
+        expected = sum(op.saved_bytes * op.count for op in ops)
+        hidden, arrived = None, 0
+        if not stage.is_first:
+            shape, dtype = parallel.stream(batch)
+            hidden = torch.zeros(shape, dtype=dtype).requires_grad_()
+            arrived = hidden.untyped_storage().nbytes()
+        saved = {}
+
+        def keep(x, saved=saved):
+            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
+
+        with Made() as made, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = parallel.forward(stage.index, hidden, batch)
+            edge = torch.autograd.graph.get_gradient_edge(out)
+            zeros = torch.zeros_like(out)
+            del out
+        gc.collect()
+        weights = {
+            local_shard(p.detach()).untyped_storage()._cdata
+            for p in parallel.modules[stage.index].parameters()
+        } | {zeros.untyped_storage()._cdata}
+        own = {key: size for key, size in saved.items() if key in made.found and key not in weights}
+        left = made.left(but=weights)
+        torch.autograd.backward((edge,), (zeros,))
+        found.append((expected, left + arrived, sum(own.values()) + arrived))
+    return found

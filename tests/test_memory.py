@@ -1,0 +1,126 @@
+"""What each ZeRO stage really keeps: counted at the moments that matter, and the peaks' order."""
+
+import pytest
+import torch
+from benchmarks.memory_profile import measure
+
+from meshwright.execute.batch import Batch
+from meshwright.execute.build import build, seeded
+from meshwright.execute.data import _param_groups, _state, wrapped
+from meshwright.execute.groups import open_groups
+from meshwright.execute.optimize import Shards
+from meshwright.layout import Layout
+from meshwright.program.lower import lower
+from meshwright.program.parts import parts
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.update import update
+from ranks import on_ranks
+
+RANKS, LAYERS, MIDDLE = 2, 6, 3
+MODEL = model_spec(
+    dim=64, n_layers=LAYERS, n_heads=2, n_kv_heads=2, ffn_dim=128, vocab_size=64, context=16
+)
+TRAIN = TrainSpec(batch=4, seq_len=16)  # two microbatches a rank
+WHOLE = sum(part.numel for part in parts(MODEL))
+BLOCK = sum(part.numel for part in parts(MODEL) if part.name.startswith("layers.0."))
+LABELS = ("dp2 mb1", "shard2 zero1 mb1", "shard2 zero2 mb1", "shard2 zero3 mb1")
+
+
+def held_whole(parallel):
+    """Elements of the blocks' weights, and of their gradients, that are whole on this rank."""
+    weights = gradients = 0
+    for block in parallel.modules[0].blocks:
+        for module in wrapped(block):
+            for group in _param_groups(_state(module)):
+                for parameter in group.fsdp_params:
+                    for output in parameter.all_gather_outputs:
+                        weights += output.untyped_storage().nbytes() // output.itemsize
+                    gradient = parameter.unsharded_accumulated_grad
+                    if gradient is None and hasattr(parameter, "_unsharded_param"):
+                        gradient = parameter._unsharded_param.grad
+                    gradients += 0 if gradient is None else gradient.numel()
+    return weights, gradients
+
+
+def census(world, label):
+    """What is whole in the backwards of a middle block, between microbatches and after them."""
+    layout = Layout.parse(label)
+    program = lower(MODEL, TRAIN, layout)
+    parallel = build(program, open_groups(layout, world), world.device, seeded(MODEL, 0))
+    shards = Shards(parallel.held, on_host=False)
+    optimizer = build_optimizer(shards.leaves, OptimizerSpec())
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(world.rank))
+    seen = {"in block": [], "after B": [], "sharded": []}
+
+    def note_in_backward(module, args, out):
+        out.register_hook(lambda _: seen["in block"].append(held_whole(parallel)))
+
+    parallel.modules[0].blocks[MIDDLE].attn.o.register_forward_hook(note_in_backward)
+
+    def observe(action, started, ended):
+        if action.kind == "B":
+            seen["after B"].append(held_whole(parallel))
+            kept = [held.gradient for held in parallel.held if held.gradient is not None]
+            seen["sharded"].append(sum(gradient.numel() for gradient in kept))
+
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    for _ in range(2):  # the second step is the ordinary one
+        for values in seen.values():
+            values.clear()
+        parallel.observe = observe
+        update(parallel, batch, world, shards, optimizer, LossScale.of(TRAIN), 1.0)
+    states = [t for s in optimizer.state.values() for t in s.values() if t.dim() > 0]
+    left = sum(held.gradient is not None for held in parallel.held)
+    return {**seen, "optimizer": sum(t.numel() for t in states), "left": left}
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_what_each_stage_keeps(label):
+    zero = Layout.parse(label).zero
+    for found in on_ranks(RANKS, census, label=label):
+        # The first row is of the first microbatch, the second of the last.
+        (early, early_grads), (late, late_grads) = found["in block"]
+        (between, between_grads), (after, after_grads) = found["after B"]
+        blocks = LAYERS * BLOCK
+        if zero == 3:  # the block itself, and the one that is gathered ahead
+            assert BLOCK <= early <= 2 * BLOCK
+            assert BLOCK <= late <= 2 * BLOCK
+            assert between == 0
+        else:  # all of them, until the last backward is over with each
+            assert early == between == blocks
+            assert (MIDDLE + 1) * BLOCK <= late <= (MIDDLE + 2) * BLOCK
+        if zero >= 2:  # the block's own; those behind it are reduced already
+            assert 0 < early_grads <= BLOCK
+            assert 0 < late_grads <= BLOCK
+            assert between_grads == 0
+            assert found["sharded"] == [WHOLE // RANKS] * 2
+        else:
+            assert between_grads == blocks
+            assert late_grads == (MIDDLE + 1) * BLOCK
+            assert found["sharded"] == [0, WHOLE // (RANKS if zero else 1)]
+        assert (after, after_grads) == (0, 0)
+        assert found["left"] == 0
+        assert found["optimizer"] == 2 * WHOLE // (RANKS if zero else 1)
+
+
+def peak(world, label):
+    return measure(world, MODEL, TRAIN, Layout.parse(label)).peak
+
+
+def test_peaks_fall_with_the_stage():
+    peaks = {label: on_ranks(RANKS, peak, label=label)[0] for label in LABELS}
+    totals = [peaks[label].total for label in LABELS]
+    assert totals == sorted(totals, reverse=True)
+    none, first, second, third = peaks.values()
+    assert len(set(totals)) == len(LABELS)
+    for found, ranks in ((none, 1), (first, RANKS), (second, RANKS), (third, RANKS)):
+        assert found.parameters == 4 * WHOLE // ranks
+        # Beside the two moments AdamW counts its steps, a number for each parameter.
+        assert found.optimizer == pytest.approx(8 * WHOLE // ranks, rel=0.01)
+    assert none.gradients >= 4 * LAYERS * BLOCK
+    assert first.gradients >= 4 * (LAYERS - 1) * BLOCK
+    assert second.gradients <= 4 * (WHOLE // RANKS + 2 * BLOCK)
+    assert third.gathered <= 4 * (WHOLE - (LAYERS - 2) * BLOCK)

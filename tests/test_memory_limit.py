@@ -1,0 +1,148 @@
+"""`cluster.memory`: read, held by the system, and what a rank says that wanted more."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshwright.errors import ConfigError, RankFailed
+from meshwright.launch.session import train
+from meshwright.launch.worker import MemoryLimit, is_out_of_memory, remedies
+from meshwright.layout import Layout
+from meshwright.spec.dump import to_toml
+from meshwright.spec.loading import load_config
+from meshwright.units import GIB, MIB, parse_bytes
+from runs import clean_environ
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "long_context.toml"
+TP = ["layout.tp=2", "layout.sp=true"]
+CP = ["layout.cp=2"]
+
+
+def test_bytes_are_read_in_both_systems_of_units():
+    read = {"4096": 4096, "2GiB": 2 * GIB, "1.5 GB": 1_500_000_000, "512mib": 512 * MIB, "7 B": 7}
+    assert {text: parse_bytes(text) for text in read} == read
+    for text in ("", "GiB", "2 gigs", "-1", "1e9", "nan"):
+        with pytest.raises(ValueError, match="is no number of bytes, as 2GiB"):
+            parse_bytes(text)
+
+
+def test_limit_in_the_config(tmp_path):
+    config = load_config(None, ["cluster.memory=1.5GiB"])
+    assert config.cluster.memory == 1.5 * GIB
+    dumped = tmp_path / "config.toml"
+    dumped.write_text(to_toml(config))
+    assert load_config(dumped).cluster == config.cluster
+    assert load_config().cluster.memory is None
+    refusals = {
+        "2 gigs": "cluster.memory = '2 gigs' is no number of bytes, as 2GiB, 1.5GB or 4096",
+        "0": "cluster.memory = 0 (override cluster.memory=0) must be greater than 0",
+        "1.5": "cluster.memory = 1.5 (override cluster.memory=1.5) must be an integer",
+    }
+    for value, text in refusals.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [f"cluster.memory={value}"])
+        assert str(caught.value) == text
+
+
+def test_a_rank_over_the_limit_ends_the_run(config):
+    # The logits of a microbatch are 5 MiB.
+    words = ["train.batch=16", "train.seq_len=512", "layout.microbatch=8", "layout.dp_replicate=1"]
+    assert train(config(*words, "cluster.memory=1GiB"), clean_environ()).exit_code == 0
+    with pytest.raises(RankFailed) as caught:
+        train(config(*words, "cluster.memory=4MiB", "log.name=small"), clean_environ())
+    assert caught.value.exit_code == 3
+    assert re.fullmatch(
+        r"rank 0 raised out of memory: rank 0 asked for \d+\.\d\d [KM]iB, more than was left of "
+        r"cluster\.memory = 4\.00 MiB\. What helps: layout\.cp=2; layout\.pp=2; layout\.zero=3 "
+        r"layout\.dp_replicate=1 layout\.dp_shard=2; layout\.recompute=full; layout\.microbatch=4",
+        str(caught.value),
+    )
+
+
+def job(*overrides, **layout):
+    config = load_config(EXAMPLE, overrides)
+    return SimpleNamespace(config=config, layout=Layout(**layout))
+
+
+def test_only_legal_changes_are_offered():
+    assert remedies(job()) == (
+        "What helps: layout.tp=2 layout.sp=true; layout.cp=2; layout.recompute=full"
+    )
+    # Two key/value heads are no more to be cut, and there is one row.
+    assert "tp" not in remedies(job(tp=2, sp=True))
+    assert "layout.zero=3 layout.dp_replicate=1 layout.dp_shard=1" in remedies(job(cp=2))
+    bare = job("model.n_heads=1", "model.n_kv_heads=1", "train.seq_len=9999", recompute="full")
+    assert remedies(bare) == "A smaller model or batch helps"
+
+
+def test_what_counts_as_out_of_memory():
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(ValueError("not enough memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", "asked for 20.00 MiB,"),
+        ("you tried to allocate 167772160 bytes. Error", "asked for 160.00 MiB,"),
+        ("Unable to allocate 160. MiB for an array", "asked for 160.00 MiB,"),
+        ("", "asked for"),
+    ],
+)
+def test_what_was_asked_for_is_told(said, asked):
+    limit = MemoryLimit(job("cluster.memory=1GiB"), 3, torch.device("cpu"))
+    text = limit.refusal(said, GIB)
+    assert text.startswith(
+        f"out of memory: rank 3 {asked} more than was left of cluster.memory = 1"
+    )
+
+
+def test_on_a_gpu_torch_holds_the_limit(monkeypatch):
+    fractions = []
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * GIB)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: fractions.append((fraction, device)),
+    )
+    with (
+        pytest.raises(RankFailed, match=r"rank 1 asked for 20\.00 MiB"),
+        MemoryLimit(job("cluster.memory=2GiB"), 1, gpu),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has")
+    with MemoryLimit(job("cluster.memory=16GiB"), 1, gpu):
+        pass
+    assert fractions == [(0.25, gpu), (1.0, gpu)]
+
+
+def example(tmp_path, corpus, *overrides):
+    fixed = [f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}", "train.steps=1"]
+    where = [f"log.dir={tmp_path / 'runs'}", *overrides]
+    return load_config(EXAMPLE, [*fixed, *where])
+
+
+def test_long_context_is_refused_alone(tmp_path, corpus):
+    with pytest.raises(RankFailed) as caught:
+        train(example(tmp_path, corpus), clean_environ())
+    limit = r"more than was left of cluster\.memory = 350\.00 MiB"
+    helps = r"What helps: layout\.tp=2 layout\.sp=true; layout\.cp=2; layout\.recompute=full"
+    assert re.search(rf"rank 0 asked for .*, {limit}\. {helps}$", str(caught.value))
+
+
+@pytest.mark.parametrize("overrides", [TP, CP], ids=["tp", "cp"])
+def test_long_context_is_trained_by_two(overrides, tmp_path, corpus):
+    run = train(example(tmp_path, corpus, *overrides), clean_environ())
+    assert run.exit_code == 0
+    (step,) = run.events("step")
+    assert 0 < step["loss"] < 8

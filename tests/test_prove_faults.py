@@ -1,0 +1,251 @@
+"""Faults put into parallel models on purpose: each must be caught, and its place named."""
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.execute.data import wrapped
+from meshwright.execute.groups import Link, open_groups
+from meshwright.layout import Layout
+from meshwright.prove.case import Case
+from meshwright.prove.parity import prove_adam, prove_parity
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+from ranks import on_ranks
+
+SIZES = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 128, "vocab_size": 128}
+
+
+def make_case(label: str, precision: str = "fp32", **model: Any) -> Case:
+    train = TrainSpec(batch=8, seq_len=32, precision=precision)
+    return Case(model_spec(**{**SIZES, **model}), train, Layout.parse(label), adam_steps=3)
+
+
+def find(parallel, name):
+    return next(held for held in parallel.held if held.name == name)
+
+
+def blocks(parallel):
+    return {
+        int(name): block
+        for module in parallel.modules.values()
+        for name, block in module.layers.items()
+    }
+
+
+def wrong_scale(parallel):
+    """One data rank's loss counts for 1% more."""
+    forward, last = parallel.forward, len(parallel.stage_ranks) - 1
+
+    def scaled(stage, hidden, batch):
+        out = forward(stage, hidden, batch)
+        return out * 1.01 if stage == last else out
+
+    if parallel.groups.data.rank == 1:
+        parallel.forward = scaled
+
+
+def no_reduce_in_backward(parallel):
+    """One MLP's input gradient stays the part that this tp rank has computed."""
+    mlp = blocks(parallel)[1].mlp
+    mlp._forward_pre_hooks.clear()
+    mlp.register_forward_pre_hook(lambda module, args: args)
+
+
+def no_sum_of_norms(parallel):
+    """Norms under sequence parallelism keep the gradient of their own tokens."""
+    parallel.held[:] = [
+        held._replace(sharding=replace(held.sharding, is_partial=False)) for held in parallel.held
+    ]
+
+
+def no_sum_of_tied(parallel):
+    """The embedding and the head of a tied matrix each keep their own gradient."""
+    rank = parallel.groups.ends.ranks[parallel.groups.ends.rank]
+    parallel.groups = replace(parallel.groups, ends=Link(None, (rank,), 0))
+
+
+def no_data_reduction(parallel):
+    """Replicas of shards keep the gradients of their own rows."""
+    for module in parallel.modules.values():
+        for inner in wrapped(module):
+            setter = inner.set_requires_all_reduce
+            inner.set_requires_all_reduce = lambda on, setter=setter: setter(False)
+
+
+def no_reduce_scatter(parallel):
+    """No rank sums its gradients with others at all."""
+    for module in parallel.modules.values():
+        for inner in wrapped(module):
+            inner.set_requires_gradient_sync(False)
+            inner.set_requires_gradient_sync = lambda on: None
+
+
+def swapped_shards(parallel):
+    """Two tp ranks hold each other's part of a weight."""
+    link, shard = parallel.groups.tp, find(parallel, "layers.1.mlp.up.weight").shard
+    everyones = [torch.empty_like(shard) for _ in range(link.size)]
+    dist.all_gather(everyones, shard.contiguous(), group=link.group)
+    shard.copy_(everyones[1 - link.rank])
+
+
+def dropped_norm_gradient(parallel):
+    find(parallel, "layers.0.attn_norm.weight").parameter.register_hook(torch.zeros_like)
+
+
+def last_microbatch_only(parallel):
+    """Each microbatch's gradients replace those of the one before."""
+    last = parallel.program.microbatches - 1
+
+    def forget(action, started, ended):
+        if action.kind == "B" and action.microbatch < last:
+            for held in parallel.held:
+                held.parameter.grad = None
+
+    parallel.observe = forget
+
+
+def contiguous_positions(parallel):
+    """The ring is fed with the r-th chunk of the sequence instead of a balanced pair."""
+    link, seq_len = parallel.groups.cp, parallel.program.train.seq_len
+    parallel.positions = parallel.places = torch.arange(seq_len).chunk(link.size)[link.rank]
+
+
+def wrong_rotation(parallel):
+    """One context rank turns its queries and keys by the angle of the next position."""
+    if parallel.groups.cp.rank == 1:
+        rope = blocks(parallel)[0].attn.rope
+        tables = rope.tables
+        rope.tables = lambda start, stop, positions: tables(start, stop, positions + 1)
+
+
+def stale_buffer(parallel):
+    """The second stage computes microbatch 1 from what it received for microbatch 0."""
+    forward, seen = parallel.forward, []
+
+    def stale(stage, hidden, batch):
+        if stage == 1:
+            seen.append(hidden.detach().clone())
+            if len(seen) == 2:
+                with torch.no_grad():
+                    hidden.copy_(seen[0])
+        return forward(stage, hidden, batch)
+
+    parallel.forward = stale
+
+
+class Seeded(NamedTuple):
+    """A fault, the layout that has it, and where it must be found."""
+
+    fault: Any
+    layout: str
+    where: dict[str, Any]
+    model: Any = MappingProxyType({})
+    precision: str = "fp32"
+
+
+ROWS_OF_0 = {"microbatch": 0, "data_rank": 0}
+SEEDED = [
+    Seeded(wrong_scale, "dp2 mb2", {"tensor": "head.weight", "microbatch": 0, "data_rank": 1}),
+    Seeded(
+        wrong_scale,
+        "shard2 zero3 mb2",
+        {"tensor": "head.weight", "microbatch": 0, "data_rank": 1},
+        precision="bf16",
+    ),
+    Seeded(
+        no_reduce_in_backward,
+        "tp2 mb2",
+        {"tensor": "layers.1.mlp_norm.weight", "rank": 0, **ROWS_OF_0},
+    ),
+    Seeded(no_sum_of_norms, "tp2 sp mb2", {"tensor": "norm.weight", "rank": 0, **ROWS_OF_0}),
+    Seeded(
+        no_sum_of_tied,
+        "pp2 1f1b mb2",
+        {"tensor": "embed.weight", "rank": 0, "stage": 0, **ROWS_OF_0},
+        {"tie_embeddings": True},
+    ),
+    Seeded(no_reduce_scatter, "shard2 zero2 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(
+        no_data_reduction,
+        "dp2 shard2 zero2 mb2",
+        # Of the rows of data rank 0, ranks 2 and 3 of the other replica get nothing.
+        {"tensor": "head.weight", "rank": 2, **ROWS_OF_0},
+    ),
+    Seeded(
+        swapped_shards,
+        "tp2 mb2",
+        {"quantity": "initial weight", "tensor": "layers.1.mlp.up.weight", "rank": 0, "stage": 0},
+    ),
+    Seeded(
+        dropped_norm_gradient,
+        "tp2 mb2",
+        {"tensor": "layers.0.attn_norm.weight", "rank": 0, **ROWS_OF_0},
+    ),
+    Seeded(last_microbatch_only, "tp2 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(
+        contiguous_positions,
+        "cp2-ring mb2",
+        {"quantity": "output", "tensor": "layers.0", "microbatch": 0, "rank": 0},
+    ),
+    Seeded(
+        wrong_rotation,
+        "cp2-ring mb2",
+        # Rank 0 looks at the keys of rank 1, too.
+        {"quantity": "output", "tensor": "layers.0", "microbatch": 0, "rank": 0},
+    ),
+    Seeded(
+        stale_buffer,
+        "pp2 1f1b mb2",
+        {"quantity": "output", "tensor": "layers.2", "microbatch": 1, "rank": 1, "stage": 1},
+    ),
+    Seeded(
+        stale_buffer,
+        "tp2 sp pp2 1f1b mb2",
+        {"quantity": "output", "tensor": "layers.2", "microbatch": 1, "rank": 2, "stage": 1},
+    ),
+]
+
+
+def prove_with(world, at):
+    seeded = SEEDED[at]
+    case = make_case(seeded.layout, seeded.precision, **seeded.model)
+    return prove_parity(case, open_groups(case.layout, world), world, fault=seeded.fault)
+
+
+@pytest.mark.parametrize(
+    "at", range(len(SEEDED)), ids=[f"{s.fault.__name__} {s.layout}" for s in SEEDED]
+)
+def test_a_fault_is_caught_and_located(at):
+    seeded = SEEDED[at]
+    everyones = on_ranks(Layout.parse(seeded.layout).world, prove_with, at=at)
+    assert all(verdicts == everyones[0] for verdicts in everyones)
+    failed = [verdict for verdict in everyones[0] if not verdict.passed]
+    assert failed
+    found = vars(failed[0].first_divergence)
+    assert {key: found[key] for key in seeded.where} == seeded.where
+    assert found["error"] > 0
+
+
+def prove_adam_with(world, label, fault):
+    case = make_case(label)
+    return prove_adam(case, open_groups(case.layout, world), world, fault=fault)
+
+
+@pytest.mark.parametrize(
+    ("label", "fault"),
+    [
+        ("tp2 sp mb2", no_sum_of_norms),
+        ("tp2 mb2", no_reduce_in_backward),
+        ("shard2 zero3 mb2", no_reduce_scatter),
+        ("tp2 sp mb2", None),
+    ],
+)
+def test_the_weights_after_adam_tell_a_fault(label, fault):
+    verdict = on_ranks(2, prove_adam_with, label=label, fault=fault)[0]
+    assert verdict.claim == "weights after 3 AdamW steps"
+    assert verdict.passed == (fault is None)
