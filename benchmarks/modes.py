@@ -136,6 +136,7 @@ class Bench:
                 "model.n_kv_heads": sizes.heads,
                 "model.ffn_dim": sizes.ffn,
                 "data.source": self.tokens,
+                "data.tokenizer": self.tokens.with_name("tokenizer.json"),
                 "train.batch": sizes.batch,
                 "train.seq_len": sizes.seq,
                 "train.steps": steps,
@@ -167,14 +168,23 @@ def _output(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         raise Failure(f"it ran past {LIMIT_S} s") from None
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise Failure((said or [f"exit code {done.returncode}"])[0].strip()[-200:])
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if "Error: " in line] or said[-1:]
+        raise Failure(f"exit code {done.returncode}: {errors[0][:300] if errors else ''}")
     return done.stdout
 
 
 def random_tokens(folder: Path, sizes: Sizes, steps: int) -> Path:
-    """Write random tokens as a Megatron pair, enough for a run, and return its path."""
+    """Write random tokens as a Megatron pair, enough for a run, and return its path.
+
+    Beside it lies a tokenizer of as many entries as the model has.
+    """
     import numpy as np
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"</s>": 0, **{f"t{n}": n for n in range(1, sizes.vocab)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    words.save(str(folder / "tokenizer.json"))
 
     documents = 64
     each = (steps + 4) * sizes.batch * sizes.seq // documents + 1

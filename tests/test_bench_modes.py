@@ -7,7 +7,8 @@ from benchmarks.peers.catalogue import PEERS, Sizes
 from benchmarks.peers.common import Task
 from benchmarks.peers.native import train
 
-from meshwright.data.megatron import open_megatron
+from meshwright.data import open_data
+from meshwright.spec.training import DataSpec
 from ranks import on_ranks
 
 TINY = Sizes(vocab=64, dim=16, layers=2, heads=2, ffn=32, seq=16, batch=8)
@@ -47,8 +48,9 @@ def test_peers_enter_the_modes_that_they_have():
     assert entered == {("tp", "meshwright"), ("tp", "native"), ("ring", "meshwright")}
 
 
-def test_random_tokens_are_a_megatron_pair(tmp_path):
+def test_meshwright_reads_the_random_tokens(tmp_path):
     path = random_tokens(tmp_path, TINY, steps=6)
-    pair = open_megatron(path.with_suffix(""))
-    assert len(pair.shard.tokens) > 6 * TINY.batch * TINY.seq
-    assert pair.shard.tokens.max() < TINY.vocab
+    spec = DataSpec(source=str(path), tokenizer=str(tmp_path / "tokenizer.json"))
+    data = open_data(spec, tmp_path / "cache", TINY.vocab)
+    assert data.sampler("train", TINY.seq, TINY.batch).samples >= 6 * TINY.batch
+    assert data.vocab_size == TINY.vocab

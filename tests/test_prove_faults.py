@@ -173,8 +173,7 @@ SEEDED = [
     Seeded(
         no_data_reduction,
         "dp2 shard2 zero2 mb2",
-        # Of the rows of data rank 0, ranks 2 and 3 of the other replica get nothing.
-        {"tensor": "head.weight", "rank": 2, **ROWS_OF_0},
+        {"tensor": "head.weight", **ROWS_OF_0},
     ),
     Seeded(
         swapped_shards,

@@ -12,7 +12,12 @@ from typing import Any
 
 import numpy as np
 from olmo_core.config import DType
-from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig, TokenizerConfig
+from olmo_core.data import (
+    NumpyDataLoaderConfig,
+    NumpyDatasetDType,
+    NumpyFSLDatasetConfig,
+    TokenizerConfig,
+)
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.distributed.parallel.pipeline_parallel import PipelineScheduleType
 from olmo_core.nn.attention import AttentionBackendName
@@ -59,9 +64,10 @@ def parallelism(task: Task) -> dict[str, Any]:
 
 
 class Marks(Callback):
-    """Ends each step on the clock."""
+    """Ends each step on the clock, which starts with the first."""
 
-    clock: Any = None
+    def pre_train(self) -> None:
+        self.clock = Clock()
 
     def post_step(self) -> None:
         self.clock.mark()
@@ -98,12 +104,13 @@ def run(task: Task) -> Clock:
             paths=[str(tokens)],
             sequence_length=seq,
             tokenizer=TokenizerConfig(vocab_size=sizes.vocab, eos_token_id=0, pad_token_id=1),
+            dtype=NumpyDatasetDType.uint16,
             work_dir=folder,
         ).build()
         loader = NumpyDataLoaderConfig(
             global_batch_size=sizes.batch * seq, seed=0, num_workers=0, work_dir=folder
         ).build(rows, dp_process_group=module.dp_process_group)
-        clock = Clock()
+        marks = Marks()
         TrainerConfig(
             save_folder=folder,
             save_overwrite=True,
@@ -112,8 +119,8 @@ def run(task: Task) -> Clock:
             max_duration=Duration.steps(task.steps),
             no_checkpoints=True,
             no_evals=True,
-        ).with_callback("marks", Marks(clock=clock)).build(module, loader).fit()
-    return clock
+        ).with_callback("marks", marks).build(module, loader).fit()
+    return marks.clock
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> int:
     size = _BYTES.get(found[2].upper()) if found else None
     if found is None or size is None:
         raise ValueError(f"{text!r} is no number of bytes, as 2GiB, 1.5GB or 4096")
-    return round(float(found[1]) * size)
+    return int(round(float(found[1]) * size))
 
 
 def format_bytes(count: float) -> str:

@@ -235,7 +235,9 @@ class _RingAttention(torch.autograd.Function):
                 q[:, :, piece.queries], keys, values, piece.mask, piece.causal
             )
             if step == 0:  # its own keys: no query is without one
-                out, lse = part.to(wide(q.dtype)), part_lse.contiguous()
+                # Copies, since a selective recompute keeps what the block gave as it was.
+                out = part.to(wide(q.dtype), copy=True)
+                lse = part_lse.clone(memory_format=torch.contiguous_format)
             else:
                 _merge(out[:, :, piece.queries], lse[:, :, piece.queries], part, part_lse)
             if arrived is not None:

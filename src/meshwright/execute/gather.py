@@ -18,7 +18,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # Shards that are kept on the host meet on the device, where their groups communicate.
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    on_device = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor()
 
 
 @torch.no_grad()

@@ -259,7 +259,8 @@ def _gathers(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
 def _reductions(program: Program, pp_rank: int, stages: Iterable[Stage]) -> Iterator[Collective]:
     """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
 
-    Replicas meet once, after the last microbatch.
+    Replicas meet once, after the last microbatch; where a backward is split, after each second
+    half, since what the rounds hold differs.
     """
     layout = program.layout
     element = ELEMENT_BYTES[program.train.precision]
@@ -268,7 +269,7 @@ def _reductions(program: Program, pp_rank: int, stages: Iterable[Stage]) -> Iter
     replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
     for stage in stages:
         units = _units(program, stage)
-        for has_deferred, has_prompt, is_last in _rounds(program, pp_rank, stage):
+        for has_deferred, has_prompt, meets in _rounds(program, pp_rank, stage):
             for unit in units:
                 size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
                 if not size:
@@ -276,14 +277,14 @@ def _reductions(program: Program, pp_rank: int, stages: Iterable[Stage]) -> Iter
                 if layout.shard_ranks > 1:
                     reason = "ZeRO: sum and cut gradients"
                     yield Collective("reduce_scatter", "shard", size, 1, reason)
-                if replicas > 1 and is_last:
+                if replicas > 1 and meets:
                     shard = size // layout.shard_ranks
                     reason = "replicas: sum gradients"
                     yield Collective("all_reduce", "replicate", shard, 1, reason)
 
 
 def _rounds(program: Program, pp_rank: int, stage: Stage) -> Iterator[tuple[bool, bool, bool]]:
-    """Yield the reductions of a stage's gradients: of deferred ones, of prompt ones, the last.
+    """Yield the reductions of a stage's gradients: of deferred, of prompt ones, among replicas.
 
     After each microbatch under ZeRO 2 and 3, else after the last one. A split backward reduces with
     its second half, and then also what later microbatches' first halves have left by then: theirs
@@ -296,7 +297,7 @@ def _rounds(program: Program, pp_rank: int, stage: Stage) -> Iterator[tuple[bool
         has_prompt |= action.kind in ("B", "I")
         has_deferred |= action.kind in ("B", "W")
         if action.kind in ("B", "W") and (program.layout.zero >= 2 or place == last):
-            yield has_deferred, has_prompt, place == last
+            yield has_deferred, has_prompt, action.kind == "W" or place == last
             has_deferred = has_prompt = False
 
 

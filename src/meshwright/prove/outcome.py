@@ -27,11 +27,13 @@ class Outcome:
     def lines(self) -> Iterator[str]:
         """Yield a line with the claims and their worst errors, then what failed."""
         word = "ok  " if self.passed else "FAIL"
-        claims = [
-            verdict.claim if verdict.error is None else f"{verdict.claim} {verdict.error:.1e}"
+        errors = [
+            f"{verdict.claim} {verdict.error:.1e}"
             for verdict in self.verdicts
+            if verdict.tolerance and verdict.error is not None
         ]
-        yield f"{word} {self.case.label}: {', '.join(claims)} ({self.seconds:.1f} s)"
+        claims = [verdict.claim for verdict in self.verdicts if not verdict.tolerance]
+        yield f"{word} {self.case.label}: {', '.join(errors + claims)} ({self.seconds:.1f} s)"
         for verdict in self.verdicts:
             if not verdict.passed:
                 yield from _failure(verdict)
