@@ -127,15 +127,6 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
         try:
             found = getattr(importlib.import_module(module), name)
             result = getattr(found, "body", found)(world, **arguments)
-            _close_groups(dist)
             pipe.send((False, result))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
-
-
-def _close_groups(dist: Any) -> None:
-    """Close what a body opened: the threads of each gloo group wake a hundred times a second."""
-    world = dist.distributed_c10d._get_default_group()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not world:
-            dist.destroy_process_group(group)

@@ -80,6 +80,7 @@ CASES = [
     # Context.
     make("cp2-ring mb4", packed=True),
     make("cp2-ring mb4 recompute-full zero3", "neox"),
+    make("cp2-ring mb4 recompute-selective", "biased", packed=True),
     make("cp4-ring mb4 recompute-selective", "tied", "bf16"),
     make("cp2-ring mb4", "neox", "fp16", packed=True),
     make("cp2-ulysses mb4 zero2", "neox", packed=True),

@@ -143,7 +143,7 @@ def test_a_hung_rank_does_not_outlive_its_failed_peer(config, tmp_path):
         "    if rank == 0:\n"
         "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        time.sleep(1000)\n"
         "    sys.exit(7)\n"
-        "loop.backward = stuck"
+        "loop.update = stuck"
     )
     timing = Timing(settle_s=0.2, terminate_s=0.2)
     with pytest.raises(RankFailed, match=r"rank 1 raised SystemExit: 7"):

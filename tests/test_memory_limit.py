@@ -50,6 +50,7 @@ def test_limit_in_the_config(tmp_path):
 def test_a_rank_over_the_limit_ends_the_run(config):
     # The logits of a microbatch are 5 MiB.
     words = ["train.batch=16", "train.seq_len=512", "layout.microbatch=8", "layout.dp_replicate=1"]
+    words.append("train.steps=1")
     assert train(config(*words, "cluster.memory=1GiB"), clean_environ()).exit_code == 0
     with pytest.raises(RankFailed) as caught:
         train(config(*words, "cluster.memory=4MiB", "log.name=small"), clean_environ())

@@ -95,20 +95,6 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     )
 
 
-def close_groups(groups: Groups) -> None:
-    """Close what `open_groups` opened; a collective.
-
-    Each gloo group has a thread that wakes a hundred times a second, so they are not to pile up.
-    """
-    mesh = groups.parameters
-    found = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    found += [link.group for link in (groups.cp, groups.data, groups.ends) if link.group]
-    # A mesh takes the world itself for an axis of all ranks, and one group for two equal axes.
-    for group in {group.group_name: group for group in found}.values():
-        if group.group_name != dist.distributed_c10d._get_default_group().group_name:
-            dist.destroy_process_group(group)
-
-
 def _ends(mesh: Mesh, world: World, timeout: datetime.timedelta) -> Link:
     """Return the link between the first and the last stage; a rank between them is alone."""
     columns = {mesh.group(rank, ("pp",)) for rank in range(mesh.size)}

@@ -183,8 +183,9 @@ def _set_data_limit(limit: int | None) -> None:
 def tune_libc() -> None:
     """Have freed memory go back at once, and threads to come reserve 1 MiB for their stack, not 8.
 
-    By itself glibc keeps freed pieces of up to 32 MiB, and what lies between them is lost. Gloo
-    starts three threads for each group. Other libraries lack these functions, and go without.
+    By itself glibc keeps freed pieces of up to 32 MiB, and what lies between them is lost: alone,
+    examples/long_context.toml needs 543 MiB instead of 455. Gloo starts up to three threads for
+    each group. Other libraries lack these functions, and go without.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

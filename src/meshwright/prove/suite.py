@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -10,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from meshwright.execute.groups import Groups, close_groups, open_groups
+from meshwright.execute.groups import Groups, open_groups
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 from meshwright.program.lower import lower
@@ -27,8 +26,8 @@ T = TypeVar("T")
 class Suite:
     """A rank's side of the proof of many cases.
 
-    Process groups are opened once for the cases of one mesh that follow each other, and what one
-    device computes is computed once, on rank 0, for all cases of the same model and batch.
+    Process groups are opened once for each shape of mesh, and what one device computes is computed
+    once, on rank 0, for all cases of the same model and batch.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
@@ -53,15 +52,8 @@ class Suite:
         return verdicts + prove_census(case, groups, world)
 
     def _open(self, layout: Layout) -> Groups:
-        """Return the groups of a layout, kept for those of the same mesh that follow."""
+        """Return the groups of a layout, opened once for each mesh."""
         key = (layout.mesh, layout.zero > 0)
-        if any(mesh != layout.mesh for mesh, _ in self._groups):
-            for groups in self._groups.values():
-                close_groups(groups)
-            # An operation on a DTensor would find the closed groups again, by an equal mesh.
-            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-            self._groups.clear()
-            gc.collect()  # models that are done still hold groups, in circles
         if key not in self._groups:
             self._groups[key] = open_groups(layout, self._world, self._timeout_s)
         return self._groups[key]
