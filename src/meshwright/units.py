@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
-_BYTES: Final = {
+_BYTES: Final[dict[str, int]] = {
     "": 1,
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
@@ -20,7 +20,8 @@ def parse_bytes(text: str) -> int:
     size = _BYTES.get(found[2].upper()) if found else None
     if found is None or size is None:
         raise ValueError(f"{text!r} is no number of bytes, as 2GiB, 1.5GB or 4096")
-    return int(round(float(found[1]) * size))
+    exact = float(found[1]) * size
+    return round(exact)
 
 
 def format_bytes(count: float) -> str:

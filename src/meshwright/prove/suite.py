@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.execute.groups import Groups, open_groups
 from meshwright.execute.world import World
