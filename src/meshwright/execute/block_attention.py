@@ -172,7 +172,8 @@ def _plain_forward(
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, mask, causal)
     lse = scores.logsumexp(-1)
-    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    # Not in place: a selective recompute keeps the product as it was.
+    weights = (scores - lse.unsqueeze(-1)).exp_()
     mixed = _grouped(weights, k) @ v.to(weights.dtype)
     return mixed.view(q.shape).to(q.dtype), lse
 
@@ -207,7 +208,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     scores = scores.view(*q.shape[:3], k.shape[2])
     if causal and mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-    return scores if mask is None else scores.masked_fill_(~mask, MASKED)
+    return scores if mask is None else scores.masked_fill(~mask, MASKED)
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
