@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
@@ -60,28 +63,27 @@ class Groups:
 
 
 def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Groups:
-    """Return the groups of a layout; a collective, which every rank of the world must call."""
+    """Return the groups of a layout; a collective, which every rank of the world must call.
+
+    A group that an earlier layout opened is used again: each has threads and connections of its
+    own, which add up where many layouts follow one another.
+    """
+    mesh, opener = layout.mesh, _Opener(world, datetime.timedelta(seconds=timeout_s))
     shape = (
         layout.pp,
         layout.dp_replicate * (1 if layout.zero else layout.cp),
         layout.dp_shard * layout.cp if layout.zero else 1,
         layout.tp,
     )
-    parameters = init_device_mesh(
-        world.device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp")
-    )
-    timeout = datetime.timedelta(seconds=timeout_s)
-    for name in ("pp", "replicate", "shard", "tp"):
-        # A group of a mesh does not inherit the time-out of the world; gloo's own is 30 minutes.
-        dist.distributed_c10d._set_pg_timeout(timeout, parameters.get_group(name))
-    mesh = layout.mesh
+    # The mesh's groups come first, so that equal shapes have equal groups: torch caches by shape.
+    parameters = opener.mesh(shape, ("pp", "replicate", "shard", "tp"))
 
     def link(*axes: str, of: str | None = None) -> Link:
         ranks = mesh.group(world.rank, axes)
         group = None
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
-            group = parameters.get_group(of) if of else _create(everyone, timeout)
+            group = parameters.get_group(of) if of else opener.open(everyone)
         return Link(group, ranks, ranks.index(world.rank))
 
     return Groups(
@@ -91,26 +93,51 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         cp=link("cp"),
         pp=link("pp", of="pp"),
         data=link("dp_replicate", "dp_shard", "cp"),
-        ends=_ends(mesh, world, timeout),
+        ends=_ends(mesh, world, opener),
     )
 
 
-def _ends(mesh: Mesh, world: World, timeout: datetime.timedelta) -> Link:
+def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:
     """Return the link between the first and the last stage; a rank between them is alone."""
     columns = {mesh.group(rank, ("pp",)) for rank in range(mesh.size)}
     pairs = sorted({(column[0], column[-1]) for column in columns if column[0] != column[-1]})
     mine = [pair for pair in pairs if world.rank in pair]
     if not pairs:
         return Link(None, (world.rank,), 0)
-    group = _create(pairs, timeout)
+    group = opener.open(pairs)
     return Link(group, mine[0], mine[0].index(world.rank)) if mine else Link(None, (world.rank,), 0)
 
 
-def _create(
-    everyone: Sequence[tuple[int, ...]], timeout: datetime.timedelta
-) -> dist.ProcessGroup | None:
-    """Return this rank's group of those that every rank creates together, in one order."""
-    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        [list(ranks) for ranks in everyone], timeout
-    )
-    return cast(dist.ProcessGroup | None, group)
+class _Opener:
+    """Opens the groups of one layout: a world's group at most once, and no two axes share one.
+
+    Were two axes of the same ranks to share a group, the transfers of one would wait for the
+    other's.
+    """
+
+    def __init__(self, world: World, timeout: datetime.timedelta) -> None:
+        self._world, self._timeout = world, timeout
+        self._uses: Counter[tuple[tuple[int, ...], ...]] = Counter()
+
+    def open(self, everyone: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Return this rank's group of those that every rank opens together, in one order."""
+        parts = tuple(everyone)
+        key = (parts, self._uses[parts])
+        if any(len(ranks) > 1 for ranks in parts):  # a rank alone sends nothing
+            self._uses[parts] += 1
+        opened = self._world.opened
+        if key not in opened:
+            group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                [list(ranks) for ranks in parts], self._timeout
+            )
+            opened[key] = group
+        return opened[key]
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Return a mesh over all ranks."""
+        ranks = torch.arange(math.prod(shape)).view(shape)
+        groups = []
+        for dim, size in enumerate(shape):
+            rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+            groups.append(cast(dist.ProcessGroup, self.open([tuple(row) for row in rows])))
+        return DeviceMesh.from_group(groups, self._world.device.type, ranks, mesh_dim_names=names)

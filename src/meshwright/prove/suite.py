@@ -8,9 +8,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from meshwright.execute.groups import Groups, open_groups
+from meshwright.execute.groups import open_groups
 from meshwright.execute.world import World
-from meshwright.layout import Layout, Mesh
+from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.census import prove_census
@@ -25,13 +25,11 @@ T = TypeVar("T")
 class Suite:
     """A rank's side of the proof of many cases.
 
-    Process groups are opened once for each shape of mesh, and what one device computes is computed
-    once, on rank 0, for all cases of the same model and batch.
+    What one device computes is computed once, on rank 0, for all cases of one model and batch.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
         self._world, self._timeout_s = world, timeout_s
-        self._groups: dict[tuple[Mesh, bool], Groups] = {}
         self._references: dict[object, Any] = {}
 
     def prove(self, case: Case) -> tuple[Verdict, ...]:
@@ -42,20 +40,14 @@ class Suite:
             if not order.passed:  # it would hang
                 return (order,)
             verdicts = (order,)
-        groups, world = self._open(case.layout), self._world
+        world = self._world
+        groups = open_groups(case.layout, world, self._timeout_s)
         reference = self._shared(case, run_reference, case.steps)
         verdicts += prove_parity(case, groups, world, reference)
         if case.adam_steps:
             weights = self._shared(case, run_adam, case.adam_steps)
             verdicts += (prove_adam(case, groups, world, weights),)
         return verdicts + prove_census(case, groups, world)
-
-    def _open(self, layout: Layout) -> Groups:
-        """Return the groups of a layout, opened once for each mesh."""
-        key = (layout.mesh, layout.zero > 0)
-        if key not in self._groups:
-            self._groups[key] = open_groups(layout, self._world, self._timeout_s)
-        return self._groups[key]
 
     def _shared(self, case: Case, compute: Callable[[Case, list[Any]], T], steps: int) -> T:
         """Return what one device computes, from rank 0."""
