@@ -16,6 +16,7 @@ from meshwright.models import build_model, init_model
 from meshwright.models.hf import hf_source, load_hf, save_hf
 from meshwright.models.hf_names import from_hf, hf_name, hf_tensors, to_hf
 from meshwright.program.parts import parts
+from meshwright.program.shards import whole
 from meshwright.spec.resolve import model_spec
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "data" / "golden"
@@ -141,9 +142,17 @@ def test_the_model_outlives_its_file(model, folder):
 def test_source_gives_parameters_by_name(model, folder):
     source = hf_source(folder, model.spec)
     for name, parameter in reversed(list(model.named_parameters())):
-        assert torch.equal(source(name, parameter.shape), parameter)
+        shape = tuple(parameter.shape)
+        assert torch.equal(source(name, shape, whole(shape)), parameter)
+        for cuts in (2, 3):  # of whole heads, and through the midst of them
+            for at in range(cuts):
+                rows = (shape[0] * at // cuts, shape[0] * (at + 1) // cuts)
+                part = source(name, shape, (rows, *whole(shape[1:])))
+                assert torch.equal(part, parameter[rows[0] : rows[1]]), (name, rows)
+        empty = source(name, shape, ((shape[0], shape[0]), *whole(shape[1:])))
+        assert empty.shape == (0, *shape[1:])
     with pytest.raises(CheckpointError, match=r"norm\.weight is \[16\], but \[8\] was asked"):
-        source("norm.weight", (8,))
+        source("norm.weight", (8,), ((0, 8),))
     other = model.spec.model_copy(update={"ffn_dim": 8})
     with pytest.raises(CheckpointError, match="but the config gives"):
         hf_source(folder, other)

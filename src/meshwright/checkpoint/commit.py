@@ -14,14 +14,24 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from meshwright.errors import CheckpointError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+FORMAT: Final = 2
+MANIFEST: Final = "manifest.json"
+LATEST: Final = "latest"
+# Told where a save has got to: "begin", "shard", "manifest", "rename", "pointer", "purge".
+Mark = Callable[[str], None]
+
+
+class Fingerprint(NamedTuple):
+    """A file's size in bytes and its SHA-256 in hex."""
+
+    bytes: int
+    sha256: str
 
 
 def step_name(step: int) -> str:
@@ -29,62 +39,121 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def commit(root: Path, step: int, write: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
-    """Write a step folder under `root` by the protocol and return its path.
+def unmarked(place: str) -> None:
+    """Take note of nothing."""
 
-    `write` puts the files into the folder it is given; `facts` go into the manifest. A step that
-    is already committed is left as it is. Raises `CheckpointError` with path and cause when the
-    disk refuses; the older steps stay.
+
+def begin(root: Path, step: int) -> Path | None:
+    """Return a new temporary folder for a step's files; None where it is committed already.
+
+    Raises `CheckpointError` with path and cause when the disk refuses.
     """
-    final = root / step_name(step)
-    if final.exists():
-        return final
+    if (root / step_name(step)).exists():
+        return None
     temporary = root / f".tmp-{step_name(step)}-{uuid.uuid4().hex[:8]}"
-    try:
+    with _told(temporary):
         temporary.mkdir(parents=True)
-        write(temporary)
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        manifest = {"format": FORMAT, "step": step, **facts, "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
+    return temporary
+
+
+def seal(
+    temporary: Path,
+    step: int,
+    files: Mapping[str, Fingerprint],
+    facts: Mapping[str, Any],
+    mark: Mark = unmarked,
+) -> Path:
+    """Write the manifest of a temporary folder, make the step appear, and return its path.
+
+    `files` are those that are written and synced already; all others are hashed and synced here.
+    Raises `CheckpointError` with path and cause when the disk refuses; the older steps stay.
+    """
+    root = temporary.parent
+    final = root / step_name(step)
+    with _told(temporary):
+        found = dict(files)
+        for path in sorted(temporary.iterdir()):
+            if path.name not in found:
+                sync(path)
+                found[path.name] = fingerprint(path)
+        mark("manifest")
+        listed = {name: found[name]._asdict() for name in sorted(found)}
+        manifest = {"format": FORMAT, "step": step, **facts, "files": listed}
+        manifest["digest"] = _digest(manifest)
+        text = json.dumps(manifest, indent=1) + "\n"
+        (temporary / MANIFEST).write_text(text, encoding="utf-8")
+        sync(temporary / MANIFEST)
+        sync(temporary)
+        mark("rename")
         temporary.rename(final)
         sync(root)
+        mark("pointer")
         _point_latest(root, final.name)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"step {step} was not saved: {error.strerror} ({error.filename or temporary}); "
-            "the steps before it are untouched"
-        ) from error
     return final
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a step folder after checking size and SHA-256 of each of its files.
+@contextlib.contextmanager
+def _told(temporary: Path) -> Any:
+    """Turn an error of the disk into one that names the path, and leave nothing half-done."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{error.filename or temporary} was not written: {error.strerror}; "
+            "the steps before it are untouched"
+        ) from error
 
-    Raises `CheckpointError` naming the file that is missing, truncated or changed.
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a step folder, which tells whether it is as it was written.
+
+    Raises `CheckpointError` where it is missing, changed or of another format.
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = dict(json.loads(path.read_text(encoding="utf-8")))
+        digest = manifest.pop("digest", None)
         files = dict(manifest["files"])
+        whole = digest == _digest(manifest) and all(
+            isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
+            for entry in files.values()
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is missing or unreadable: not a committed step") from error
-    for name, expected in files.items():
-        if Path(name).name != name:
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {manifest.get('format')}; this version reads {FORMAT}"
+        )
+    if not whole:
+        raise CheckpointError(f"{path} is corrupt: its digest is not that of its content")
+    for name in files:
+        if Path(name).name != name or name in ("", ".", ".."):
             raise CheckpointError(f"{path} names {name!r}, which is not a plain file name")
+    return manifest
+
+
+def verify(folder: Path, only: Callable[[int], bool] = lambda index: True) -> dict[str, Any]:
+    """Return the manifest of a step folder after checking size and SHA-256 of each of its files.
+
+    `only` picks files by their place in the list, where ranks share the work. Raises
+    `CheckpointError` naming the file that is missing, truncated or changed.
+    """
+    manifest = read_manifest(folder)
+    for index, (name, expected) in enumerate(manifest["files"].items()):
+        if not only(index):
+            continue
         file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        found = _fingerprint(file)
-        for fact in ("bytes", "sha256"):
-            if found[fact] != expected.get(fact):
-                raise CheckpointError(
-                    f"{file} is corrupt: {fact} is {found[fact]}, the manifest says "
-                    f"{expected.get(fact)}"
-                )
-    return dict(manifest)
+        if not file.is_file() or file.is_symlink():
+            raise CheckpointError(f"{file} is missing, or not a file")
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(
+                f"{file} is corrupt: it has {size} bytes, the manifest says {expected['bytes']}"
+            )
+        if fingerprint(file).sha256 != expected["sha256"]:
+            raise CheckpointError(f"{file} is corrupt: its SHA-256 is not that of the manifest")
+    return manifest
 
 
 def steps(root: Path) -> list[Path]:
@@ -94,14 +163,38 @@ def steps(root: Path) -> list[Path]:
     return sorted(p for p in root.iterdir() if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir())
 
 
-def prune(root: Path, keep: int) -> list[Path]:
+def clean(root: Path) -> list[Path]:
+    """Remove what interrupted saves have left; only for who alone writes under `root`."""
+    if not root.is_dir():
+        return []
+    left = [p for p in root.iterdir() if re.match(r"\.(tmp-step|latest|old-step)-", p.name)]
+    for path in left:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return left
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a step that failed its verification, so that the step can be saved again."""
+    aside = folder.with_name(f"bad-{folder.name}-{uuid.uuid4().hex[:8]}")
+    folder.rename(aside)
+    return aside
+
+
+def prune(root: Path, keep: int, mark: Mark = unmarked) -> list[Path]:
     """Remove all but the newest `keep` steps, once the newest has been verified."""
     committed = steps(root)
     old = committed[:-keep]
     if old:
         verify(committed[-1])
+    mark("purge")
     for path in old:
-        shutil.rmtree(path)
+        # Renamed first: half of a step must not look like one.
+        gone = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:8]}")
+        path.rename(gone)
+        shutil.rmtree(gone)
     return old
 
 
@@ -114,15 +207,25 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def fingerprint(path: Path) -> Fingerprint:
+    """Return a file's size and hash, read from the disk."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Fingerprint(path.stat().st_size, digest)
+
+
+def digest_of(texts: Iterable[str]) -> str:
+    """Return one SHA-256 for some texts in their order."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return digest_of([json.dumps(manifest, sort_keys=True)])
+
+
 def _point_latest(root: Path, name: str) -> None:
     temporary = root / f".latest-{uuid.uuid4().hex[:8]}"
     temporary.write_text(name + "\n", encoding="utf-8")
-    os.replace(temporary, root / "latest")
+    os.replace(temporary, root / LATEST)
     with contextlib.suppress(OSError):  # some file systems refuse to sync a folder
         sync(root)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}

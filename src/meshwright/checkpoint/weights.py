@@ -1,47 +1,50 @@
-"""Saving a model's weights as a step folder, and loading any model folder."""
+"""Loading the model of any folder, and writing one that holds weights alone."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from meshwright.checkpoint.commit import commit, prune, steps, verify
+from meshwright.checkpoint.commit import begin, seal, step_name, steps, verify
+from meshwright.checkpoint.restore import StoredSource, stored_of
+from meshwright.checkpoint.state import WEIGHTS
+from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
-from meshwright.execute.gather import on_rank_0
-from meshwright.execute.parallel import Parallel
 from meshwright.models import Transformer, build_model
-from meshwright.models.hf import load_hf
-from meshwright.spec.loading import Config
+from meshwright.models.hf import hf_source, load_hf
 from meshwright.spec.model import ModelSpec
 
-WEIGHTS, SPEC = "model.safetensors", "model.json"
+SPEC: Final = "model.json"
 
 
-def save_weights(
-    parallel: Parallel, config: Config, step: int, root: Path, facts: Mapping[str, Any]
+def write_weights(
+    root: Path, spec: ModelSpec, state: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> Path:
-    """Commit the full weights of a step under `root`; a collective, only rank 0 touches the disk.
+    """Commit whole weights, by our names, as step 0 under `root` and return its path.
 
-    `facts` go into the manifest. Older steps beyond `checkpoint.keep` are removed after the new one
-    has been verified.
+    Raises `CheckpointError` where the step is there already or the disk refuses.
     """
-    tensors = dict(on_rank_0(parallel, lambda held: held.parameter))
-    if not tensors:
-        return root
+    folder = begin(root, 0)
+    if folder is None:
+        raise CheckpointError(f"{root / step_name(0)} is there already; choose another folder")
+    chunks = [
+        Chunk(name, (0,) * tensor.dim(), tensor.detach().to("cpu", torch.float32))
+        for name, tensor in state.items()
+    ]
+    name = f"{WEIGHTS}-00000.safetensors"
+    files = {name: write_chunks(folder / name, chunks)}
+    (folder / SPEC).write_text(spec_text(spec), encoding="utf-8")
+    return seal(folder, 0, files, facts)
 
-    def files(folder: Path) -> None:
-        save_file(tensors, folder / WEIGHTS)
-        text = config.model.model_dump_json(indent=1, exclude={"init_from"})
-        (folder / SPEC).write_text(text + "\n", encoding="utf-8")
 
-    path = commit(root, step, files, {"tokenizer": config.data.tokenizer, **facts})
-    prune(root, config.checkpoint.keep)
-    return path
+def spec_text(spec: ModelSpec) -> str:
+    """Return the architecture as the text of `model.json`."""
+    return spec.model_dump_json(indent=1, exclude={"init_from"}) + "\n"
 
 
 def load_model(folder: str | Path) -> Transformer:
@@ -72,12 +75,31 @@ def find_step(path: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def weights_from(folder: Path, spec: ModelSpec) -> Any:
+    """Return the source of first weights that `model.init_from` names, for `build`.
+
+    It is a Hugging Face folder, or a run or step folder, which is verified first.
+    """
+    step = find_step(folder)
+    if step is None:
+        return hf_source(folder, spec)
+    verify(step)
+    return StoredSource(step)
+
+
+def read_step_spec(step: Path) -> ModelSpec:
+    """Return the architecture of a step folder."""
+    return ModelSpec(**json.loads((step / SPEC).read_text(encoding="utf-8")))
+
+
 def _load_step(folder: Path) -> Transformer:
     verify(folder)
-    spec = ModelSpec(**json.loads((folder / SPEC).read_text(encoding="utf-8")))
-    tensors = load_file(folder / WEIGHTS)
-    model = build_model(spec, device="meta")
+    model = build_model(read_step_spec(folder), device="meta")
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
-    model.load_state_dict(tensors, assign=True)
+    stored = stored_of(folder, WEIGHTS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # A copy: the file is mapped, and may be pruned while the model lives.
+            parameter.copy_(stored.whole(name))
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
@@ -20,13 +21,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_config(args: argparse.Namespace) -> Config:
-    """Return the config that the arguments name; raises `ConfigError`."""
+def read_config(args: argparse.Namespace, default: Path | None = None) -> Config:
+    """Return the config that the arguments name, or that of a default file under overrides.
+
+    Raises `ConfigError`.
+    """
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"one config file at most, but there are {len(files)}: {' '.join(files)}")
     overrides = [word for word in args.words if "=" in word]
-    return load_config(files[0] if files else None, overrides)
+    return load_config(files[0] if files else default, overrides)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
+from meshwright.checkpoint.identity import PARTS
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
-from meshwright.launch.session import summarise, train
+from meshwright.errors import ConfigError
+from meshwright.launch.session import Resume, summarise, train
 
 EXAMPLE = """\
-example:
+examples:
   meshwright train run.toml layout.dp_replicate=2 train.steps=100
+  meshwright train --resume runs/latest train.steps=200    go on, on any layout
 
 Starts the local ranks itself; under torchrun it joins the ranks that are there:
   torchrun --nproc-per-node 2 -m meshwright train run.toml
@@ -23,13 +27,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a model and write its run folder."
     parser.epilog = EXAMPLE
     add_config_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with this run, from its newest good step, with its own config unless one is "
+        "given",
+    )
+    parser.add_argument(
+        "--allow-changed",
+        metavar="PART[,PART]",
+        help=f"with --resume: may differ from the run's ({', '.join(PARTS)})",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; with `--json` the outcome is one document on stdout, the view goes to stderr."""
-    config = read_config(args)
-    finished = train(config, out=sys.stderr if args.json else sys.stdout)
+    resume = _resume(args)
+    config = read_config(args, None if resume is None else resume.run / "config.toml")
+    out = sys.stderr if args.json else sys.stdout
+    finished = train(config, out=out, resume=resume)
     if args.json and os.environ.get("RANK", "0") == "0":
         print_json(summarise(finished))
     return finished.exit_code
+
+
+def _resume(args: argparse.Namespace) -> Resume | None:
+    allowed = tuple(args.allow_changed.split(",")) if args.allow_changed else ()
+    if args.resume is None:
+        if allowed:
+            raise ConfigError("--allow-changed is about a run that goes on: add --resume RUN")
+        return None
+    return Resume(Path(args.resume), allowed)

@@ -19,11 +19,11 @@ from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmb
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.program.lower import Program
-from meshwright.program.shards import Sharding, shard_rank
+from meshwright.program.shards import Region, shard_rank
 from meshwright.spec.model import ModelSpec
 
-# name and shape to the full tensor
-Source = Callable[[str, torch.Size], Tensor]
+# name, shape of the whole and region to the tensor of that region
+Source = Callable[[str, tuple[int, ...], Region], Tensor]
 
 
 def build(
@@ -38,7 +38,7 @@ def build(
 
     For each stage of this rank: describe it on the meta device, cut it over tp, replace its
     attention over cp, wrap blocks to recompute, compile them, distribute over data, materialise,
-    fill. Each parameter is made in full from its name and then cut, so every mesh starts from the
+    fill. What fills a shard depends on its place in the whole alone, so every mesh starts from the
     same weights.
     """
     layout, spec = program.layout, program.model
@@ -145,21 +145,29 @@ def _held(program: Program, modules: dict[int, nn.Module]) -> list[Held]:
 
 def seeded(spec: ModelSpec, seed: int) -> Source:
     """Return the source of freshly initialised weights."""
-    return lambda name, shape: init_parameter(name, tuple(shape), spec, seed)
+
+    def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        return cut(init_parameter(name, shape, spec, seed), region)
+
+    return region_of
 
 
 @torch.no_grad()
 def fill(parallel: Parallel, source: Source) -> None:
-    """Copy the full tensors of `source` into the parameters, each rank keeping its shard."""
-    layout, at = parallel.program.layout, parallel.groups.at
+    """Copy from `source` into the parameters what each rank holds of them."""
     for held in parallel.held:
-        full = source(held.name, torch.Size(held.sharding.part.shape))
-        part = cut(full, held.sharding, at["tp"], shard_rank(layout, at))
-        held.shard.copy_(part)
+        region = region_of(held, parallel)
+        held.shard.copy_(source(held.name, held.sharding.part.shape, region))
 
 
-def cut(full: Tensor, sharding: Sharding, tp_rank: int, data_rank: int) -> Tensor:
-    """Return a rank's shard of a whole tensor."""
-    for piece in sharding.slices(tp_rank, data_rank):
-        full = full.narrow(piece.dim, piece.start, piece.stop - piece.start)
+def region_of(held: Held, parallel: Parallel) -> Region:
+    """Return where this rank's shard of a parameter lies in the whole."""
+    at = parallel.groups.at
+    return held.sharding.region(at["tp"], shard_rank(parallel.program.layout, at))
+
+
+def cut(full: Tensor, region: Region) -> Tensor:
+    """Return a region of a whole tensor, as a view."""
+    for dim, (start, stop) in enumerate(region):
+        full = full.narrow(dim, start, stop - start)
     return full

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -20,13 +20,15 @@ from meshwright.execute.rendezvous import Rendezvous
 class World:
     """All ranks as one of them sees them.
 
-    `store` holds small texts that all ranks can read.
+    `store` holds small texts that all ranks can read. `opened` are the groups that
+    `execute.groups` has opened so far, by how they divide the ranks.
     """
 
     rank: int
     size: int
     device: torch.device
     store: Store
+    opened: dict[object, dist.ProcessGroup | None] = field(default_factory=dict, compare=False)
 
     def sum_on_host(self, values: list[float]) -> list[float]:
         """Return the sums over all ranks of some numbers, in float64."""
@@ -107,3 +109,19 @@ def leave() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def exchange(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Return every rank's text, by rank, over a gloo group; without a group this one's alone."""
+    if group is None:
+        return [text]
+    mine = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)
+    size = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+    longest = max(int(n) for n in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    found = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(found, padded, group=group)
+    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(found, sizes, strict=True)]

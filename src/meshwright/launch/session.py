@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from meshwright.data import open_data
-from meshwright.errors import ConfigError
+from meshwright.checkpoint.commit import read_manifest, steps
+from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
+from meshwright.data import Dataset, open_data
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.machine import detect
 from meshwright.launch.supervisor import (
@@ -34,9 +37,17 @@ from meshwright.train.run_folder import (
     choose_folder,
     create,
     read_job,
+    resumed_folder,
 )
 
 Progress = Callable[[str], None]
+
+
+class Resume(NamedTuple):
+    """A run to go on with, and the parts of its identity that may have changed."""
+
+    run: Path
+    allowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,18 +72,19 @@ def train(
     out: TextIO = sys.stdout,
     timing: Timing | None = None,
     command: Callable[[RunFolder], list[str]] = worker_command,
+    resume: Resume | None = None,
 ) -> Run:
-    """Train a config and return its run.
+    """Train a config and return its run; with `resume` a run that is there goes on.
 
     Starts the local ranks, or joins those that torchrun has started. `environ` is this process's
-    own unless given; `out` gets the view. Raises
-    `ConfigError` or `DataError` before any process starts, `RankFailed` when a rank fails.
+    own unless given; `out` gets the view. Raises `ConfigError`, `DataError` or `CheckpointError`
+    before any process starts, `RankFailed` when a rank fails.
     """
     environ = dict(os.environ) if environ is None else environ
     at = Rendezvous.from_environment(environ)
     if at is not None:
-        return _train_joined(config, at, environ)
-    job = prepare_job(config, environ)
+        return _train_joined(config, at, environ, resume)
+    job = prepare_job(config, environ, resume=resume)
     timing = timing or Timing()
     listener = listen_on_loopback(config.cluster.port)
     create(job)
@@ -102,15 +114,24 @@ def train(
     return Run(job.folder.path, code)
 
 
-def prepare_job(config: Config, environ: Mapping[str, str], at: Rendezvous | None = None) -> Job:
+def prepare_job(
+    config: Config,
+    environ: Mapping[str, str],
+    at: Rendezvous | None = None,
+    resume: Resume | None = None,
+) -> Job:
     """Check all that can be checked before a process starts, and prepare the data.
 
-    Raises `ConfigError` or `DataError` naming the rule, the value and the alternatives.
+    Raises `ConfigError`, `DataError` or `CheckpointError` naming the rule, the value and the
+    alternatives.
     """
     machine = detect(config.cluster, environ, at)
     layout = resolve_layout(config, machine)
     _check_extras(config)
-    folder = choose_folder(config, datetime.datetime.now())
+    if resume is None:
+        folder = choose_folder(config, datetime.datetime.now())
+    else:
+        folder = resumed_folder(resume.run)
     cache = cache_folder(config, environ)
     dataset = open_data(
         config.data, cache, vocab_size=config.model.vocab_size, progress=_progress_to(sys.stderr)
@@ -121,7 +142,31 @@ def prepare_job(config: Config, environ: Mapping[str, str], at: Rendezvous | Non
     found = dataset.tokenizer
     file = None if found.file is None else str(found.file)
     record = TokenizerRecord(found.name, found.eos_token, file)
-    return Job(config, layout, machine, cache, folder, record)
+    job = Job(config, layout, machine, cache, folder, record)
+    return job if resume is None else _resumed(job, dataset, resume)
+
+
+def _resumed(job: Job, dataset: Dataset, resume: Resume) -> Job:
+    """Return the job of a run that goes on; refuses what its newest step was not written by."""
+    check_parts(resume.allowed)
+    found = steps(job.checkpoints)
+    if not found:
+        raise ConfigError(f"--resume {resume.run}: {job.checkpoints} holds no committed step")
+    for step in reversed(found):
+        # A step that is corrupt is the ranks' to set aside: one before it is looked at here.
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(step)
+            break
+    else:
+        raise ConfigError(f"--resume {resume.run}: no step of {job.checkpoints} is readable")
+    now = identity_of(job.config, dataset.identity)
+    refuse_changed(manifest, now, resume.allowed)
+    if manifest["step"] >= job.config.train.steps:
+        raise ConfigError(
+            f"--resume {resume.run}: step {manifest['step']} is there, train.steps = "
+            f"{job.config.train.steps} asks for no more; give train.steps=N"
+        )
+    return replace(job, resume=True, allowed=resume.allowed)
 
 
 def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
@@ -144,7 +189,9 @@ def _check_extras(config: Config) -> None:
             )
 
 
-def _train_joined(config: Config, at: Rendezvous, environ: Mapping[str, str]) -> Run:
+def _train_joined(
+    config: Config, at: Rendezvous, environ: Mapping[str, str], resume: Resume | None
+) -> Run:
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
     # Only here, where this process is a rank itself: a supervisor never needs torch.
     from meshwright.execute.world import join
@@ -154,7 +201,7 @@ def _train_joined(config: Config, at: Rendezvous, environ: Mapping[str, str]) ->
     world = join(at, detect(config.cluster, environ, at).device)
 
     def prepare() -> str:
-        job = prepare_job(config, environ, at)
+        job = prepare_job(config, environ, at, resume)
         create(job)
         return str(job.folder.path)
 

@@ -216,7 +216,7 @@ def run_rank(job: Job, world: World, *, view: bool = False) -> int:
             sink.write(event)
 
     with MemoryLimit(job, world.rank, world.device):
-        summary = train(job, world, dataset, emit, lambda: stop.asked)
+        summary = train(job, world, dataset, emit, lambda: stop.asked, job.resume)
     for sink in sinks:
         sink.close()
     leave()

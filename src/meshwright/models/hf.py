@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.models.files import open_safetensors
 from meshwright.models.hf_names import HFTensor, head_names, hf_tensors, is_parameter
 from meshwright.models.transformer import Transformer, build_model
+from meshwright.program.shards import Region
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.model import ModelSpec
 
@@ -45,7 +47,7 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer
 
 
 def hf_source(folder: str | Path, spec: ModelSpec) -> HFWeights:
-    """Return the parameters of a folder as a function of their name and shape, for `fill`.
+    """Return the parameters of a folder as a function of name, shape and region, for `fill`.
 
     Raises as `load_hf`, before the first tensor is read, also where they do not fit `spec`.
     """
@@ -71,31 +73,40 @@ class HFWeights:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.tensors = hf_tensors(spec)
         self._item_of = {name: item for item in self.tensors for name in item.parts}
-        self._last: tuple[str, tuple[Tensor, ...]] | None = None
         self._alias: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         for path in _weight_files(folder):
-            opened = _open(path)
+            opened = open_safetensors(path)
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 if name in self._files:
                     raise CheckpointError(f"{path} holds {name}, which another shard holds too")
                 self._files[name] = opened
         self._check(folder, spec)
 
-    def __call__(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return one whole parameter by our name, as it is stored."""
+    def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        """Return a region of a parameter by our name, as it is stored; nothing else is read."""
         item = self._item_of[name]
-        if self._last is None or self._last[0] != item.name:
-            self._last = (item.name, item.split(self.read(item.name)))
-        found = self._last[1][item.parts.index(name)]
-        if tuple(found.shape) != tuple(shape):
-            raise CheckpointError(f"{name} is {list(found.shape)}, but {list(shape)} was asked")
-        return found
+        parts = len(item.parts)
+        rows = item.shape[0] // parts
+        if (rows, *item.shape[1:]) != tuple(shape):
+            found = [rows, *item.shape[1:]]
+            raise CheckpointError(f"{name} is {found}, but {list(shape)} was asked")
+        if parts == 1 or region[0][0] == region[0][1]:
+            return self.read(item.name, region)
+        # Rows of q, k and v lie head by head: read the heads that the region touches.
+        (start, stop), rest = region[0], region[1:]
+        size = rows // item.heads
+        first, last = start // size, -(-stop // size)
+        stored = self.read(item.name, ((first * parts * size, last * parts * size), *rest))
+        own = replace(item, heads=last - first).split(stored)[item.parts.index(name)]
+        return own[start - first * size : stop - first * size]
 
-    def read(self, name: str) -> Tensor:
-        """Return one stored tensor."""
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return one stored tensor, or a region of it."""
         stored = self._alias.get(name, name)
-        tensor: Tensor = self._files[stored].get_tensor(stored)
+        lies: Any = self._files[stored].get_slice(stored)
+        cuts = ... if region is None else tuple(slice(start, stop) for start, stop in region)
+        tensor: Tensor = lies[cuts]
         if tensor.dtype not in _DTYPES:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise CheckpointError(f"{stored} is {tensor.dtype}; supported are {legal}")
@@ -254,13 +265,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name}, which {INDEX} names, is missing")
     return [folder / name for name in names]
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 
 
 def _list(names: Iterable[str]) -> str:

@@ -7,12 +7,15 @@ shards cuts what is left along dim 0, as FSDP2 does: in `ceil(rows / ranks)` row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.program.parts import Part
+
+# (start, stop) along each dim of a whole tensor
+Region = tuple[tuple[int, int], ...]
 
 TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 
@@ -54,12 +57,17 @@ class Sharding:
             cuts.append(Slice(0, start, min(start + size, rows)))
         return tuple(cuts)
 
+    def region(self, tp_rank: int, shard_rank: int) -> Region:
+        """Return where a rank's shard lies in the whole tensor."""
+        found = [(0, size) for size in self.part.shape]
+        for cut in self.slices(tp_rank, shard_rank):
+            start = found[cut.dim][0]
+            found[cut.dim] = (start + cut.start, start + cut.stop)
+        return tuple(found)
+
     def shape(self, tp_rank: int, shard_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
-        shape = list(self.part.shape)
-        for cut in self.slices(tp_rank, shard_rank):
-            shape[cut.dim] = cut.stop - cut.start
-        return tuple(shape)
+        return tuple(stop - start for start, stop in self.region(tp_rank, shard_rank))
 
     @property
     def tp_shape(self) -> tuple[int, ...]:
@@ -93,3 +101,8 @@ def shard(part: Part, layout: Layout) -> Sharding:
 def shard_rank(layout: Layout, at: Mapping[str, int]) -> int:
     """Return which of the `shard_ranks` the rank at some coordinates is."""
     return at["dp_shard"] * layout.cp + at["cp"]
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region that is all of a tensor."""
+    return tuple((0, size) for size in shape)

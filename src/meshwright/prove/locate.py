@@ -23,7 +23,7 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.program.lower import Program, lower
-from meshwright.program.shards import shard_rank
+from meshwright.program.shards import shard_rank, whole
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     TOLERANCES,
@@ -82,9 +82,10 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     source = seeded(search.program.model, search.program.train.seed)
     wrong = []
     for held in search.build().held:
-        whole = source(held.name, torch.Size(held.sharding.part.shape))
-        scale = whole.abs().max().item() or 1.0  # biases start at zero
-        error = error_of(held.shard, _part(whole, held, search), scale)
+        shape = held.sharding.part.shape
+        full = source(held.name, shape, whole(shape))
+        scale = full.abs().max().item() or 1.0  # biases start at zero
+        error = error_of(held.shard, _part(full, held, search), scale)
         if error:
             wrong.append(Difference(error, held.name, search.world.rank, held.stage))
     order = {name: place for place, name in enumerate(search.program.shardings)}
@@ -94,9 +95,10 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     return Divergence(found.tensor, found.rank, found.stage, None, found.error, "initial weight")
 
 
-def _part(whole: Tensor, held: Held, search: _Search) -> Tensor:
+def _part(full: Tensor, held: Held, search: _Search) -> Tensor:
     at = search.groups.at
-    return cut(whole, held.sharding, at["tp"], shard_rank(search.program.layout, at))
+    region = held.sharding.region(at["tp"], shard_rank(search.program.layout, at))
+    return cut(full, region)
 
 
 def _first(wrong: list[Difference], order: dict[str, int], world: World) -> Difference | None:

@@ -18,6 +18,7 @@ from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.program.lower import lower
+from meshwright.program.shards import whole
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     TOLERANCES,
@@ -157,11 +158,11 @@ def _update_error(parallel: Parallel, expected: Mapping[str, Tensor], world: Wor
     """Return the L2 distance of the update from the expected one, relative to the latter."""
     source = seeded(parallel.program.model, parallel.program.train.seed)
     squares: dict[str, tuple[float, float]] = {}
-    for held, whole in on_stages(parallel, lambda held: held.parameter):
-        assert whole is not None
+    for held, full in on_stages(parallel, lambda held: held.parameter):
+        assert full is not None
         wanted = expected[held.name]
-        start = source(held.name, wanted.shape)
-        off = (whole.cpu() - wanted).double().square().sum().item()
+        start = source(held.name, wanted.shape, whole(wanted.shape))
+        off = (full.cpu() - wanted).double().square().sum().item()
         squares[held.name] = (off, (wanted - start).double().square().sum().item())
     everywhere: dict[str, tuple[float, float]] = {}
     for found in everyones(squares, world):

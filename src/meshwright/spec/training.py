@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
 from meshwright.spec.model import Spec
 from meshwright.units import parse_bytes
@@ -86,7 +86,9 @@ class TrainSpec(Spec):
     evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
     `loss_scale` is what fp16 multiplies the loss with; left out, it starts at 65536 and adapts.
     `reduce_dtype` is the dtype in which gradients are summed over ranks: fp32, or the same as the
-    compute's.
+    compute's. `nonfinite` says what a step does whose gradient is not finite, outside of fp16:
+    "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
+    compares the weights that ranks hold copies of, every n steps; 0 never does.
     """
 
     steps: int = Field(default=200, gt=0)
@@ -101,6 +103,8 @@ class TrainSpec(Spec):
     eval_every: int = Field(default=0, ge=0)
     eval_batches: int = Field(default=4, gt=0)
     compile: bool = False
+    nonfinite: Literal["stop", "skip"] = "stop"
+    check_every: int = Field(default=0, ge=0)
 
 
 class OptimizerSpec(Spec):
@@ -173,15 +177,25 @@ class ClusterSpec(Spec):
     port: int | None = Field(default=None, gt=0, lt=65536)
 
 
-class CheckpointSpec(Spec):
-    """When weights are saved: `every` n steps (0: at the end only), the newest `keep` of them.
+# `async` is a word of the language, so that no class body can name a field by it.
+_Async: Any = create_model("_Async", __base__=Spec, **cast(Any, {"async": (bool, False)}))
 
-    `dir` is the run folder's `checkpoints` unless given.
+
+class CheckpointSpec(_Async):  # type: ignore[misc]
+    """When a run is saved: `every` n steps (0: at the end only), the newest `keep` of them.
+
+    `async` writes beside the training. `dir` is the run folder's `checkpoints` unless given; all
+    ranks must reach it under that path.
     """
 
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, gt=0)
     dir: str | None = None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether steps are written beside the training."""
+        return bool(getattr(self, "async"))
 
 
 class LogSpec(Spec):

@@ -17,7 +17,7 @@ class LossScale:
     """What the loss is multiplied with.
 
     `is_dynamic` says whether it follows the gradients, `skips` whether a step that overflows is
-    skipped: under fp16 that is ordinary, otherwise something is wrong.
+    skipped: under fp16 that is ordinary, otherwise something is wrong, and the config decides.
     """
 
     value: float = 1.0
@@ -29,7 +29,7 @@ class LossScale:
     def of(cls, train: TrainSpec) -> LossScale:
         """Return the scale that a run starts with: 1 unless the precision is fp16."""
         if train.precision != "fp16":
-            return cls()
+            return cls(skips=train.nonfinite == "skip")
         if train.loss_scale is not None:
             return cls(train.loss_scale, skips=True)
         return cls(START, is_dynamic=True, skips=True)

@@ -65,7 +65,11 @@ class TokenizerRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank needs to know beyond its rendezvous; what `plan.json` holds."""
+    """All that a rank needs to know beyond its rendezvous; what `plan.json` holds.
+
+    `resume` says that the folder's run goes on; `allowed` are the parts of its identity that may
+    have changed.
+    """
 
     config: Config
     layout: Layout
@@ -73,6 +77,14 @@ class Job:
     cache: Path
     folder: RunFolder
     tokenizer: TokenizerRecord
+    resume: bool = False
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the steps of the run are saved."""
+        own = self.config.checkpoint.dir
+        return self.folder.checkpoints if own is None else Path(own)
 
 
 def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
@@ -90,6 +102,15 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
         raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
     _check_writable(path)
     return RunFolder(path)
+
+
+def resumed_folder(run: Path) -> RunFolder:
+    """Return the folder of a run that is to go on; raises `ConfigError` where it is none."""
+    folder = RunFolder(run.resolve())
+    if not folder.plan.is_file() or not folder.config.is_file():
+        raise ConfigError(f"--resume {run}: not a run folder, {folder.plan} is missing")
+    _check_writable(folder.path)
+    return folder
 
 
 def _unused(root: Path, name: str) -> str:
@@ -121,6 +142,8 @@ def create(job: Job) -> None:
         "machine": job.machine._asdict(),
         "cache": str(job.cache),
         "tokenizer": job.tokenizer._asdict(),
+        "resume": job.resume,
+        "allowed": list(job.allowed),
     }
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
         shutil.copyfile(job.tokenizer.file, folder.path / TOKENIZER)
@@ -146,6 +169,8 @@ def read_job(path: Path) -> Job:
         cache=Path(plan["cache"]),
         folder=folder,
         tokenizer=TokenizerRecord(**plan["tokenizer"]),
+        resume=plan["resume"],
+        allowed=tuple(plan["allowed"]),
     )
 
 

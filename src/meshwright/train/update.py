@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,11 +46,13 @@ def update(
     optimizer: torch.optim.Optimizer,
     scale: LossScale,
     clip_norm: float,
+    before_update: Callable[[], None] = lambda: None,
 ) -> Updated:
     """Compute the gradients, clip them to a global norm (0: not at all) and update the weights.
 
     Where a gradient overflows under fp16, every rank skips the update and the scale falls. In any
-    other precision it raises `MeshwrightError` on every rank, with the weights as they were.
+    other precision it raises `MeshwrightError` on every rank, with the weights as they were, unless
+    `train.nonfinite` says to skip. `before_update` is called before any weight changes.
     """
     found = gradients(parallel, batch, world, scale.value)
     skip = found.overflow is not None
@@ -57,7 +60,7 @@ def update(
         raise MeshwrightError(
             f"the gradient of {found.overflow} is not finite; the weights are as they were before "
             "this step. A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps "
-            "helps where training diverged"
+            'helps where training diverged; train.nonfinite = "skip" skips such steps'
         )
     if not skip:
         factor = 1.0 / scale.value
@@ -65,6 +68,7 @@ def update(
             factor *= clip_norm / found.norm
         if factor != 1.0:
             scale_gradients(parallel.held, factor)
+        before_update()
         shards.take()
         optimizer.step()
         shards.give()

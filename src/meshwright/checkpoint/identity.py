@@ -1,0 +1,69 @@
+"""What must be the same for a run to be continued, and the refusal where it is not. No torch here.
+
+A resumed run that reads other data, or is another model, trains on with a loss that looks normal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from meshwright.checkpoint.commit import digest_of
+from meshwright.errors import CheckpointError, ConfigError, refusal
+from meshwright.spec.loading import Config
+
+# Each is a part of a run's identity, and what --allow-changed takes.
+PARTS: Final = (
+    "model",
+    "optimizer",
+    "tokenizer",
+    "data",
+    "validation",
+    "packing",
+    "seed",
+    "train.seed",
+    "train.batch",
+    "train.seq_len",
+)
+
+
+def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
+    """Return what identifies a run, by part; `data` is the data set's own identity."""
+    model = config.model.model_dump(mode="json", exclude={"init_from"})
+    train = config.train
+    return {
+        "model": digest_of([json.dumps(model, sort_keys=True)]),
+        "optimizer": config.optimizer.name,
+        **data,
+        "train.seed": str(train.seed),
+        "train.batch": str(train.batch),
+        "train.seq_len": str(train.seq_len),
+    }
+
+
+def refuse_changed(
+    manifest: Mapping[str, Any], now: Mapping[str, str], allowed: Collection[str]
+) -> None:
+    """Raise `CheckpointError` where a run to be continued is not the one that wrote a step.
+
+    `now` is its identity; parts in `allowed` may differ. The message names what differs, with both
+    values and the flag that overrides it.
+    """
+    then = manifest.get("identity")
+    if not isinstance(then, Mapping):
+        raise CheckpointError(f"step {manifest.get('step')} holds weights only, no run to continue")
+    changed = [part for part in now if then.get(part) != now[part] and part not in allowed]
+    if changed:
+        pairs = [f"{part} was {then.get(part)!s:.16}, is {now[part]:.16}" for part in changed]
+        raise CheckpointError(
+            f"step {manifest.get('step')} was written by another run: {'; '.join(pairs)}. "
+            f"To continue all the same: --allow-changed {','.join(changed)}"
+        )
+
+
+def check_parts(allowed: Collection[str]) -> None:
+    """Refuse names that are no part of an identity."""
+    for part in allowed:
+        if part not in PARTS:
+            raise ConfigError(refusal(f"--allow-changed {part}: no such part", legal=PARTS))

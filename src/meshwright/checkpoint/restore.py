@@ -1,0 +1,83 @@
+"""Finding the newest good step and bringing a run back to it, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.commit import read_manifest, set_aside, steps, verify
+from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, fill_optimizer
+from meshwright.checkpoint.tensors import Stored
+from meshwright.errors import CheckpointError
+from meshwright.execute.world import World, exchange
+from meshwright.program.shards import Region
+
+
+class Good(NamedTuple):
+    """A step folder every file of which is as it was written, and its manifest."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+
+def newest_good(root: Path, world: World, on_bad: Callable[[str], None]) -> Good | None:
+    """Return the newest step that passes its verification; a collective.
+
+    The ranks share the reading. A step that fails is set aside, so that it can be saved again, and
+    `on_bad` gets the reason with the name of the file.
+    """
+    group = dist.group.WORLD if world.size > 1 else None
+    for name in reversed(exchange(_names(root), group)[0].split()):
+        folder = root / name
+        problem = ""
+        try:
+            verify(folder, lambda index: index % world.size == world.rank)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        problems = [text for text in exchange(problem, group) if text]
+        if not problems:
+            return Good(folder, read_manifest(folder))
+        if world.rank == 0:
+            set_aside(folder)
+        on_bad(problems[0])
+    return None
+
+
+def _names(root: Path) -> str:
+    return "\n".join(path.name for path in steps(root))
+
+
+def stored_of(folder: Path, kind: str) -> Stored:
+    """Open the files of a kind (`WEIGHTS`, `OPTIMIZER`) of a step folder."""
+    files = [name for name in read_manifest(folder)["files"] if name.startswith(f"{kind}-")]
+    return Stored(folder / name for name in files)
+
+
+class StoredSource:
+    """A source of weights for `build`: each rank reads the regions that it holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._stored, self._folder = stored_of(folder, WEIGHTS), folder
+
+    def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        """Return a region of a parameter; raises `CheckpointError` where it does not fit."""
+        found = self._stored.shape(name)
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"{self._folder} holds {name} as {list(found)}, the model has {list(shape)}"
+            )
+        return self._stored.read(name, region)
+
+
+def restore(trained: Trained, good: Good, *, same_optimizer: bool = True) -> None:
+    """Bring the optimizer to what a verified step holds, of which the weights are filled already.
+
+    Another optimizer than the one that wrote the step begins with none.
+    """
+    if same_optimizer:
+        stored = stored_of(good.folder, OPTIMIZER)
+        fill_optimizer(trained, stored, good.manifest["scalars"])

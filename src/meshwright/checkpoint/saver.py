@@ -1,0 +1,209 @@
+"""`Saver`: the ranks of a run write one step together, at once or beside the training.
+
+Beside the training, a thread copies what this rank writes while the next forward and backward run:
+they change no weights, so only the update has to wait until the copy is there. Then it writes, over
+a process group of its own: collectives of two threads must not meet in one group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.commit import Fingerprint, Mark, begin, prune, seal, step_name, unmarked
+from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
+from meshwright.checkpoint.tensors import Chunk, write_chunks
+from meshwright.errors import CheckpointError
+from meshwright.execute.world import World, exchange
+
+
+class Saved(NamedTuple):
+    """A committed step: where it is, its bytes, and the seconds from the call until it was there.
+
+    `stall_s` is how long the training waited for it.
+    """
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    stall_s: float
+
+
+class Saver:
+    """Saves the steps of one run under `root`, keeping the newest `keep`.
+
+    Every rank makes one and calls its methods alike; `on_saved` gets each step once it is
+    committed, in the thread of the training.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        world: World,
+        keep: int,
+        on_saved: Callable[[Saved], None],
+        *,
+        beside: bool = False,
+        mark: Mark = unmarked,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._root, self._world, self._keep, self._mark = root, world, keep, mark
+        self._on_saved, self._beside = on_saved, beside
+        self._group = None
+        if world.size > 1:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._buffers: dict[str, Tensor] = {}
+        self._running: _Running | None = None
+
+    def save(
+        self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> None:
+        """Save a step, or begin to; waits for the one before.
+
+        `facts` go into the manifest, `texts` become files by their names. Raises `CheckpointError`
+        on every rank where one of them could not write.
+        """
+        self.finish()
+        started = time.perf_counter()
+        running = _Running(step, started)
+
+        def work() -> None:
+            try:
+                if self._beside:
+                    written = Chunks(*(self._copied(some, running) for some in chunks))
+                    running.copied.set()
+                else:
+                    written = chunks
+                running.path, running.bytes = self._write(step, written, facts, texts)
+            except BaseException as error:
+                running.error = error
+            finally:
+                running.copied.set()
+                running.seconds = time.perf_counter() - started
+
+        self._running = running
+        if self._beside:
+            running.thread = threading.Thread(target=work, name=f"save-{step}", daemon=True)
+            running.thread.start()
+            running.stall_s = time.perf_counter() - started
+        else:
+            work()
+            running.stall_s = running.seconds
+            self.finish()
+
+    def before_update(self) -> None:
+        """Wait until a running save has copied what the update is about to change."""
+        if self._running is not None and not self._running.copied.is_set():
+            started = time.perf_counter()
+            self._running.copied.wait()
+            self._running.stall_s += time.perf_counter() - started
+
+    def poll(self) -> None:
+        """Report a save that has ended, if every rank's has; waits for nothing."""
+        running = self._running
+        if running is not None and running.thread is not None and not running.thread.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a running save and report it; raises what it raised."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if running.thread is not None:
+            started = time.perf_counter()
+            running.thread.join()
+            running.stall_s += time.perf_counter() - started
+        if running.error is not None:
+            raise running.error
+        assert running.path is not None
+        self._on_saved(
+            Saved(running.step, running.path, running.bytes, running.seconds, running.stall_s)
+        )
+
+    def _copied(self, chunks: list[Chunk], running: _Running) -> list[Chunk]:
+        """Return chunks whose values are copied to host memory, the same for every save."""
+        found = []
+        for name, offsets, tensor in chunks:
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._buffers[name] = buffer
+            found.append(Chunk(name, offsets, buffer.copy_(tensor)))
+        return found
+
+    def _write(
+        self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> tuple[Path, int]:
+        """Write this rank's files and, on rank 0, commit the step; returns path and all bytes."""
+        rank = self._world.rank
+        self._mark("begin")
+        told = self._together(lambda: str(begin(self._root, step) or "") if rank == 0 else "")[0]
+        if not told:  # committed already, by the attempt before a restart
+            return self._root / step_name(step), 0
+        folder = Path(told)
+
+        def write() -> str:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} is not on rank {rank}'s machine: checkpoint.dir must be shared"
+                )
+            files: dict[str, Fingerprint] = {}
+            for kind, some in ((WEIGHTS, chunks.weights), (OPTIMIZER, chunks.optimizer)):
+                if some:
+                    name = f"{kind}-{rank:05d}.safetensors"
+                    on_host = [chunk._replace(tensor=chunk.tensor.cpu()) for chunk in some]
+                    files[name] = write_chunks(folder / name, on_host, self._mark)
+            return json.dumps(files)
+
+        everyone = self._together(write)
+        files = {
+            name: Fingerprint(*found)
+            for text in everyone
+            for name, found in json.loads(text).items()
+        }
+
+        def commit() -> str:
+            if rank == 0:
+                for name, text in texts.items():
+                    (folder / name).write_text(text, encoding="utf-8")
+                seal(folder, step, files, facts, self._mark)
+                prune(self._root, self._keep, self._mark)
+            return ""
+
+        self._together(commit)
+        return self._root / step_name(step), sum(file.bytes for file in files.values())
+
+    def _together(self, work: Callable[[], str]) -> list[str]:
+        """Return what `work` returns on each rank; where it fails on one, it fails on all."""
+        try:
+            mine = "=" + work()
+        except (CheckpointError, OSError) as error:
+            mine = f"!{error}"
+        everyone = exchange(mine, self._group)
+        for rank, text in enumerate(everyone):
+            if text.startswith("!"):
+                raise CheckpointError(f"rank {rank}: {text[1:]}")
+        return [text[1:] for text in everyone]
+
+
+class _Running:
+    """A save under way."""
+
+    def __init__(self, step: int, started: float) -> None:
+        self.step, self.started = step, started
+        self.copied = threading.Event()
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self.path: Path | None = None
+        self.bytes, self.seconds, self.stall_s = 0, 0.0, 0.0

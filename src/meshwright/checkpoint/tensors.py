@@ -1,0 +1,188 @@
+"""Shards of tensors in safetensors files, and any region of the whole read back from them.
+
+A file holds what one rank wrote. Its header says where in the whole each shard lies, in the words
+of torch's distributed checkpoints (`DCP_SHARDING_INFO`), whose Hugging Face reader takes these
+files as they are. No pickle is involved, and a reader touches only the bytes that it asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.commit import Fingerprint
+from meshwright.errors import CheckpointError
+from meshwright.models.files import open_safetensors
+from meshwright.program.shards import Region, whole
+from meshwright.units import MIB, format_bytes
+
+_DTYPES: Final = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+_PIECE: Final = 8 * MIB  # hashed and written while it is in the processor's cache
+
+
+class Chunk(NamedTuple):
+    """A part of a named tensor: where it begins along each dim, and its values on the host."""
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+def write_chunks(
+    path: Path, chunks: Sequence[Chunk], mark: Callable[[str], None] = lambda place: None
+) -> Fingerprint:
+    """Write chunks of different tensors as one safetensors file, synced, and return its hash.
+
+    `mark` is told "shard" half-way. Raises `CheckpointError` with path and bytes where the disk
+    refuses.
+    """
+    header = _header(chunks)
+    sizes = [chunk.tensor.nbytes for chunk in chunks]
+    total, digest, written = len(header) + sum(sizes), hashlib.sha256(), 0
+    try:
+        with path.open("xb", buffering=0) as file:
+            for index, data in enumerate([memoryview(header), *map(_bytes, chunks)]):
+                if index == (len(chunks) + 1) // 2:
+                    mark("shard")
+                for start in range(0, len(data), _PIECE):
+                    piece = data[start : start + _PIECE]
+                    digest.update(piece)
+                    written += _write(file, piece)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was not written: {error.strerror}, after {written} of {total} bytes "
+            f"({format_bytes(total)})"
+        ) from error
+    return Fingerprint(total, digest.hexdigest())
+
+
+def _write(file: Any, piece: memoryview) -> int:
+    done = 0
+    while done < len(piece):  # a raw write may take a part only
+        done += file.write(piece[done:])
+    return done
+
+
+def _header(chunks: Sequence[Chunk]) -> bytes:
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, _, tensor in chunks:
+        if name in entries:
+            raise ValueError(f"two chunks of {name} in one file")
+        start, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    places = {chunk.name: {"saved_offsets": list(chunk.offsets)} for chunk in chunks}
+    told = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+    text = json.dumps({"__metadata__": told, **entries}).encode()
+    text += b" " * (-len(text) % 8)  # the data begins aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes(chunk: Chunk) -> memoryview:
+    flat = chunk.tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+class _Place(NamedTuple):
+    file: Any
+    region: Region
+
+
+class Stored:
+    """The tensors of some files, read by region wherever their chunks are."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._places: dict[str, list[_Place]] = {}
+        self._folder = Path()
+        for path in files:
+            self._folder = path.parent
+            opened = open_safetensors(path)
+            offsets = _offsets(opened, path)
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                shape = opened.get_slice(name).get_shape()
+                start = offsets.get(name, [0] * len(shape))
+                region = tuple((at, at + n) for at, n in zip(start, shape, strict=True))
+                self._places.setdefault(name, []).append(_Place(opened, region))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return tuple(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        regions = [place.region for place in self._of(name)]
+        return tuple(max(stop for _, stop in along) for along in zip(*regions, strict=True))
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return a region of a tensor, as it is stored.
+
+        Raises `CheckpointError` where the chunks do not cover it.
+        """
+        out, found = torch.empty([stop - start for start, stop in region]), 0
+        if out.numel() == 0:
+            return out
+        for place in self._of(name):
+            common = [
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, place.region, strict=True)
+            ]
+            if any(start >= stop for start, stop in common):
+                continue
+            part = place.file.get_slice(name)[_slices(common, place.region)]
+            if part.numel() == out.numel():
+                return cast(Tensor, part)
+            out = out if found else out.to(part.dtype)
+            out[_slices(common, region)] = part
+            found += part.numel()
+        if found != out.numel():
+            raise CheckpointError(
+                f"{self._folder} holds {found} of the {out.numel()} elements asked of {name}"
+            )
+        return out
+
+    def whole(self, name: str) -> Tensor:
+        """Return a whole tensor."""
+        return self.read(name, whole(self.shape(name)))
+
+    def _of(self, name: str) -> list[_Place]:
+        if name not in self._places:
+            raise CheckpointError(f"{self._folder} does not hold {name}")
+        return self._places[name]
+
+
+def _offsets(opened: Any, path: Path) -> Mapping[str, Sequence[int]]:
+    """Return where each chunk of a file begins in the whole, as its header says."""
+    text = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
+    if text is None:
+        return {}
+    try:
+        return {name: list(at["saved_offsets"]) for name, at in json.loads(text).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not say where its shards lie") from error
+
+
+def _slices(region: Sequence[tuple[int, int]], within: Region) -> tuple[slice, ...]:
+    """Return a region in the coordinates of another one that holds it."""
+    return tuple(
+        slice(start - base, stop - base)
+        for (start, stop), (base, _) in zip(region, within, strict=True)
+    )

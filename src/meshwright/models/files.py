@@ -1,0 +1,28 @@
+"""Opening safetensors files that may come from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+
+from meshwright.errors import CheckpointError
+
+MAX_TENSORS: Final = 100_000  # of one file: a hostile header has more
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a file for reading on the CPU; nothing but its header is read.
+
+    Raises `CheckpointError` for what is no sound safetensors file, or holds more than
+    `MAX_TENSORS`.
+    """
+    try:
+        opened: Any = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
+    count = len(opened.keys())
+    if count > MAX_TENSORS:
+        raise CheckpointError(f"{path} holds {count} tensors, more than {MAX_TENSORS}")
+    return opened

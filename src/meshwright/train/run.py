@@ -1,0 +1,131 @@
+"""A run between its steps: opening it where it begins or was left, and saving it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.checkpoint.commit import clean
+from meshwright.checkpoint.identity import identity_of, refuse_changed
+from meshwright.checkpoint.restore import Good, StoredSource, newest_good, restore
+from meshwright.checkpoint.saver import Saved, Saver
+from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
+from meshwright.checkpoint.weights import SPEC, spec_text, weights_from
+from meshwright.data import Dataset
+from meshwright.execute.build import Source, build, seeded
+from meshwright.execute.groups import open_groups
+from meshwright.execute.optimize import Shards
+from meshwright.execute.world import World
+from meshwright.program.lower import lower
+from meshwright.train.events import Emit
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.run_folder import Job
+
+
+class Progress(NamedTuple):
+    """How far a run is: its last step, and the loss scale of the next."""
+
+    step: int
+    scale: LossScale
+
+
+def open_run(
+    job: Job, world: World, dataset: Dataset, emit: Emit, resume: bool
+) -> tuple[Trained, Progress, Saver]:
+    """Build this rank's part of a run, as it begins or as its newest good step left it.
+
+    A collective. Raises `CheckpointError` where that step was written by another run.
+    """
+    config, started = job.config, time.perf_counter()
+    good = _found(job, world, dataset, emit) if resume else None
+    if world.rank == 0:
+        clean(job.checkpoints)
+    parallel = build(
+        lower(config.model, config.train, job.layout),
+        open_groups(job.layout, world),
+        world.device,
+        weights_source(job) if good is None else StoredSource(good.folder),
+        compiled=config.train.compile,
+    )
+    shards = Shards(parallel.held, on_host=job.layout.offload == "optimizer")
+    trained = Trained(parallel, shards, build_optimizer(shards.leaves, config.optimizer))
+    progress = Progress(0, LossScale.of(config.train))
+    if good is not None:
+        restore(trained, good, same_optimizer=_is_same_optimizer(job, good))
+        progress = _progress(job, good)
+        seconds = time.perf_counter() - started
+        told = {"step": progress.step, "path": str(good.folder), "seconds": seconds}
+        emit({"event": "resume", **told, "layout": good.manifest["layout"]})
+    saver = Saver(
+        job.checkpoints,
+        world,
+        config.checkpoint.keep,
+        lambda saved: emit(saved_event(saved)),
+        beside=config.checkpoint.is_async,
+    )
+    return trained, progress, saver
+
+
+def _found(job: Job, world: World, dataset: Dataset, emit: Emit) -> Good | None:
+    """Return the newest good step, of this very run."""
+
+    def on_bad(problem: str) -> None:
+        emit({"event": "bad_checkpoint", "problem": problem})
+
+    good = newest_good(job.checkpoints, world, on_bad)
+    if good is not None:
+        now = identity_of(job.config, dataset.identity)
+        refuse_changed(good.manifest, now, job.allowed)
+    return good
+
+
+def _is_same_optimizer(job: Job, good: Good) -> bool:
+    return bool(good.manifest["identity"]["optimizer"] == job.config.optimizer.name)
+
+
+def _progress(job: Job, good: Good) -> Progress:
+    """Return where a step was; the loss scale goes on where both are of fp16."""
+    scale = LossScale.of(job.config.train)
+    if scale.is_dynamic and good.manifest["loss_scale"]["is_dynamic"]:
+        scale = LossScale(**good.manifest["loss_scale"])
+    return Progress(int(good.manifest["step"]), scale)
+
+
+def weights_source(job: Job) -> Source:
+    """Return where the first weights come from: a folder with a model, or the seed."""
+    folder = job.config.model.init_from
+    if folder is not None:
+        source: Source = weights_from(Path(folder), job.config.model)
+        return source
+    return seeded(job.config.model, job.config.train.seed)
+
+
+def save(saver: Saver, trained: Trained, progress: Progress, job: Job, dataset: Dataset) -> None:
+    """Save a step, or begin to."""
+    config, step = job.config, progress.step
+    facts = {
+        "layout": job.layout.label,
+        "world": job.layout.world,
+        "samples": step * config.train.batch,
+        "tokens": step * config.train.batch * config.train.seq_len,
+        "identity": identity_of(config, dataset.identity),
+        "tokenizer": config.data.tokenizer,
+        "loss_scale": asdict(progress.scale),
+        "scalars": scalars_of(trained),
+    }
+    saver.save(step, chunks_of(trained), facts, {SPEC: spec_text(config.model)})
+
+
+def saved_event(saved: Saved) -> dict[str, object]:
+    """Return the event of a committed step."""
+    return {
+        "event": "save",
+        "step": saved.step,
+        "path": str(saved.path),
+        "bytes": saved.bytes,
+        "seconds": saved.seconds,
+        "stall_s": saved.stall_s,
+    }

@@ -1,0 +1,223 @@
+"""Resume: at the same layout bit for bit, at another one the same tokens and the same curve."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.commit import read_manifest, step_name, steps
+from meshwright.data import open_data
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.session import Resume, prepare_job
+from meshwright.train.loop import train
+from meshwright.train.run_folder import create, read_job
+from ranks import on_ranks
+from runs import clean_environ
+
+# Dropout, accumulation, a learning rate that falls, and a corpus that is passed twice.
+HARD = [
+    "model.dropout=0.1",
+    "layout.microbatch=1",
+    "train.batch=8",
+    "train.steps=10",
+    "model.n_kv_heads=2",
+    "checkpoint.every=1",
+    "checkpoint.keep=20",
+]
+
+
+@pytest.fixture
+def small_corpus(tmp_path):
+    file = tmp_path / "small.txt"
+    file.write_text("<|endoftext|>".join(f"story {n}: the cat sat on mat {n}. " for n in range(45)))
+    return file
+
+
+@pytest.fixture
+def started(config, small_corpus):
+    """Return a function that makes the run folder of a config."""
+
+    def start(*overrides):
+        own = config(*HARD, f"data.source={small_corpus}", "data.validation=0", *overrides)
+        job = prepare_job(own, clean_environ())
+        create(job)
+        return job
+
+    return start
+
+
+def run_on(world, folder, resume=False, stop_after=None):
+    """The body of a rank: train the job of a folder, and say what the steps were."""
+    job = read_job(Path(folder))
+    spec = job.config.data
+    dataset = open_data(spec, job.cache, vocab_size=job.config.model.vocab_size)
+    events = []
+
+    def asked():
+        done = sum(event["event"] == "step" for event in events)
+        return stop_after is not None and done + 1 >= stop_after
+
+    summary = train(job, world, dataset, events.append, asked, resume)
+    return summary, [event for event in events if event["event"] != "save"]
+
+
+def go(job, **arguments):
+    return on_ranks(job.layout.world, run_on, folder=str(job.folder.path), **arguments)[0]
+
+
+def files(job, step):
+    """Return the hash of every file of a step, and what its manifest says of the run."""
+    manifest = read_manifest(job.checkpoints / step_name(step))
+    facts = {key: manifest[key] for key in ("step", "samples", "loss_scale", "scalars", "identity")}
+    return manifest["files"], facts
+
+
+def cut_after(job, step, name):
+    """Return a copy of a run as it would be had it ended after a step."""
+    folder = job.folder.path.with_name(name)
+    shutil.copytree(job.folder.path, folder)
+    for path in steps(folder / "checkpoints"):
+        if int(path.name.split("-")[1]) > step:
+            shutil.rmtree(path)
+    return replace(job, folder=type(job.folder)(folder))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout.dp_replicate=2"],
+        ["layout.dp_shard=2", "layout.zero=3", "train.precision=bf16"],
+        ["layout.pp=2", "layout.offload=optimizer", "train.precision=fp16"],
+        ["layout.tp=2", "layout.sp=true", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_resumed_run_is_the_same_run_bit_for_bit(started, layout):
+    job = started(*layout)
+    whole, told = go(job)
+    assert whole.steps == 10
+    starts = [event for event in told if event["event"] == "start"]
+    assert starts[0]["train_samples"] < 80  # the data is passed more than once
+    kinds = {name.split("-")[0] for name in files(job, 10)[0]}
+    assert kinds == {"weights", "optimizer", "model.json"}
+    losses = {e["step"]: (e["loss"], e["lr"], e["grad_norm"]) for e in told if e["event"] == "step"}
+
+    # 5 + 5
+    half = cut_after(job, 5, "half")
+    _, told = go(half, resume=True)
+    again = {e["step"]: (e["loss"], e["lr"], e["grad_norm"]) for e in told if e["event"] == "step"}
+    assert again == {step: losses[step] for step in range(6, 11)}
+    assert files(half, 10) == files(job, 10)
+
+    # 3 + 3 + 4: resumed from a step that a resumed run has written
+    twice = cut_after(job, 3, "twice")
+    stopped, _ = go(twice, resume=True, stop_after=3)
+    assert stopped == (6, losses[6][0], True)
+    assert files(twice, 6) == files(job, 6)
+    go(twice, resume=True)
+    assert files(twice, 10) == files(job, 10)
+    assert files(twice, 10) != files(job, 9)
+
+
+def test_another_layout_goes_on_with_the_same_tokens_and_curve(started):
+    job = started("layout.dp_shard=2", "layout.zero=2", "train.clip_norm=0")
+    _, told = go(job)
+    losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+    for number, change in enumerate(({"tp": 2}, {"pp": 2}, {"cp": 2}, {})):
+        other = cut_after(job, 5, f"other{number}")
+        layout = type(job.layout)(microbatch=2, **change)
+        create(replace(other, layout=layout))
+        _, told = go(replace(other, layout=layout), resume=True)
+        again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+        assert sorted(again) == [6, 7, 8, 9, 10]
+        for step, loss in again.items():
+            assert loss == pytest.approx(losses[step], rel=2e-5), (change, step)
+
+
+def test_beside_the_training_the_same_is_written(started):
+    job = started("layout.dp_shard=2", "layout.zero=1", "train.steps=4")
+    go(job)
+    beside = started(
+        "layout.dp_shard=2", "layout.zero=1", "train.steps=4", "checkpoint.async=true",
+        "log.name=beside",
+    )  # fmt: skip
+    go(beside)
+    for step in (1, 2, 3, 4):
+        assert files(beside, step)[0] == files(job, step)[0]
+
+
+def test_a_bad_step_is_named_and_the_one_before_it_is_taken(started):
+    job = started("layout.dp_replicate=2", "train.steps=4")
+    whole, _ = go(job)
+    path = next((job.checkpoints / step_name(4)).glob("optimizer-*"))
+    good = files(job, 4)
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    again, told = go(job, resume=True)
+    problem = next(event["problem"] for event in told if event["event"] == "bad_checkpoint")
+    assert str(path) in problem
+    assert next(event["step"] for event in told if event["event"] == "resume") == 3
+    assert again == whole
+    assert files(job, 4) == good
+    assert [p.name for p in job.checkpoints.glob("bad-step-00000004-*")]
+
+
+def test_what_has_changed_is_refused_with_the_flag_that_allows_it(config, started, corpus):
+    job = started("layout.dp_replicate=2", "train.steps=2")
+    go(job)
+    own = job.config
+    resume = Resume(job.folder.path)
+
+    def prepared(allowed=(), **changes):
+        changed = own.model_copy(
+            update={
+                section: getattr(own, section).model_copy(update=values)
+                for section, values in changes.items()
+            }
+        )
+        return prepare_job(changed, clean_environ(), resume=Resume(resume.run, allowed))
+
+    with pytest.raises(ConfigError, match=r"step 2 is there, train\.steps = 2 asks for no more"):
+        prepared()
+    assert prepared(train={"steps": 3}).resume
+    for part, changes in {
+        "data": {"data": {"source": str(corpus)}},
+        "seed": {"data": {"seed": 5}},
+        "model": {"model": {"ffn_dim": 64}},
+        "train.batch": {"train": {"batch": 4, "steps": 3}},
+        "train.seq_len": {"train": {"seq_len": 16, "steps": 3}},
+        "train.seed": {"train": {"seed": 4, "steps": 3}},
+        "optimizer": {"optimizer": {"name": "sgd"}, "train": {"steps": 3}},
+    }.items():
+        changes = {"train": {"steps": 3}, **changes}
+        with pytest.raises(CheckpointError, match=rf"--allow-changed {part}$"):
+            prepared(**changes)
+        assert prepared(allowed=(part,), **changes).allowed == (part,)
+    with pytest.raises(ConfigError, match="--allow-changed datas: no such part"):
+        prepared(allowed=("datas",), train={"steps": 3})
+    with pytest.raises(ConfigError, match="not a run folder"):
+        prepare_job(own, clean_environ(), resume=Resume(corpus.parent))
+
+
+def test_an_allowed_change_of_optimizer_begins_its_state_anew(started):
+    job = started("layout.dp_replicate=2", "train.steps=2")
+    go(job)
+    sgd = job.config.optimizer.model_copy(update={"name": "sgd", "lr": 0.1})
+    longer = job.config.train.model_copy(update={"steps": 3})
+    config = job.config.model_copy(update={"optimizer": sgd, "train": longer})
+    other = replace(job, config=config, allowed=("optimizer",))
+    create(other)
+    go(other, resume=True)
+    assert not [name for name in files(other, 3)[0] if name.startswith("optimizer")]
+
+
+def test_a_step_of_weights_only_is_no_run(started):
+    job = started("layout.dp_replicate=2", "train.steps=2")
+    go(job)
+    manifest = json.loads((job.checkpoints / step_name(2) / "manifest.json").read_text())
+    assert {"layout", "world", "samples", "tokens", "identity"} <= manifest.keys()
+    assert manifest["samples"] == 16
+    assert manifest["scalars"] == {"step": 2.0}
