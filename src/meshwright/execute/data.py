@@ -78,6 +78,13 @@ def distribute_data(
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
         managed.set_gradient_divide_factor(1.0)
+    # By itself FSDP2 takes the order from the forward, last in first out: with several microbatches
+    # under way it gathers a unit again that it has just dropped.
+    units = (*blocks, model)
+    for before, unit in zip((units[0], *units), units, strict=False):
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(before, FSDPModule)
+        unit.set_modules_to_backward_prefetch([before])
 
 
 def wrapped(model: nn.Module) -> Iterator[FSDPModule]:
