@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.commit import begin, seal, step_name, steps, verify
+from meshwright.checkpoint.commit import begin, seal, step_name, verify
 from meshwright.checkpoint.restore import StoredSource, stored_of
 from meshwright.checkpoint.state import WEIGHTS
 from meshwright.checkpoint.tensors import Chunk, write_chunks
@@ -18,8 +17,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models import Transformer, build_model
 from meshwright.models.hf import hf_source, load_hf
 from meshwright.spec.model import ModelSpec
-
-SPEC: Final = "model.json"
+from meshwright.spec.stored import SPEC, find_step, stored_spec
 
 
 def write_weights(
@@ -67,14 +65,6 @@ def load_model(folder: str | Path) -> Transformer:
     )
 
 
-def find_step(path: Path) -> Path | None:
-    """Return the step folder that `path` is or holds the newest of, if any."""
-    if (path / SPEC).is_file():
-        return path
-    found = steps(path / "checkpoints") or steps(path)
-    return found[-1] if found else None
-
-
 def weights_from(folder: Path, spec: ModelSpec) -> Any:
     """Return the source of first weights that `model.init_from` names, for `build`.
 
@@ -87,14 +77,9 @@ def weights_from(folder: Path, spec: ModelSpec) -> Any:
     return StoredSource(step)
 
 
-def read_step_spec(step: Path) -> ModelSpec:
-    """Return the architecture of a step folder."""
-    return ModelSpec(**json.loads((step / SPEC).read_text(encoding="utf-8")))
-
-
 def _load_step(folder: Path) -> Transformer:
     verify(folder)
-    model = build_model(read_step_spec(folder), device="meta")
+    model = build_model(stored_spec(folder)[0], device="meta")
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
     stored = stored_of(folder, WEIGHTS)

@@ -6,15 +6,13 @@ nothing is filled in without saying why.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.errors import CheckpointError, ConfigError, nearest, refusal
-from meshwright.spec.hf import spec_from_hf
+from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.stored import read_object, stored_spec
 from meshwright.units import round_up
 
 VOCAB_MULTIPLE = 64
@@ -42,7 +40,7 @@ def model_spec(**fields: Any) -> ModelSpec:
 
 
 def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Values:
-    """Complete the [model] section from its preset or HF folder, the family and the tokenizer.
+    """Complete the [model] section from its preset or a model folder, the family and the tokenizer.
 
     `source` is the first data source where it is a folder: an indexed store brings its tokenizer.
     """
@@ -61,13 +59,12 @@ def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Value
 
 
 def _bases(given: Values) -> list[Values]:
-    """Return what fills the keys that were not given: an HF folder, a preset, or the demo's."""
+    """Return what fills the keys that were not given: a stored model, a preset, or the demo's."""
     init_from = given.get("init_from")
     if init_from is not None and init_from.value is not None:
-        origin = f"{init_from.value}/config.json"
-        spec = spec_from_hf(read_hf_config(Path(init_from.value)))
+        spec, origin = stored_spec(Path(init_from.value))
         fields = spec.model_dump(exclude={"preset", "init_from"})
-        return [{key: Value(value, origin) for key, value in fields.items()}]
+        return [{key: Value(value, str(origin)) for key, value in fields.items()}]
     asked = given.get("preset", Value(None, ""))
     name = "demo" if asked.value is None else asked.value
     if name not in PRESETS:
@@ -121,7 +118,7 @@ def _vocab_size(tokenizer: Value, source: Path | None) -> Value:
     name, where = str(tokenizer.value), f"data.tokenizer {tokenizer.value}"
     manifest = source / "manifest.json" if source is not None else None
     if manifest is not None and manifest.is_file():
-        size, where = int(_read_json(manifest).get("vocab_size", 0)), f"store {source}"
+        size, where = int(read_object(manifest).get("vocab_size", 0)), f"store {source}"
     elif name in BUILTIN_VOCAB:
         size = BUILTIN_VOCAB[name]
     else:
@@ -146,26 +143,8 @@ def _tokenizer_file(name: str, origin: str) -> Path:
 
 def tokenizer_json_size(path: Path) -> int:
     """Return the largest id of a Hugging Face `tokenizer.json`, plus one."""
-    content = _read_json(path)
+    content = read_object(path)
     vocab = (content.get("model") or {}).get("vocab") or {}
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     ids += [token["id"] for token in content.get("added_tokens") or []]
     return 1 + max(ids, default=-1)
-
-
-def read_hf_config(folder: Path) -> Mapping[str, Any]:
-    """Return the `config.json` of an HF folder; raises `CheckpointError` where there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is not a Hugging Face model folder: {path} is missing")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content

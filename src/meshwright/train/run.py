@@ -12,13 +12,14 @@ from meshwright.checkpoint.identity import identity_of, refuse_changed
 from meshwright.checkpoint.restore import Good, StoredSource, newest_good, restore
 from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
-from meshwright.checkpoint.weights import SPEC, spec_text, weights_from
+from meshwright.checkpoint.weights import spec_text, weights_from
 from meshwright.data import Dataset
 from meshwright.execute.build import Source, build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.program.lower import lower
+from meshwright.spec.stored import SPEC
 from meshwright.train.events import Emit
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer

@@ -1,0 +1,60 @@
+"""Where the architecture of a stored model is written: in a step of ours, or a `config.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.spec.hf import spec_from_hf
+from meshwright.spec.model import ModelSpec
+
+SPEC: Final = "model.json"
+HF_CONFIG: Final = "config.json"
+_STEP: Final = re.compile(r"step-(\d{8,})")
+
+
+def find_step(folder: Path) -> Path | None:
+    """Return the step folder that `folder` is, or the newest one of a run or a folder of steps."""
+    if (folder / SPEC).is_file():
+        return folder
+    for root in (folder / "checkpoints", folder):
+        found = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name) and p.is_dir()]
+        if found:
+            return max(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return None
+
+
+def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
+    """Return the architecture of a run, step or Hugging Face folder, and the file that states it.
+
+    Raises `CheckpointError` for a folder that is none of them, `ConfigError` for a file that
+    describes no valid model.
+    """
+    step = find_step(folder)
+    path = folder / HF_CONFIG if step is None else step / SPEC
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a Hugging Face model folder: {path} is missing")
+    content = read_object(path)
+    try:
+        return (spec_from_hf(content) if step is None else ModelSpec(**content)), path
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (ValidationError, TypeError) as error:
+        raise ConfigError(f"{path} describes no valid model: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises `ConfigError` where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} is not a JSON object")
+    return dict(content)
