@@ -10,7 +10,11 @@ import pytest
 from meshwright.checkpoint.commit import read_manifest, step_name, steps
 from meshwright.data import open_data
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.certificate import certify
 from meshwright.launch.session import Resume, prepare_job
+from meshwright.launch.session import train as train_command
+from meshwright.layout import Layout
+from meshwright.prove.shrink import shrink
 from meshwright.train.loop import train
 from meshwright.train.run_folder import create, read_job
 from ranks import on_ranks
@@ -221,3 +225,23 @@ def test_a_step_of_weights_only_is_no_run(started):
     assert {"layout", "world", "samples", "tokens", "identity"} <= manifest.keys()
     assert manifest["samples"] == 16
     assert manifest["scalars"] == {"step": 2.0}
+
+
+def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypatch):
+    """A resumed run that begins its data order anew is found out."""
+    own = config("layout.dp_replicate=1", "model.dropout=0.1")
+    case = shrink(own.model, own.train, Layout(microbatch=2))[0]
+    good = list(certify(own, case, tmp_path / "good", clean_environ()))
+    assert [verdict.passed for verdict in good] == [True, True, True]
+    assert good[0].expected == good[0].observed
+
+    def forgetful(config, environ, out, resume=None):
+        if resume is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"seed": 1})})
+            resume = resume._replace(allowed=("seed",))
+        return train_command(config, environ, out, resume=resume)
+
+    monkeypatch.setattr("meshwright.launch.certificate.train", forgetful)
+    bad = list(certify(own, case, tmp_path / "bad", clean_environ()))
+    assert [verdict.passed for verdict in bad] == [False, False, False]
+    assert "of step 10 differs" in bad[0].observed
