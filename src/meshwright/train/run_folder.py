@@ -6,18 +6,16 @@ import contextlib
 import datetime
 import json
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
+from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import Config, load_config
-
-TOKENIZER: Final = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def create(job: Job) -> None:
         "allowed": list(job.allowed),
     }
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
-        shutil.copyfile(job.tokenizer.file, folder.path / TOKENIZER)
+        copy_tokenizer(Path(job.tokenizer.file), folder.path)
     folder.plan.write_text(_json(plan), encoding="utf-8")
     latest = folder.path.parent / "latest"
     with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
