@@ -1,6 +1,7 @@
 """Export to Hugging Face folders and import from them: nothing is lost, nothing wrong appears."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +30,10 @@ SIZES = {"vocab_size": 320, "dim": 32, "n_layers": 2, "n_heads": 4, "context": 6
 MODELS = {
     "llama": {"n_kv_heads": 2, "rope_theta": 500.0},
     "llama tied": {"tie_embeddings": True},
+    "llama scaled": {
+        "rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 16},
+        "attention_bias": True,
+    },
     "neox": {"family": "neox", "rotary_pct": 0.5, "parallel_residual": True},
     "neox tied": {"family": "neox", "tie_embeddings": True},
 }
@@ -151,6 +156,12 @@ def test_shards_are_at_most_as_large_as_asked(run, tmp_path):
     whole = tmp_path / "whole"
     assert export(run, whole) == 0
     assert_same(tensors, stored(whole))
+
+
+def test_the_command_loads_torch_only_to_act():
+    code = "import sys, meshwright.cli.checkpoint\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_an_empty_folder_is_filled(run, tmp_path):
@@ -289,6 +300,19 @@ def test_without_transformers_it_says_so(run, tmp_path, monkeypatch, capsys):
     assert len(found["checks"]) == 3
     assert export(run, tmp_path / "again") == 0
     assert "not checked by transformers: " in capsys.readouterr().out
+
+
+def test_a_version_that_misreads_a_folder_is_not_asked(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    save_hf(model_of(), tmp_path / "a")
+    file = tmp_path / "a" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in config.items() if k != "rope_theta"}))
+    for version, said in (("4.57.6", "does not read the rope_parameters"), ("4.9.0", "older than")):
+        monkeypatch.setattr(transformers, "__version__", version)
+        words = ["import-hf", str(tmp_path / "a"), str(tmp_path / version), "--json"]
+        assert main(["checkpoint", *words]) == 0
+        assert said in json.loads(capsys.readouterr().out)["not_checked"]
 
 
 def hf_folder(tmp_path):

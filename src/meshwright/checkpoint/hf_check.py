@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.data import Tokenizer
 from meshwright.models import Transformer
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.stored import HF_CONFIG, read_object
 
 SEQ_LEN: Final = 128
 # Largest difference of two logits over the largest logit. What is stored in fp32 and read by
@@ -131,9 +132,9 @@ def checks_by_transformers(
         version = str(_transformers().__version__)
     except ImportError as error:
         return [], f"transformers cannot be imported ({error})"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
-        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
-        return [], f"transformers {version} is older than {oldest}"
+    why = _too_old(version, folder)
+    if why:
+        return [], why
     claim = f"logits of transformers {version} are those of the folder loaded here"
     try:
         found = _their_logits(folder, ids)
@@ -143,6 +144,18 @@ def checks_by_transformers(
     if tokenizer is not None:
         checks.append(_their_ids(folder, tokenizer, version))
     return checks, ""
+
+
+def _too_old(version: str, folder: Path) -> str:
+    """Say why this version of transformers would not read a folder as it is meant, if so."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        return f"transformers {version} is older than {oldest}"
+    config = read_object(folder / HF_CONFIG)
+    if numbers < (5, 0) and "rope_parameters" in config and "rope_theta" not in config:
+        return f"transformers {version} does not read the rope_parameters of {HF_CONFIG}"
+    return ""
 
 
 @torch.no_grad()

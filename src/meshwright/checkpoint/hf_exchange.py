@@ -171,28 +171,22 @@ def _check_export(
 ) -> tuple[tuple[Check, ...], str]:
     """Load a folder again and hold it against the model; also say what could not be checked."""
     ids = sample_ids(model.spec, tokenizer)
+    checks = []
     try:
+        if tokenizer is not None:
+            ours = load_tokenizer(str(folder))
+            found = [*ours.encode(TEXT), ours.eos_id]
+            claim = "ids by the tokenizer of the folder are those of training"
+            checks.append(same_ids(claim, found, tokenizer))
         again = load_hf(folder, dtype=torch.float32)
-        logits = logits_of(again, ids)
-        theirs = None if tokenizer is None else load_tokenizer(str(folder))
     except MeshwrightError as error:
-        return (failed("the folder can be loaded here", None, error),), ""
-    checks = [
-        same_tensors(
-            f"tensors are the model's, stored in {dtype}", dict(again.named_parameters()), state
-        ),
-        same_logits(
-            "logits of the folder loaded here are the model's",
-            logits,
-            logits_of(model, ids),
-            TOLERANCES[dtype],
-        ),
-    ]
-    if theirs is not None and tokenizer is not None:
-        found = [*theirs.encode(TEXT), theirs.eos_id]
-        checks.append(
-            same_ids("ids by the tokenizer of the folder are those of training", found, tokenizer)
-        )
+        return (*checks, failed("the folder can be loaded here", None, error)), ""
+    logits = logits_of(again, ids)
+    claim = f"tensors are the model's, stored in {dtype}"
+    checks.append(same_tensors(claim, dict(again.named_parameters()), state))
+    claim = "logits of the folder loaded here are the model's"
+    checks.append(same_logits(claim, logits, logits_of(model, ids), TOLERANCES[dtype]))
+    del again  # the memory of a whole model, which transformers loads next
     by_transformers, why = checks_by_transformers(folder, ids, logits, tokenizer)
     return (*checks, *by_transformers), why
 
