@@ -44,7 +44,7 @@ class Crash(BaseException):
 
 def crash_in_save(world, root, place, beside):
     """Save steps 1 and 2, and crash on rank 0 in the save of step 3; returns where it got to."""
-    trained = open_layout(world, LAYOUTS[LABELS[1]], seeded(MODEL, TRAIN.seed))
+    trained = open_layout(world, LAYOUTS[LABELS[0]], seeded(MODEL, TRAIN.seed))
     facts = {"scalars": scalars_of(trained)}
     for step in (1, 2):
         saver = Saver(Path(root), world, 2, lambda saved: None)
@@ -70,8 +70,6 @@ def crash_in_save(world, root, place, beside):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_save_that_is_cut_short_leaves_the_step_before_it(tmp_path, place, beside):
     root = tmp_path / "root"
-    layout = Layout()
-    LAYOUTS.setdefault(layout.label, layout)
     seen = on_ranks(1, crash_in_save, root=str(root), place=place, beside=beside)[0]
     assert seen[-1] == place
     committed = {path.name for path in steps(root)}
