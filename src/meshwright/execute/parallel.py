@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import DTYPES, reshard
+from meshwright.execute.data import DTYPES, finish_replicas, reshard
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups, Link
@@ -107,6 +107,8 @@ class Parallel:
         parts = batch.at(self.positions).split(self.program.layout.microbatch)
         table = self.program.tables[self.groups.at["pp"]]
         loss = Pipeline(self, table, parts, Scale(1.0 / count, loss_scale)).run(self.observe)
+        for module in self.modules.values():
+            finish_replicas(module)
         return loss / count if self.counts_loss else torch.zeros_like(loss)
 
     def count_targets(self, batch: Batch) -> Tensor:

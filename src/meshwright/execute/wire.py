@@ -29,6 +29,7 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
     "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
     "c10d::allreduce_": ("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
     "c10d::alltoall_base_": ("all_to_all", "input"),
     "c10d::alltoall_": ("all_to_all", "input_tensors"),
     "c10d::send": ("send", "tensors"),
