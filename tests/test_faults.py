@@ -120,7 +120,7 @@ def test_a_full_disk_says_so_with_path_and_bytes_on_every_rank(tmp_path):
     assert said[0] == said[1]
     assert said[0].startswith(f"rank 1: {root}/.tmp-step-00000002-")
     assert "weights-00001.safetensors was not written: File too large, after 20000 of" in said[0]
-    assert [path.name for path in steps(root)] == [step_name(1)]
+    assert {path.name for path in root.iterdir()} == {step_name(1), "latest"}
     verify(steps(root)[0])
 
 
@@ -226,9 +226,10 @@ def test_a_pickle_in_place_of_a_file_never_runs(tmp_path, name):
     with pytest.raises(CheckpointError):
         load_model(step)
     # Nor where someone has made the hashes fit
-    forge(step)
-    with pytest.raises((CheckpointError, ValueError)):
-        load_model(step)
+    if name != "manifest.json":
+        forge(step)
+        with pytest.raises(MeshwrightError):
+            load_model(step)
     assert not fired.exists()
 
 

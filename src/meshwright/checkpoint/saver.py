@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -176,7 +177,12 @@ class Saver:
                     files[name] = write_chunks(folder / name, on_host, self._mark)
             return json.dumps(files)
 
-        everyone = self._together(write)
+        try:
+            everyone = self._together(write)
+        except CheckpointError:
+            if rank == 0:  # the disk may be full of it
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         files = {
             name: Fingerprint(*found)
             for text in everyone
