@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.commit import read_manifest, step_name, steps
+from meshwright.cli.main import main
 from meshwright.data import open_data
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.certificate import certify
@@ -245,3 +246,28 @@ def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypa
     bad = list(certify(own, case, tmp_path / "bad", clean_environ()))
     assert [verdict.passed for verdict in bad] == [False, False, False]
     assert "of step 10 differs" in bad[0].observed
+
+
+def test_steps_are_listed_verified_and_pruned(started, capsys):
+    job = started("layout.dp_replicate=2", "train.steps=3")
+    go(job)
+    run = str(job.folder.path)
+    assert main(["checkpoint", "inspect", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["step 1", "step 2", "step 3"]
+    assert "dp2 mb1 on 2 ranks, 768 tokens" in lines[2]
+    assert main(["checkpoint", "verify", run, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["steps"]
+    assert [(one["step"], one["is_verified"], one["problem"]) for one in told] == [
+        (1, True, None), (2, True, None), (3, True, None),
+    ]  # fmt: skip
+    path = next((job.checkpoints / step_name(2)).glob("weights-*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["checkpoint", "inspect", run]) == 0  # looks at manifests alone
+    assert main(["checkpoint", "verify", run]) == 1
+    assert f"BAD  step 2: {path} is corrupt" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(job.checkpoints / step_name(3))]) == 0
+    assert main(["checkpoint", "prune", run, "--keep", "1"]) == 0
+    assert "removed 2 steps, kept 1" in capsys.readouterr().out
+    assert [p.name for p in steps(job.checkpoints)] == [step_name(3)]
+    assert main(["checkpoint", "inspect", str(job.cache)]) == 2

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: models to and from Hugging Face folders."""
+"""`meshwright checkpoint`: what steps there are, and models to and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from meshwright.checkpoint.commit import prune, steps
+from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
 from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
@@ -28,6 +30,20 @@ example:
 """
 
 
+INSPECT = """\
+example:
+  meshwright checkpoint inspect runs/latest
+"""
+VERIFY = """\
+example:
+  meshwright checkpoint verify runs/latest
+"""
+PRUNE = """\
+example:
+  meshwright checkpoint prune runs/latest --keep 1
+"""
+
+
 class Action(NamedTuple):
     """A subcommand: what it does, an example, its arguments and itself."""
 
@@ -39,7 +55,7 @@ class Action(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `checkpoint`."""
-    parser.description = "Checkpoints: models to and from Hugging Face folders."
+    parser.description = "Checkpoints: look at them, and exchange them with Hugging Face."
     parser.epilog = "examples:\n" + "".join(
         action.example.split("\n", 1)[1] for action in ACTIONS.values()
     )
@@ -59,6 +75,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do the action and return the exit code."""
     return ACTIONS[args.action].run(args)
+
+
+def _configure_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN", help="a run, or one of its step folders")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    return _say_steps(inspect(Path(args.source)), args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    return _say_steps(inspect(Path(args.source), verified=True), args.json)
+
+
+def _say_steps(found: list[StepFacts], as_json: bool) -> int:
+    if as_json:
+        print_json({"steps": [one.as_dict() for one in found]})
+    for one in () if as_json else found:
+        if one.problem is not None:
+            print(f"BAD  step {one.step}: {one.problem}")
+            continue
+        seen = f", {format_count(one.tokens)} tokens" if one.tokens is not None else ""
+        by = f", {one.layout} on {one.world} ranks" if one.layout else ", weights only"
+        word = "good" if one.is_verified else "    "
+        print(f"{word} step {one.step}: {format_bytes(one.bytes)} in {one.files} files{by}{seen}")
+    return EXIT_CHECK_FAILED if any(one.problem for one in found) else EXIT_DONE
+
+
+def _configure_prune(parser: argparse.ArgumentParser) -> None:
+    _configure_steps(parser)
+    parser.add_argument(
+        "--keep", type=_count, required=True, metavar="N", help="steps to keep, the newest"
+    )
+
+
+def _prune(args: argparse.Namespace) -> int:
+    root = checkpoints_of(Path(args.source))
+    gone = [str(path) for path in prune(root, args.keep)]
+    if args.json:
+        print_json({"removed": gone, "kept": [str(path) for path in steps(root)]})
+    else:
+        print(f"removed {len(gone)} steps, kept {len(steps(root))} in {root}")
+    return EXIT_DONE
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of steps; 1 or more")
+    return int(text)
 
 
 def _configure_export(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +221,9 @@ def _found(check: Any) -> str:
 
 
 ACTIONS: Final = {
+    "inspect": Action("list the steps of a run", INSPECT, _configure_steps, _inspect),
+    "verify": Action("read every file and compare its hash", VERIFY, _configure_steps, _verify),
+    "prune": Action("remove all but the newest steps", PRUNE, _configure_prune, _prune),
     "export-hf": Action(
         "write a run's model as a Hugging Face folder", EXPORT, _configure_export, _export
     ),

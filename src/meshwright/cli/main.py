@@ -16,7 +16,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "train": "train a model: start the ranks, write the run folder",
     "prove": "prove that a layout computes what one device does",
     "generate": "sample text from a run or a Hugging Face folder",
-    "checkpoint": "export to and import from Hugging Face folders",
+    "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
     "config": "show the resolved config with origins, or its schema",
 }
