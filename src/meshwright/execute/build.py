@@ -60,7 +60,7 @@ def build(
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
         if is_plain:  # only now: the parameters are new ones
-            replicate_plainly(model, model.blocks, groups.parameters["replicate"])
+            replicate_plainly(model, model.blocks, groups.parameters["replicate"], groups.ledger)
         modules[stage.index] = model
     parallel = Parallel(
         program, groups, device, modules, _held(program, modules), at, places, deferral
@@ -111,8 +111,8 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     """Replace the core of attention by one that sees the whole sequence from its shares."""
     if program.layout.cp == 1:
         return
-    kind = {"ring": Ring, "ulysses": Ulysses}[program.layout.cp_kind]
-    core = kind(groups.cp.required)
+    group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
+    core = Ring(group, ledger=groups.ledger) if is_ring else Ulysses(group)
     model.mask_of = lambda x, segments, cache: segments
     for block in model.blocks:
         block.attn.core = core

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
 from meshwright.spec.training import TrainSpec
@@ -88,13 +89,15 @@ def distribute_data(
         unit.set_modules_to_backward_prefetch([before])
 
 
-def replicate_plainly(model: nn.Module, blocks: Sequence[nn.Module], over: DeviceMesh) -> None:
+def replicate_plainly(
+    model: nn.Module, blocks: Sequence[nn.Module], over: DeviceMesh, ledger: Ledger
+) -> None:
     """Sum the gradients of a model over replicas, without FSDP2's second copy of everything.
 
     The parameters must be those that it is trained with; `over` has one axis.
     """
     if over.size() > 1:
-        object.__setattr__(model, "replicas", Replicas(model, blocks, over.get_group()))
+        object.__setattr__(model, "replicas", Replicas(model, blocks, over.get_group(), ledger))
 
 
 def replicas_of(model: nn.Module) -> Replicas | None:

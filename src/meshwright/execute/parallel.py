@@ -16,6 +16,7 @@ from meshwright.execute.data import DTYPES, finish_replicas, reshard
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups, Link
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
 from meshwright.execute.tensor import vocab_loss_sum
 from meshwright.models import Transformer
@@ -70,6 +71,11 @@ class Parallel:
     def zero(self) -> int:
         """The ZeRO stage."""
         return self.program.layout.zero
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where this rank enters what it does."""
+        return self.groups.ledger
 
     @property
     def counts_loss(self) -> bool:

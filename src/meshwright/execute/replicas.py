@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.execute.ledger import Ledger, Pending
+
 
 class Replicas:
     """Sums the gradients of a module over replicas, block by block and then the rest.
@@ -22,19 +24,23 @@ class Replicas:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        ledger: Ledger,
     ) -> None:
         self.due = False
-        self._group = group
+        self._group, self._ledger = group, ledger
         in_blocks = [list(block.parameters()) for block in blocks]
         known = {id(parameter) for unit in in_blocks for parameter in unit}
         rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
         self._units = [unit for unit in (*in_blocks, rest) if unit]
         self._left = [len(unit) for unit in self._units]
-        self._works: list[tuple[dist.Work, list[Tensor]]] = []
+        self._works: list[tuple[Pending, list[Tensor]]] = []
         for index, unit in enumerate(self._units):
             for parameter in unit:
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, index))  # type: ignore[no-untyped-call]
 
     def _ready(self, index: int, parameter: Tensor) -> None:
         """Take note that a gradient has come, and sum those of its unit when it is the last."""
@@ -50,7 +56,7 @@ class Replicas:
         self._left[index] = 0
         if plain:
             work = self._group.allreduce_coalesced(plain)
-            self._works.append((work, plain))
+            self._works.append((Pending(self._ledger, work), plain))
 
     def finish(self) -> None:
         """Sum what no hook has told of, such as gradients computed outside of autograd, and wait.

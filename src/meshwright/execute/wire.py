@@ -23,7 +23,7 @@ _AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
 
 # The operation, and its argument that is a message: `program.collectives.Collective` says which.
 # An all-gather of the functional kind returns it instead.
-_KINDS: Final[Mapping[str, tuple[str, str]]] = {
+MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "c10d::_allgather_base_": ("all_gather", "output_tensor"),
     "c10d::allgather_": ("all_gather", "output_tensors"),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
@@ -94,9 +94,9 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = _group(values)
         if name == _WAIT or (group is not None and group.size() == 1):
             return
-        kind, message = _KINDS.get(name, (name, ""))
+        kind, message = MESSAGES.get(name, (name, ""))
         tensors: Any = dict(values)
-        if name in _KINDS:
+        if name in MESSAGES:
             tensors = values[message] if message else out
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in found)
