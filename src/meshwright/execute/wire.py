@@ -73,8 +73,8 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def axis(self, name: str) -> str:
         """Return the axis by which messages along this one are recorded.
 
-        Where an axis spans the world, torch's mesh takes the world's own group for it, and nothing
-        tells the two apart: then the first of them in the order of `_AXES` is meant.
+        Axes of one rank share a group, which sends nothing: then the first of them in the order of
+        `_AXES` is meant.
         """
         group = self._axes.get(name)
         return name if group is None else self._first(group)
