@@ -164,10 +164,11 @@ class Bench:
         Between two saves there are steps enough for the first to end. The first of all also makes
         the buffers, and does not count.
         """
-        saver, self.saved = self.saver("beside", beside=True), []
+        saver = self.saver("beside", beside=True)
+        self.saved.clear()
         for _ in range(self.rounds + 1):
             self.save(saver)
-            deadline = time.perf_counter() + 3 * save_s + step_s
+            deadline = time.perf_counter() + 2 * save_s + step_s
             while self.world.sum_on_host([float(time.perf_counter() < deadline)])[0] > 0:
                 self.step(saver.before_update)
             saver.finish()
