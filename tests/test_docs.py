@@ -69,6 +69,7 @@ def overridden(words):
     return [*words, *TINY, ONE_RANK]
 
 
+@pytest.mark.timeout(600)  # a page may prove, train and resume
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands(page, workplace, capsys):
     has_run = False
