@@ -15,6 +15,7 @@ from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import chunks_of, scalars_of
 from meshwright.checkpoint.tensors import Chunk, Stored, write_chunks
 from meshwright.checkpoint.weights import load_model, write_weights
+from meshwright.data.sampler import IGNORE
 from meshwright.errors import CheckpointError, MeshwrightError, RankFailed
 from meshwright.execute.build import seeded
 from meshwright.layout import Layout
@@ -27,7 +28,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.replicas import check_replicas
 from meshwright.train.spikes import SpikeWatch
-from meshwright.train.update import update
+from meshwright.train.update import gradients, update
 from ranks import on_ranks, ranks
 from test_reshard import LABELS, LAYOUTS, MODEL, TRAIN, open_layout
 from test_reshard import write as write_step
@@ -167,6 +168,21 @@ def test_a_nan_on_one_rank_is_decided_by_all_before_the_update(world, policy):
             assert torch.isfinite(value).all()
     shards.clear()
     assert step(3).overflow is None  # and it goes on
+
+
+@ranks(2)
+def test_a_batch_without_any_target_changes_nothing(world):
+    """A mean over no tokens is no NaN: the loss is 0, and so are all gradients."""
+    layout = LAYOUTS[LABELS[1]]
+    trained = open_layout(world, layout, seeded(MODEL, TRAIN.seed))
+    batch = make_batch(Case(MODEL, TRAIN, layout), 1)
+    batch = mine(
+        batch._replace(targets=torch.full_like(batch.targets, IGNORE)),
+        trained.parallel.program,
+        world,
+    )
+    done = gradients(trained.parallel, batch, world)
+    assert (done.loss.item(), done.norm, done.overflow) == (0.0, 0.0, None)
 
 
 @ranks(4)
