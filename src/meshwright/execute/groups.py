@@ -106,6 +106,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
 def _label(groups: Groups) -> None:
     """Enter into the ledger what each group is for."""
     found = {axis: groups.parameters.get_group(axis) for axis in ("replicate", "shard")}
+    found["world"] = cast(dist.ProcessGroup, dist.group.WORLD)
     for axis in ("tp", "cp", "pp", "data", "ends"):
         link: Link = getattr(groups, axis)
         if link.group is not None:

@@ -90,6 +90,11 @@ class Ledger:
         temporary.replace(path)
         return ledger
 
+    @property
+    def place(self) -> str:
+        """The step and phase that this rank is in."""
+        return f"step {self._step}, {PHASES[self._phase]}"
+
     def step(self, step: int) -> None:
         """Enter that a step begins."""
         now = time.monotonic()

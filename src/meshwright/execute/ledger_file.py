@@ -143,6 +143,14 @@ class Reading(NamedTuple):
         return text
 
 
+class Pace(NamedTuple):
+    """The step of a rank, and of the seconds of all steps before it those in which it waited."""
+
+    step: int
+    waited_s: float
+    stepped_s: float
+
+
 class LedgerFile:
     """A rank's ledger, seen from another process."""
 
@@ -157,6 +165,11 @@ class LedgerFile:
     def moves(self) -> int:
         """How many entries there are: it stands still when the rank does."""
         return int(struct.unpack_from("=Q", self._memory, NOW_AT)[0])
+
+    def pace(self) -> Pace:
+        """Return how far the rank is, and what it has waited for until then."""
+        fields = NOW.unpack_from(self._memory, NOW_AT)
+        return Pace(fields[2], fields[-2], fields[-1])
 
     def read(self) -> Reading:
         """Return all that the ledger holds."""

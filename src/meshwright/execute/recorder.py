@@ -1,13 +1,14 @@
 """`Recorder` enters every collective of this process into its ledger, whoever issues it.
 
 It stands before torch's own kernels of the c10d operations, which all of them go through: ours,
-those of FSDP2 and DTensor, functional ones. Other operations are not slowed down.
+those of FSDP2 and DTensor, functional ones. Its place in the dispatcher is BackendSelect, which no
+guard of autograd's or of a dispatch mode's leaves out. Other operations are not slowed down.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,7 @@ _OTHERS: Final = {
     "c10d::scatter_": ("scatter", "output_tensors"),
     "c10d::barrier": ("barrier", "tensor"),
 }
-_DEVICES: Final = ("CPU", "CUDA")
+_KEY: Final = torch._C.DispatchKey.BackendSelect
 _WAIT: Final = "_c10d_functional::wait_tensor"
 
 Kernel = Callable[..., Any]
@@ -47,33 +48,33 @@ class Recorder:
         self._libraries: dict[str, Any] = {}
 
     def __enter__(self) -> Recorder:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that kernels are stood before
-            for schema in torch._C._jit_get_all_schemas():
-                names = [argument.name for argument in schema.arguments]
-                if schema.name.startswith("c10d::") and "process_group" in names:
-                    self._stand_before(schema.name, lambda *of, n=names: self._begun(n, *of))
-            self._stand_before(_WAIT, lambda name, device, inner: self._waited(inner))
+        for schema in torch._C._jit_get_all_schemas():
+            names = [argument.name for argument in schema.arguments]
+            if schema.name.startswith("c10d::") and "process_group" in names:
+                self._stand_before(schema.name, partial(self._begun, schema.name, names))
+        self._stand_before(_WAIT, self._waited)
         return self
 
     def __exit__(self, *_: object) -> None:
         for library in self._libraries.values():
             library._destroy()
 
-    def _stand_before(self, name: str, make: Callable[[str, str, Kernel], Kernel]) -> None:
+    def _stand_before(self, name: str, make: Callable[[Kernel], Kernel]) -> None:
         """Put what `make` returns before the kernels of an operation, which it gets to call."""
         space, _, operation = name.partition("::")
         if space not in self._libraries:
-            self._libraries[space] = torch.library.Library(  # type: ignore[no-untyped-call]
-                space, "IMPL"
-            )
-        for device in _DEVICES:
-            if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device):
-                inner = torch.library.get_kernel(name, device).call_boxed
-                kernel = make(name, device, inner)
-                self._libraries[space].impl(operation, kernel, device, with_keyset=True)
+            library = torch.library.Library(space, "IMPL")  # type: ignore[no-untyped-call]
+            self._libraries[space] = library
+        op = getattr(getattr(torch.ops, space), operation).default
 
-    def _begun(self, names: Sequence[str], name: str, device: str, inner: Kernel) -> Kernel:
+        def inner(keys: Any, *args: Any) -> Any:
+            # Lets go of the GIL, as a kernel that is called by itself would not: gloo's threads may
+            # need it to drop a tensor while they hold a lock that this thread waits for.
+            return op.redispatch(keys.remove(_KEY), *args)
+
+        self._libraries[space].impl(operation, make(inner), _KEY.name, with_keyset=True)
+
+    def _begun(self, name: str, names: Sequence[str], inner: Kernel) -> Kernel:
         """Return a kernel that enters a collective or a transfer, with these arguments."""
         kind, message = {**MESSAGES, **_OTHERS}.get(name, ("other", ""))
         places = {argument: at for at, argument in enumerate(names)}
@@ -95,7 +96,7 @@ class Recorder:
             entry = self._ledger.begin(kind, self._number(group), size, peer, waits=waits)
             out = inner(keys, *args)
             if waits:
-                if device == "CPU":
+                if keys.has(torch._C.DispatchKey.CPU):
                     work = out[-1] if isinstance(out, tuple) else out
                     dist.Work.unbox(work).wait()
                 self._ledger.end(entry)

@@ -91,9 +91,7 @@ def join(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     store = _meet(at, timeout)
     dist.init_process_group(backend, store=store, rank=at.rank, world_size=at.size, timeout=timeout)
-    ledger = ledger or Ledger(rank=at.rank, world=at.size)
-    ledger.group(dist.group.WORLD.group_name, range(at.size), "world")  # type: ignore[union-attr]
-    return World(at.rank, at.size, own, store, ledger=ledger)
+    return World(at.rank, at.size, own, store, ledger=ledger or Ledger())
 
 
 def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:

@@ -21,6 +21,10 @@ NOTICES: Final = {
     "resume": "going on after step {step}, from {path}, written by {layout}",
     "bad_checkpoint": "set aside: {problem}",
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
+    "restart": "{cause}\nnoticed after {detect_s} s; the ranks start again (attempt {attempt}) "
+    "after step {from_step}, steps lost: {lost_steps}",
+    "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
+    "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
 }
 MFU_UNKNOWN = "unknown: the device's peak is not stated (cluster.peak_tflops)"
