@@ -26,7 +26,9 @@ def test_a_reader_sees_where_the_rank_is(tmp_path):
     assert file.moves == moves + 1
     assert file.read().place() == "step 7, backward of microbatch 2 on stage 1"
     ledger.action("RECV_F", 1, 3)
-    assert file.read().place() == "step 7, forward, recv_f of microbatch 3 on stage 1"
+    assert file.read().place() == (
+        "step 7, forward of microbatch 3 on stage 1, asking for what goes in"
+    )
     ledger.phase("update")
     assert file.read().place() == "step 7, update"
     assert seen == [("start", 0), ("data", 7), ("backward", 7), ("forward", 7), ("update", 7)]

@@ -22,6 +22,14 @@ PHASES: Final = (
     "end",
 )
 ACTIONS: Final = ("", "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_DETAILS: Final = {
+    "I": ", for its inputs",
+    "W": ", for its weights",
+    "SEND_F": ", sending what comes out",
+    "RECV_F": ", asking for what goes in",
+    "SEND_B": ", sending the gradient of what went in",
+    "RECV_B": ", asking for the gradient of what came out",
+}
 KINDS: Final = (
     "other",
     "all_reduce",
@@ -137,9 +145,8 @@ class Reading(NamedTuple):
             return words[self.phase]
         text = f"step {self.step}, {self.phase}"
         if self.action:
-            verb = {"F": "", "B": "", "I": " for inputs", "W": " for weights"}.get(self.action)
-            verb = f", {self.action.lower()}" if verb is None else verb
-            text += f"{verb} of microbatch {self.microbatch} on stage {self.stage}"
+            text += f" of microbatch {self.microbatch} on stage {self.stage}"
+            text += _DETAILS.get(self.action, "")
         return text
 
 
