@@ -168,11 +168,12 @@ class ClusterSpec(Spec):
     its libraries. `port` is the rendezvous port of local ranks; left out, a free one is taken.
     """
 
-    preset: Literal["local"] = "local"
+    preset: str = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nodes: int = Field(default=1, gt=0)
     devices_per_node: int | None = Field(default=None, gt=0)
     memory: Memory | None = None
+    links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
     peak_tflops: float | None = Field(default=None, gt=0)
     port: int | None = Field(default=None, gt=0, lt=65536)
 
