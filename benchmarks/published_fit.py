@@ -20,7 +20,7 @@ OF_DEVICE = {
 OF_STACK = {
     "moves": (0.3, 0.5, 12.0),
     "launch": (0.5, 5e-7, 4e-5),
-    "data.latency": (0.7, 1e-7, 2e-3),
+    "data.latency": (0.7, 1e-7, 5e-3),
     "overlap": (0.2, 0.05, 1.0),
     "exposed.tp": (0.3, 0.05, 2.0),
     "exposed.pp": (0.4, 0.01, 8.0),

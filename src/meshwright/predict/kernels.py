@@ -179,4 +179,5 @@ class Kernels:
             for message in work.messages
             if message.axis == "cp" and message.kind != "recv"  # both ways at once
         )
-        return max(0.0, seconds - attention) if cp_kind == "ring" else seconds
+        hidden = self.overlap * min(seconds, attention) if cp_kind == "ring" else 0.0
+        return seconds - hidden

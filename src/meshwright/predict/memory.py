@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.stacks import CAUSAL, Stack
 from meshwright.predict.work import LayoutWork, weights
-from meshwright.program.schedule import compute_tables, peak_in_flight
+from meshwright.program.operations import Kind
 from meshwright.spec.model import ModelSpec
 
 _FP32 = 4
+_GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
+_KINDS = (*get_args(Kind), "scores", "copies")
+_ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
 _NOTHING_AGAIN = Layout()
 _MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
 
 
 class Term(NamedTuple):
-    """A part of a rank's memory: its category, bytes, and the formula with its numbers."""
+    """A part of a rank's memory: its category, bytes, and the formula with its numbers.
+
+    The formula is worded when asked for: a search makes terms by the hundred thousand.
+    """
 
     category: str
     bytes: float
-    formula: str
+    template: str
+    numbers: tuple[object, ...] = ()
+
+    @property
+    def formula(self) -> str:
+        """The formula with its numbers filled in."""
+        return self.template.format(*self.numbers)
 
 
 class Held(NamedTuple):
@@ -34,7 +45,9 @@ class Held(NamedTuple):
     has_head: bool
 
 
-def model_states(model: ModelSpec, layout: Layout, stack: Stack, held: Held, element: int) -> list[Term]:
+def model_states(
+    model: ModelSpec, layout: Layout, stack: Stack, held: Held, element: int
+) -> list[Term]:
     """Return weights, gradients and optimizer states of a rank.
 
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer's states over
@@ -48,22 +61,22 @@ def model_states(model: ModelSpec, layout: Layout, stack: Stack, held: Held, ele
     terms = []
 
     def add(category: str, count: int, size: int, what: str) -> None:
-        terms.append(Term(category, count * size, f"{count:,} elements x {size} B: {what}"))
+        terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
 
     if stack.keeps == "shards":
-        add("weights", part, _FP32, f"fp32 shards over {ranks}")
+        add("weights", part, _FP32, "fp32 shards")
         if zero == 3:
             add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
         elif ranks > 1 or element != _FP32:
             add("gathered", whole, element, "compute copy, kept through the step")
     elif zero == 3:
-        add("weights", part, element, f"shards over {ranks}")
+        add("weights", part, element, "shards")
         add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
     else:
         add("weights", whole, element, "whole")
     sharded_gradients = zero >= 2
     if sharded_gradients:
-        add("gradients", part, stack.gradient_bytes, f"sums over {ranks} shards")
+        add("gradients", part, stack.gradient_bytes, "sums, in shards")
         add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work, and being reduced")
     else:
         add("gradients", whole, stack.gradient_bytes, "accumulated whole")
@@ -71,8 +84,11 @@ def model_states(model: ModelSpec, layout: Layout, stack: Stack, held: Held, ele
     if layout.offload == "none":
         add("optimizer", part, states, "Adam's moments" + (" and fp32 weights" if states > 8 else ""))
     if layout.offload == "params":
-        terms = [term for term in terms if term.category in ("gathered",)]
-        add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work, and being reduced")
+        # Shards lie on the host; what is gathered or accumulated whole does not.
+        on_host = ("weights", "gradients" if sharded_gradients else "")
+        terms = [term for term in terms if term.category not in on_host]
+        if sharded_gradients:
+            add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work")
     return terms
 
 
@@ -100,51 +116,70 @@ def activations(
     has in flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one.
     """
     flight = in_flight(layout, rank, microbatches)
-    norm_bytes = 0.0 if stack.fused_norm else calibration.find("norm_bytes", stack.name)
-    per_layer = kept_per_layer(layout, stack, found, norm_bytes)
-    whole = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, norm_bytes).values())
+    kept = calibration.find("kept_bytes", stack.name)
+    per_layer = kept_per_layer(layout, stack, found, kept)
     average = held.layers / max(layout.virtual_stages, 1)
     terms = [
         Term(
-            f"activations: {kind}",
+            _ACTIVATIONS[kind],
             size * average * flight,
-            f"{size:,.0f} B x {average:g} layers x {flight:g} in flight",
+            "{:,.0f} B x {:g} layers x {:g} in flight",
+            (size, average, flight),
         )
         for kind, size in per_layer.items()
         if size
     ]
+    # The loss and the first layer of the backward follow each other: the larger one counts. But
+    # blocks as large as scores stay with the allocator, of no use to logits.
+    at_work = _at_work(layout, stack, found, plain, calibration)
+    loss = [_loss(stack, found, layout.tp, calibration)] if held.has_head else []
+    found_terms = [at_work, *loss] if at_work.bytes else loss
+    if CAUSAL[stack.attention] and len(found_terms) > 1:
+        found_terms = [max(found_terms, key=lambda term: term.bytes)]
+    return terms + found_terms
+
+
+def _at_work(
+    layout: Layout,
+    stack: Stack,
+    found: LayoutWork,
+    plain: LayoutWork,
+    calibration: Calibration,
+) -> Term:
+    """Return what one layer needs at its backward: what it makes again, and unkept scores."""
+    size, template, numbers = 0.0, "", ()
     if layout.recompute != "none":
-        terms.append(Term("activations: recomputed layer", whole, f"one layer anew: {whole:,.0f} B"))
-    if held.has_head:
-        terms += _loss(stack, found, layout.tp, calibration)
+        kept = calibration.find("kept_bytes", stack.name)
+        size = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, kept).values())
+        template, numbers = "one layer anew: {:,.0f} B ", (size,)
     if not CAUSAL[stack.attention]:
-        count, size = found.layer.scores, calibration.find("score_bytes", stack.name)
-        formula = f"{count:,} scores x {size:g} B of one layer at work, measured"
-        terms.append(Term("activations: scores at work", count * size, formula))
-    return terms
+        count, each = found.layer.scores, calibration.find("score_bytes", stack.name)
+        size += count * each
+        template += "{:,} scores x {:g} B, measured"
+        numbers = (*numbers, count, each)
+    return Term("activations: layer at work", size, template, numbers)
 
 
 def kept_per_layer(
-    layout: Layout, stack: Stack, found: LayoutWork, norm_bytes: float
+    layout: Layout, stack: Stack, found: LayoutWork, kept_bytes: float
 ) -> dict[str, float]:
     """Return the bytes that a layer keeps of one microbatch, by kind of operation.
 
     Those of the program; with the kernels of another stack, what these keep more or less.
     """
     sizes = found.sizes
-    kept: dict[str, float] = {}
-    for op in found.layer.operations:
-        kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
+    kept = dict(found.layer.kept)
     if layout.recompute == "full" or (layout.recompute == "selective" and stack.selective == "blocks"):
         return kept
-    if stack.keeps == "whole":  # gathered anew in the backward, arXiv:2205.05198, section 4.2.2
+    if stack.gathers_again:  # gathered anew in the backward, arXiv:2205.05198, section 4.2.2
         kept["product"] -= 2 * (sizes.whole_bytes - sizes.stream_bytes)
-    # Two norms of separate operations: the input widened to fp32, and what it was scaled to.
-    kept["norm"] += 2 * norm_bytes * sizes.stream * sizes.dim
+    # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
+    kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
+    if stack.fused_activation and "activation" in kept:  # made again from the two products
+        kept["activation"] *= 2 / 3 if len(found.layer.products) == _GATED_PRODUCTS else 1
     if not CAUSAL[stack.attention]:
-        # Softmax in the products' dtype and a mask; unfused also the scores, arXiv:2205.05198, 4.1.
-        per_score = {"scores": 2 * sizes.element + 1, "softmax": sizes.element + 1}
-        kept["scores"] = float(found.layer.scores * per_score[stack.attention])
+        # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
+        kept["scores"] = float(found.layer.scores * (2 * sizes.element + 1))
     if layout.recompute == "selective":
         if stack.selective == "attention":
             kept.pop("scores", None)
@@ -153,7 +188,7 @@ def kept_per_layer(
     return kept
 
 
-def _loss(stack: Stack, found: LayoutWork, tp: int, calibration: Calibration) -> list[Term]:
+def _loss(stack: Stack, found: LayoutWork, tp: int, calibration: Calibration) -> Term:
     """Return the logits, their softmax and gradients, at the loss.
 
     Their bytes are measured: they depend on how many copies a system makes in which dtype.
@@ -161,18 +196,18 @@ def _loss(stack: Stack, found: LayoutWork, tp: int, calibration: Calibration) ->
     sizes = found.sizes
     count = sizes.tokens * sizes.vocab * (1 if stack.splits_loss else tp)
     size = calibration.find("loss_bytes", stack.name)
-    whole = "" if stack.splits_loss or tp == 1 else ", gathered over tp"
-    return [Term("logits and loss", count * size, f"{count:,} logits x {size:g} B{whole}, measured")]
-
-
-@lru_cache(maxsize=4096)
-def _flight(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[int, ...]:
-    tables = compute_tables(schedule, pp, virtual, microbatches)
-    return tuple(peak_in_flight(table) for table in tables)
+    whole = ""
+    if not stack.splits_loss and tp > 1:
+        size += calibration.find("gathered_loss_bytes", stack.name)
+        whole = ", gathered over tp"
+    return Term("logits and loss", count * size, "{:,} logits x {:g} B" + whole + ", measured", (count, size))
 
 
 def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
-    """Return the most activations of one stage and microbatch that a pipeline rank holds."""
+    """Return the most activations of one stage and microbatch that a pipeline rank holds.
+
+    In closed form; a test holds it against the peaks of the tables.
+    """
     pp, virtual = layout.pp, layout.virtual_stages
     if pp == 1:
         return 1.0
@@ -184,8 +219,9 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
         return float(virtual * microbatches)
     if layout.schedule == "interleaved_1f1b":  # arXiv:2104.04473, section 2.2
         return float(min((virtual - 1) * pp + 2 * (pp - 1 - rank) + 1, virtual * microbatches))
-    few = min(microbatches, 4 * pp)
-    return float(_flight(layout.schedule, pp, virtual, few)[rank])
+    # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
+    most = pp * virtual + (layout.schedule == "dualpipev")
+    return float(min(most, virtual * microbatches))
 
 
 def outside(
@@ -202,6 +238,6 @@ def outside(
     reserve = calibration.find("reserve", *kinds)
     return [
         Term("context", context, "CUDA context and kernels, measured"),
-        Term("communicators", each * axes, f"{each:,.0f} B x {axes} axes, measured"),
-        Term("allocator", reserve * allocated, f"{reserve:.1%} of what is allocated, measured"),
+        Term("communicators", each * axes, "{:,.0f} B x {} axes, measured", (each, axes)),
+        Term("allocator", reserve * allocated, "{:.1%} of what is allocated, measured", (reserve,)),
     ]

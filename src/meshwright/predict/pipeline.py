@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Action, inputs, marks
 from meshwright.program.lower import Program
-from meshwright.program.schedule import bubble_fraction, compute_tables, stage_ranks
+from meshwright.program.schedule import compute_tables, stage_ranks
 from meshwright.program.timing import simulate
 
 # Microbatches that are carried out on paper; a pipeline's further ones each add the same.
@@ -20,20 +19,21 @@ def closed_form(
     pp: int,
     virtual: int,
     microbatches: int,
-    work: Sequence[float],
+    dearest: float,
+    total: float,
     transfer: float,
     exposed: float,
 ) -> float:
     """Return the seconds of a step's forwards and backwards in a pipeline.
 
-    `work` is each rank's time of one microbatch in all of its stages, `transfer` that of one
+    `dearest` is the largest of the ranks' times of one microbatch in all of their stages, `total`
+    their sum, `transfer` that of one
     message, of which the share `exposed` is waited for. 1F1B and GPipe: all microbatches on the dearest rank, one on the way through the
     others, arXiv:2006.09503; with v stages a rank the way is v times shorter, arXiv:2104.04473,
-    section 2.2. Others: the idle share of their table at equal costs.
+    section 2.2. A test holds these against the events of the tables.
     """
     if pp == 1:
-        return microbatches * work[0]
-    dearest, total = max(work), sum(work)
+        return microbatches * dearest
     sends = 2 * virtual * microbatches * transfer * exposed
     if schedule == "naive":
         return microbatches * (total + 2 * (pp - 1) * transfer)
@@ -42,29 +42,16 @@ def closed_form(
     if schedule in ("interleaved_1f1b", "looped_bfs"):
         way = (total - dearest) / virtual + 2 * (pp - 1) * transfer
         return microbatches * dearest + way + sends
-    idle = idle_share(schedule, pp, virtual, microbatches)
-    return microbatches * dearest / (1 - idle) + 2 * (pp - 1) * transfer + sends
-
-
-def idle_share(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
-    """Return the idle share of a schedule whose F, I and W take equal time."""
-    few = _few(schedule, pp, microbatches)
-    idle = _table_idle(schedule, pp, virtual, few)
-    # The idle time is that of filling and draining, however many microbatches there are.
-    idle_time = idle / (1 - idle) * few
-    return idle_time / (idle_time + microbatches)
+    # Zero bubble: only the first forwards wait, a third of a stage's time, arXiv:2401.10241,
+    # section 2.3; in a V they do so too where forward and both backwards take equal time.
+    way = (total - dearest) / (3 * virtual) + 2 * (pp - 1) * transfer
+    return microbatches * dearest + way + sends
 
 
 def _few(schedule: str, pp: int, microbatches: int) -> int:
     """Return a number of microbatches that shows fill, steady state and drain."""
     few = _SIMULATED * pp
     return microbatches if microbatches <= 2 * few else few
-
-
-@lru_cache(maxsize=1024)
-def _table_idle(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
-    tables = compute_tables(schedule, pp, virtual, microbatches)
-    return bubble_fraction(tables, stage_ranks(schedule, pp, virtual))
 
 
 def by_events(

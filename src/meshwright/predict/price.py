@@ -192,7 +192,7 @@ def worst_memory(setting: Setting, layout: Layout) -> Memory:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """Seconds of a microbatch in a layer and in the ends."""
 
     layer: Seconds
@@ -208,22 +208,32 @@ class _Parts:
             seconds += getattr(self.last, cause)
         return seconds
 
+    def room(self, held: Held) -> float:
+        """Return the seconds of a microbatch that messages of data parallelism may hide behind."""
+        return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
+
+
+def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
+    """Return the seconds of a microbatch in a layer and in the ends of a layout."""
+    found = work_of(setting, layout)
+    first, last = kernels.ends(found, layout.tp)
+    layer = kernels.layer(found, layout.cp, layout.tp, layout.cp_kind, layout.recompute)
+    return Parts(layer, first, last)
+
 
 def step_time(setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True) -> StepTime:
     """Return the time of a step; without `events` the pipeline is priced in closed form."""
     found = work_of(setting, layout)
-    first, last = kernels.ends(found, layout.tp)
-    layer = kernels.layer(found, layout.cp, layout.tp, layout.cp_kind, layout.recompute)
-    parts = _Parts(layer, first, last)
+    parts = parts_of(setting, kernels, layout)
     ranks = held_by(setting, layout)
     count = setting.train.batch // layout.dp // layout.microbatch
-    gathers = _gather_waits(setting, kernels, layout, parts)
+    gathers = gather_waits(setting, kernels, layout, parts)
     whole = [
         sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers
         for held in ranks
     ]
     dearest = max(range(layout.pp), key=whole.__getitem__)
-    transfer = _transfer(kernels, layout, found)
+    transfer = transfer_seconds(kernels, layout, found)
     pipeline = _pipeline(setting, layout, parts, gathers, whole, transfer, kernels, events)
     held = ranks[dearest]
     per_step = {
@@ -236,8 +246,10 @@ def step_time(setting: Setting, kernels: Kernels, layout: Layout, *, events: boo
         "cp": per_step["cp"],
         "gathers": count * held.layers * gathers,
         "bubble": pipeline - count * whole[dearest],
-        "data": _data_wait(setting, kernels, layout, held, parts),
-        "optimizer": _optimizer(setting, kernels, layout, held),
+        "data": data_wait(
+            setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
+        ),
+        "optimizer": optimizer_seconds(setting, kernels, layout, held),
         "host": kernels.fixed,
     }
     return StepTime(causes)
@@ -246,7 +258,7 @@ def step_time(setting: Setting, kernels: Kernels, layout: Layout, *, events: boo
 def _pipeline(
     setting: Setting,
     layout: Layout,
-    parts: _Parts,
+    parts: Parts,
     gathers: float,
     whole: list[float],
     transfer: float,
@@ -260,7 +272,8 @@ def _pipeline(
             layout.pp,
             layout.virtual_stages,
             count,
-            whole,
+            max(whole),
+            sum(whole),
             transfer,
             kernels.exposed_pp,
         )
@@ -285,43 +298,46 @@ def _pipeline(
     return by_events(program, forward, backward, transfer) + exposed
 
 
-def _transfer(kernels: Kernels, layout: Layout, found: LayoutWork) -> float:
+def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> float:
     if layout.pp == 1:
         return 0.0
     stride = layout.dp * layout.cp * layout.tp
     return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride)
 
 
-def _gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: _Parts) -> float:
+def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[float, float]:
+    """Return the seconds of ZeRO's messages of a layer and microbatch: a gather, a sum."""
+    ranks, zero = layout.shard_ranks, layout.zero
+    if ranks == 1 or zero < 2:
+        return 0.0, 0.0
+    network, elements = kernels.network, weights(setting.model, layout.tp, ranks).layer
+    gather = 0.0
+    if zero == 3:
+        gather = network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
+    size = elements * setting.stack.reduced_bytes
+    return gather, network.seconds("reduce_scatter", size, ranks, layout.tp)
+
+
+def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Parts) -> float:
     """Return what a layer of a microbatch waits for ZeRO: gathers, and sums of gradients.
 
     A unit is gathered while the one before it computes, and reduced behind it, so the longer of
     the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3.
     """
-    ranks, zero = layout.shard_ranks, layout.zero
-    if ranks == 1 or zero < 2:
+    gather, reduce = unit_messages(setting, kernels, layout)
+    if not gather and not reduce:
         return 0.0
-    network, elements = kernels.network, weights(setting.model, layout.tp, ranks).layer
-    stride = layout.tp
-    gather = 0.0
-    if zero == 3:
-        gather = network.seconds("all_gather", elements * setting.element, ranks, stride)
-    size = elements * setting.stack.reduced_bytes
-    reduce = network.seconds("reduce_scatter", size, ranks, stride)
     layer = parts.layer
     forward = layer.forward + layer.tp_forward
     backward = layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute
-    overlapped = kernels.overlap
     hidden = min(gather, forward) + min(gather + reduce, backward)
-    return 2 * gather + reduce - overlapped * hidden
+    return 2 * gather + reduce - kernels.overlap * hidden
 
 
-def _data_wait(
-    setting: Setting, kernels: Kernels, layout: Layout, held: Held, parts: _Parts
-) -> float:
-    """Return what a step waits for data parallelism once: sums of gradients, ZeRO 1's gathers.
+def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
+    """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
 
-    What overlaps does so with the backward of the last microbatch, and with the first forward.
+    A ring takes a turn for each of its ranks and each message, of which a layer has its share.
     """
     found = weights(setting.model, layout.tp, layout.shard_ranks)
     elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
@@ -338,15 +354,20 @@ def _data_wait(
         size = elements * reduced / ranks
         stride = layout.tp * (layout.dp_shard * layout.cp if layout.zero else 1)
         seconds += network.seconds("all_reduce", size, replicas, stride)
-    # A ring takes a turn for each of its ranks and each message, of which a layer has its share.
-    seconds += held.layers * (ranks * replicas - 1) * kernels.data_latency
+    return seconds + held.layers * (ranks * replicas - 1) * kernels.data_latency
+
+
+def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
+    """Return what a step waits for these messages.
+
+    They overlap with the backward of the last microbatch and the first forward, `room` seconds.
+    """
     if not setting.stack.overlaps_data:
         return seconds
-    room = sum(parts.of(held, cause) for cause in ("forward", "backward", "recompute"))
     return max(seconds - kernels.overlap * min(seconds, room), 0.0)
 
 
-def _optimizer(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
+def optimizer_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
     found = weights(setting.model, layout.tp, layout.shard_ranks)
     elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)

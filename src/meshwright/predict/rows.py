@@ -16,8 +16,8 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Cluster, Device, catalogue, cluster_of, find_device
-from meshwright.predict.price import Prediction, Setting, price
-from meshwright.predict.stacks import STACKS, Stack, with_kernels
+from meshwright.predict.price import Prediction, Setting, price, worst_memory
+from meshwright.predict.stacks import STACKS, Stack, with_attention
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Recompute, Schedule, TrainSpec
@@ -61,13 +61,14 @@ _DEVICES: Final = (
 # Patterns of a row's `framework`.
 _FRAMEWORKS: Final = (
     (r"aleph", "aleph-alpha"),
-    (r"nemo|core|bridge|megascale", "megatron-core"),
+    (r"jax|maxtext|paxml", "jax"),
+    (r"nemo|bridge", "nemo"),
+    (r"core|megascale", "megatron-core"),
     (r"zero-?3", "deepspeed"),
     (r"megatron|neox|deepspeed", "megatron"),
     (r"composer|foundry|mosaic", "composer"),
     (r"titan", "torchtitan"),
     (r"fsdp\d? \+ torch.compile|fms|lit-?gpt|fsdp", "fms"),
-    (r"jax|maxtext|paxml", "jax"),
     (r"meshwright", "meshwright"),
 )
 _KERNELS: Final = (
@@ -106,6 +107,9 @@ def read_row(row: Row, calibration: Calibration) -> Case:
     if train.batch % (layout.dp * layout.microbatch):
         raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
     setting = Setting(model, train, cluster, stack, calibration, products)
+    if not row.get("recompute"):
+        layout = _least_recompute(setting, layout)
+        assumed.append(f"recompute {layout.recompute}: the least that fits")
     return Case(setting, layout, tuple(assumed))
 
 
@@ -171,9 +175,10 @@ def _stack(row: Row, assumed: list[str]) -> Stack:
     if name == "torchtitan" and row.get("compile"):
         name = "torchtitan-compile"
     kernel = row.get("attn_impl")
+    if name == "aleph-alpha" and "rms" in str(kernel).lower():
+        name = "aleph-alpha-rms"
     attention = _first(_KERNELS, kernel) if kernel else None
-    fused = True if kernel and "rms" in str(kernel).lower() else None
-    return with_kernels(STACKS[name], attention, fused)
+    return with_attention(STACKS[name], attention)
 
 
 def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
@@ -188,7 +193,9 @@ def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
         kv_heads = tp
         assumed.append(f"key and value heads copied to {tp} tp ranks")
     ffn = row.get("ffn") or 4 * hidden
-    is_llama = bool(re.search("llama|mistral|qwen|olmo", name, re.IGNORECASE))
+    # A gated MLP has three matrices, and so never four times the width.
+    is_gated = ffn != 4 * hidden
+    is_llama = is_gated and bool(re.search("llama|mistral|qwen|olmo", name, re.IGNORECASE))
     if not row.get("ffn"):
         assumed.append(f"ffn {ffn}")
     if not is_llama and kv_heads != heads:
@@ -233,10 +240,8 @@ def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[str, str]:
     return name, name
 
 
-def _recompute(row: Row, assumed: list[str]) -> Recompute:
+def _recompute(row: Row) -> Recompute:
     text = str(row.get("recompute") or "").lower()
-    if not text:
-        assumed.append("recompute none")
     if text.startswith("full"):
         return "full"
     return "selective" if "select" in text else "none"
@@ -244,10 +249,18 @@ def _recompute(row: Row, assumed: list[str]) -> Recompute:
 
 def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[str]) -> Layout:
     dp, virtual = degrees["dp"], int(row.get("vp") or 1)
+    if row.get("vp") is None and degrees["pp"] > 1 and stack.name == "nemo":
+        # Its recipes interleave as finely as the layers divide.
+        virtual = max(1, row["layers"] // degrees["pp"])
+        while virtual > 1 and row["layers"] % (virtual * degrees["pp"]):
+            virtual -= 1
+        assumed.append(f"{virtual} virtual stages")
     zero = row.get("zero_stage")
     if zero is None:
         zero = 0 if stack.keeps == "whole" else 3
         assumed.append(f"zero {zero}")
+    if stack.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
+        zero = 2  # its FSDP keeps gathered weights where there is a pipeline
     shards = int(row.get("dp_shard") or dp) if zero else 1
     if "hsdp" in str(row.get("sharding", "")).lower() and not row.get("dp_shard"):
         shards = min(dp, int(row.get("gpus_per_node") or 8))
@@ -258,7 +271,7 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
         microbatch = 1
         assumed.append("microbatch 1")
     sp = row.get("sp")
-    if sp is None and degrees["tp"] > 1 and stack.name not in ("megatron", "aleph-alpha"):
+    if sp is None and degrees["tp"] > 1 and stack.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms"):
         sp = True
         assumed.append("sp")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
@@ -274,9 +287,16 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
         schedule=schedule,
         virtual_stages=virtual if degrees["pp"] > 1 else 1,
         microbatch=int(microbatch),
-        recompute=_recompute(row, assumed),
+        recompute=_recompute(row),
         offload="params" if "param" in offload else "optimizer" if "optim" in offload else "none",
     )
+
+
+def _least_recompute(setting: Setting, layout: Layout) -> Layout:
+    """Return the layout with as little recomputation as it fits with, or with all of it."""
+    policies: tuple[Recompute, ...] = ("none", "selective", "full")
+    tried = [layout.model_copy(update={"recompute": policy}) for policy in policies]
+    return next((one for one in tried if worst_memory(setting, one).fits), tried[-1])
 
 
 def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:

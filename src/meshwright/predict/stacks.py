@@ -19,7 +19,9 @@ class Stack:
     "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.
     `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed.
     `attention` is the kernel where a row names none. `is_causal`: it skips what is masked.
-    `fused_norm`: a norm is one kernel. `splits_loss`: logits stay cut over tp at the loss.
+    `fused_norm`: a norm is one kernel. `fused_activation`: a gated
+    activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss. `gathers_again`: with sp,
+    what products took is gathered again in the backward.
     `even_stages`: layers are spread over stages by number rather than by cost.
     """
 
@@ -32,7 +34,9 @@ class Stack:
     overlaps_data: bool = True
     selective: Literal["blocks", "attention", "half"] = "blocks"
     fused_norm: bool = False
+    fused_activation: bool = False
     splits_loss: bool = True
+    gathers_again: bool = False
     source: str = ""
 
 
@@ -48,6 +52,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             overlaps_data=False,
             selective="attention",
             fused_norm=True,
+            gathers_again=True,
             source="github.com/NVIDIA/Megatron-LM of 2021 and 2022; arXiv:2205.05198",
         ),
         Stack(
@@ -56,7 +61,21 @@ STACKS: Final[Mapping[str, Stack]] = {
             attention="cudnn",
             selective="attention",
             fused_norm=True,
+            fused_activation=True,
+            gathers_again=True,
             source="github.com/NVIDIA/Megatron-LM, megatron/core, with Transformer Engine",
+        ),
+        Stack(
+            "nemo",
+            "whole",
+            attention="cudnn",
+            gradient_bytes=2,
+            reduced_bytes=2,
+            selective="attention",
+            fused_norm=True,
+            fused_activation=True,
+            gathers_again=True,
+            source="github.com/NVIDIA-NeMo: Megatron-Core with gradients in bf16",
         ),
         Stack(
             "aleph-alpha",
@@ -66,6 +85,16 @@ STACKS: Final[Mapping[str, Stack]] = {
             overlaps_data=False,
             splits_loss=False,
             source="arXiv:2311.05610, section 3",
+        ),
+        Stack(
+            "aleph-alpha-rms",
+            "whole",
+            gradient_bytes=2,
+            reduced_bytes=2,
+            overlaps_data=False,
+            splits_loss=False,
+            fused_norm=True,
+            source="arXiv:2311.05610, section 4: the later sweeps, with a kernel for norms",
         ),
         Stack(
             "deepspeed",
@@ -95,7 +124,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             source="arXiv:2410.06511, with torch.compile",
         ),
         Stack("fms", "shards", reduced_bytes=2, fused_norm=True, source="github.com/foundation-model-stack/fms-fsdp"),
-        Stack("jax", "shards", reduced_bytes=2, attention="cudnn", fused_norm=True, source="MaxText and Paxml, JAX with XLA"),
+        Stack("jax", "shards", reduced_bytes=2, attention="cudnn", fused_norm=True, fused_activation=True, source="MaxText and Paxml, JAX with XLA"),
     )
 }
 
@@ -109,10 +138,6 @@ CAUSAL: Final[Mapping[str, bool]] = {
 }
 
 
-def with_kernels(stack: Stack, attention: str | None, fused_norm: bool | None) -> Stack:
-    """Return a stack with the kernels that a row names."""
-    return replace(
-        stack,
-        attention=attention or stack.attention,
-        fused_norm=stack.fused_norm if fused_norm is None else fused_norm,
-    )
+def with_attention(stack: Stack, attention: str | None) -> Stack:
+    """Return a stack with the attention kernel that a row names, if any."""
+    return replace(stack, attention=attention) if attention else stack

@@ -48,7 +48,8 @@ class Work(NamedTuple):
     """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
 
     `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
-    once for each operation; `norm_moved` those of norms. `scores` are the pairs of query and key over all local heads.
+    once for each operation; `norm_moved` those of norms, `kept` what stays for the backward, by kind
+    of operation. `scores` are the pairs of query and key over all local heads.
     """
 
     products: tuple[Product, ...]
@@ -56,7 +57,7 @@ class Work(NamedTuple):
     scores: int
     moved: float
     norm_moved: float
-    operations: tuple[Operation, ...]
+    kept: tuple[tuple[str, float], ...]
     messages: tuple[Message, ...]
 
 
@@ -92,37 +93,54 @@ def layout_work(
     microbatch: int,
     recompute: str,
 ) -> LayoutWork:
-    """Return the work of a microbatch; only what changes it is asked for, so that it is cached."""
-    train = TrainSpec.model_validate(
-        {"batch": microbatch, "seq_len": seq_len, "precision": precision}
-    )
+    """Return the work of a microbatch; only what changes it is asked for, so that it is cached.
+
+    Sequences are alike, so that a microbatch is one of them, times their number.
+    """
+    if microbatch > 1:
+        one = layout_work(model, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+        return _times(one, microbatch)
+    train = TrainSpec.model_validate({"batch": 1, "seq_len": seq_len, "precision": precision})
     layout = Layout.model_validate(
-        {
-            "tp": tp,
-            "sp": sp,
-            "cp": cp,
-            "cp_kind": cp_kind,
-            "microbatch": microbatch,
-            "recompute": recompute,
-        }
+        {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "microbatch": 1, "recompute": recompute}
     )
-    one, two = (_probe(model, train, layout, count) for count in (1, 2))
-    sizes = Sizes.of(one)
-    ops = operations(one, one.stages[0])
+    one_layer, two_layers = (_probe(model, train, layout, count) for count in (1, 2))
+    sizes = Sizes.of(one_layer)
+    ops = operations(one_layer, one_layer.stages[0])
     layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
     first_ops = tuple(op for op in ops if op.kind == "embedding")
     last_ops = tuple(op for op in ops if op not in layer_ops and op not in first_ops)
-    messages_one, messages_two = _messages(one), _messages(two)
-    layer_messages = _difference(messages_two, messages_one)
-    ends = _difference(messages_one, layer_messages)
+    messages = _messages(one_layer)
+    layer_messages = _difference(_messages(two_layers), messages)
+    ends = _difference(messages, layer_messages)
     first = tuple(m for m in ends if m.phase.startswith("embedding"))
     last = tuple(m for m in ends if not m.phase.startswith("embedding"))
     return LayoutWork(
         sizes,
-        _work(one, sizes, layer_ops, layer_messages),
-        _work(one, sizes, first_ops, first),
-        _work(one, sizes, last_ops, last),
+        _work(one_layer, sizes, layer_ops, layer_messages),
+        _work(one_layer, sizes, first_ops, first),
+        _work(one_layer, sizes, last_ops, last),
     )
+
+
+def _times(one: LayoutWork, rows: int) -> LayoutWork:
+    """Return the work of so many sequences at a time."""
+    sizes = one.sizes._replace(
+        rows=rows, tokens=one.sizes.tokens * rows, stream=one.sizes.stream * rows
+    )
+    works = (
+        Work(
+            tuple(Product(p.rows * rows, p.inner, p.outer) for p in work.products),
+            work.attention_flops * rows,
+            work.scores * rows,
+            work.moved * rows,
+            work.norm_moved * rows,
+            tuple((kind, size * rows) for kind, size in work.kept),
+            tuple(Message(m.kind, m.axis, m.bytes * rows, m.count, m.phase) for m in work.messages),
+        )
+        for work in (one.layer, one.first, one.last)
+    )
+    return LayoutWork(sizes, *works)
 
 
 def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> Program:
@@ -165,7 +183,10 @@ def _work(
     if scores:
         moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
     norms = sum(2.0 * sizes.stream_bytes for op in ops if op.kind == "norm")
-    return Work(products, attention, scores, moved, norms, ops, messages)
+    kept: dict[str, float] = {}
+    for op in ops:
+        kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
+    return Work(products, attention, scores, moved, norms, tuple(kept.items()), messages)
 
 
 def _product(program: Program, sizes: Sizes, name: str) -> Product:
