@@ -16,13 +16,13 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published_fit import constants_toml, fit
 from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
-from meshwright.predict.price import price
+from meshwright.predict.price import memory, price, worst_memory
 from meshwright.predict.rows import Case, RowError, read_row
 from meshwright.units import GIB
 
@@ -83,8 +83,6 @@ def _seconds(row: Mapping[str, Any], case: Case) -> float | None:
 def with_calibration(found: Measured, calibration: Calibration) -> Case:
     """Return a row's case with another calibration."""
     case = found.case
-    from dataclasses import replace
-
     return replace(case, setting=replace(case.setting, calibration=calibration))
 
 
@@ -207,8 +205,6 @@ def memory_errors(rows: Iterable[Measured], calibration: Calibration) -> dict[st
     Reserved memory has the allocator's waste and not the context; allocated memory neither, and
     some rows say that it is the last rank's.
     """
-    from meshwright.predict.price import memory, worst_memory
-
     errors = {}
     for found in rows:
         if not found.gib or found.row.get("tier") == "C":
@@ -244,7 +240,9 @@ def report(rows: Sequence[Measured], calibration: Calibration) -> None:
     stated = [found for found in rows if is_stated(found)]
     errors = time_errors(stated, calibration)
     print(f"constants: {len(calibration.constants)}")
-    print(f"step time, {len(stated)} rows of tier A with stated layouts: {summary(errors.values())}")
+    print(
+        f"step time, {len(stated)} rows of tier A with stated layouts: {summary(errors.values())}"
+    )
     for source, values in sorted(by_source(stated, errors).items(), key=lambda i: -len(i[1])):
         bias = statistics.median(values)
         print(f"  {source:18} {len(values):4} rows  {summary(values)}  bias {bias:+.1%}")
@@ -255,7 +253,9 @@ def report(rows: Sequence[Measured], calibration: Calibration) -> None:
             f"slower than the best (mean), Spearman {statistics.median(r.correlation for r in found):.2f} (median)"
         )
         for one in found:
-            print(f"  {one.group:45} {one.layouts:3}  loss {one.loss:.1%}  Spearman {one.correlation:.2f}")
+            print(
+                f"  {one.group:45} {one.layouts:3}  loss {one.loss:.1%}  Spearman {one.correlation:.2f}"
+            )
     oom = verdicts(rows, calibration)
     if oom.total:
         worst = max(oom.dangerous.values(), default=0.0)

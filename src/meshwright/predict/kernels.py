@@ -165,7 +165,7 @@ class Kernels:
             seconds = self.network.seconds(message.kind, message.bytes, tp, 1)
             is_backward = "gradient" in message.phase
             at = 2 if message.phase.startswith("recompute") else int(is_backward)
-            sums[at] += message.count * seconds * self.tp_exposed
+            sums[at] += message.times * seconds * self.tp_exposed
         return sums[0], sums[1], sums[2]
 
     def _context(self, work: Work, cp: int, tp: int, cp_kind: str, attention: float) -> float:
@@ -175,7 +175,7 @@ class Kernels:
         forward's messages are in the program's counts.
         """
         seconds = sum(
-            message.count * self.network.seconds(message.kind, message.bytes, cp, tp)
+            message.times * self.network.seconds(message.kind, message.bytes, cp, tp)
             for message in work.messages
             if message.axis == "cp" and message.kind != "recv"  # both ways at once
         )

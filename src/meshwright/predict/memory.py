@@ -55,7 +55,10 @@ def model_states(
     weights are the master ones, so stage 1 divides them and gathers a compute copy.
     """
     ranks, zero = layout.shard_ranks, layout.zero
-    whole, part = _elements(model, layout.tp, 1, held), _elements(model, layout.tp, ranks, held) // ranks
+    whole, part = (
+        _elements(model, layout.tp, 1, held),
+        _elements(model, layout.tp, ranks, held) // ranks,
+    )
     unit = weights(model, layout.tp, ranks)
     largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
     terms = []
@@ -82,7 +85,12 @@ def model_states(
         add("gradients", whole, stack.gradient_bytes, "accumulated whole")
     states = _MOMENTS + (0 if stack.keeps == "shards" or element == _FP32 else _FP32)
     if layout.offload == "none":
-        add("optimizer", part, states, "Adam's moments" + (" and fp32 weights" if states > 8 else ""))
+        add(
+            "optimizer",
+            part,
+            states,
+            "Adam's moments" + (" and fp32 weights" if states > 8 else ""),
+        )
     if layout.offload == "params":
         # Shards lie on the host; what is gathered or accumulated whole does not.
         on_host = ("weights", "gradients" if sharded_gradients else "")
@@ -147,7 +155,8 @@ def _at_work(
     calibration: Calibration,
 ) -> Term:
     """Return what one layer needs at its backward: what it makes again, and unkept scores."""
-    size, template, numbers = 0.0, "", ()
+    size, template = 0.0, ""
+    numbers: tuple[object, ...] = ()
     if layout.recompute != "none":
         kept = calibration.find("kept_bytes", stack.name)
         size = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, kept).values())
@@ -169,7 +178,9 @@ def kept_per_layer(
     """
     sizes = found.sizes
     kept = dict(found.layer.kept)
-    if layout.recompute == "full" or (layout.recompute == "selective" and stack.selective == "blocks"):
+    if layout.recompute == "full" or (
+        layout.recompute == "selective" and stack.selective == "blocks"
+    ):
         return kept
     if stack.gathers_again:  # gathered anew in the backward, arXiv:2205.05198, section 4.2.2
         kept["product"] -= 2 * (sizes.whole_bytes - sizes.stream_bytes)
@@ -200,7 +211,12 @@ def _loss(stack: Stack, found: LayoutWork, tp: int, calibration: Calibration) ->
     if not stack.splits_loss and tp > 1:
         size += calibration.find("gathered_loss_bytes", stack.name)
         whole = ", gathered over tp"
-    return Term("logits and loss", count * size, "{:,} logits x {:g} B" + whole + ", measured", (count, size))
+    return Term(
+        "logits and loss",
+        count * size,
+        "{:,} logits x {:g} B" + whole + ", measured",
+        (count, size),
+    )
 
 
 def in_flight(layout: Layout, rank: int, microbatches: int) -> float:

@@ -113,9 +113,7 @@ def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tupl
     bounds = [0]
     for index in range(count):
         bounds.append(bounds[-1] + size + (0 < index <= more if more < count - 1 else index < more))
-    return tuple(
-        Stage(i, bounds[i], bounds[i + 1], i == 0, i == count - 1) for i in range(count)
-    )
+    return tuple(Stage(i, bounds[i], bounds[i + 1], i == 0, i == count - 1) for i in range(count))
 
 
 @lru_cache(maxsize=4096)
@@ -221,7 +219,9 @@ def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
     return Parts(layer, first, last)
 
 
-def step_time(setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True) -> StepTime:
+def step_time(
+    setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
+) -> StepTime:
     """Return the time of a step; without `events` the pipeline is priced in closed form."""
     found = work_of(setting, layout)
     parts = parts_of(setting, kernels, layout)
@@ -236,9 +236,7 @@ def step_time(setting: Setting, kernels: Kernels, layout: Layout, *, events: boo
     transfer = transfer_seconds(kernels, layout, found)
     pipeline = _pipeline(setting, layout, parts, gathers, whole, transfer, kernels, events)
     held = ranks[dearest]
-    per_step = {
-        cause: count * parts.of(held, cause) for cause in Seconds._fields
-    }
+    per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
     causes = {
         "compute": per_step["forward"] + per_step["backward"],
         "recompute": per_step["recompute"],
@@ -370,8 +368,8 @@ def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -
 def optimizer_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
     found = weights(setting.model, layout.tp, layout.shard_ranks)
-    elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
-    elements = (elements + (found.head if held.has_head else 0)) / layout.shard_ranks
+    whole = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
+    elements = (whole + (found.head if held.has_head else 0)) / layout.shard_ranks
     if layout.offload == "none":
         return elements * _OPTIMIZER_BYTES / kernels.bandwidth
     host = setting.cluster.host.bandwidth

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
-from meshwright.predict.catalogue import Cluster, Device, catalogue, cluster_of, find_device
+from meshwright.predict.catalogue import Device, catalogue, cluster_of, find_device
 from meshwright.predict.price import Prediction, Setting, price, worst_memory
 from meshwright.predict.stacks import STACKS, Stack, with_attention
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import Recompute, Schedule, TrainSpec
+from meshwright.spec.training import Precision, Recompute, Schedule, TrainSpec, Zero
 from meshwright.units import GIB, round_up
 
 Row = Mapping[str, Any]
@@ -124,13 +124,14 @@ def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
             assumed.append(f"{key} 1")
         found[key] = int(row.get(key) or 1)
     rest = found["tp"] * found["cp"] * found["pp"]
-    devices = row.get("n_gpus")
-    if devices is None and row.get("dp") is None:
+    given = row.get("n_gpus") or row.get("dp", 0) * rest
+    if not given:
         raise RowError("the row has neither n_gpus nor dp")
-    if devices is not None and devices % rest:
+    devices = int(given)
+    if devices % rest:
         raise RowError(f"tp x cp x pp = {rest} does not divide n_gpus = {devices}")
     found["dp"] = int(row.get("dp") or devices // rest)
-    if devices is not None and found["dp"] * rest != devices:
+    if found["dp"] * rest != devices:
         raise RowError(f"dp x tp x cp x pp = {found['dp'] * rest}, but n_gpus = {devices}")
     return found
 
@@ -222,7 +223,7 @@ def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
         raise RowError(f"model: {error}") from None
 
 
-def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[str, str]:
+def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[Precision, str]:
     text = str(row.get("precision") or "").lower()
     if not text:
         assumed.append("precision bf16")
@@ -234,7 +235,7 @@ def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[str, str]:
         return "bf16", "fp8-mx"
     if "fp8" in text or "float8" in text:
         return "bf16", "fp8"
-    name = "fp16" if "fp16" in text and "bf16" not in text else "bf16"
+    name: Precision = "fp16" if "fp16" in text and "bf16" not in text else "bf16"
     if text in ("fp32", "tf32"):
         name = "fp32"
     return name, name
@@ -255,9 +256,8 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
         while virtual > 1 and row["layers"] % (virtual * degrees["pp"]):
             virtual -= 1
         assumed.append(f"{virtual} virtual stages")
-    zero = row.get("zero_stage")
-    if zero is None:
-        zero = 0 if stack.keeps == "whole" else 3
+    zero: Zero = row.get("zero_stage", 0 if stack.keeps == "whole" else 3)
+    if row.get("zero_stage") is None:
         assumed.append(f"zero {zero}")
     if stack.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
         zero = 2  # its FSDP keeps gathered weights where there is a pipeline
@@ -271,7 +271,11 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
         microbatch = 1
         assumed.append("microbatch 1")
     sp = row.get("sp")
-    if sp is None and degrees["tp"] > 1 and stack.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms"):
+    if (
+        sp is None
+        and degrees["tp"] > 1
+        and stack.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
+    ):
         sp = True
         assumed.append("sp")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
@@ -326,8 +330,3 @@ def as_json(name: object, case: Case, found: Prediction) -> dict[str, Any]:
 def worst_rank(found: Prediction) -> int:
     """Return the first rank at the place in the pipeline that needs most memory."""
     return found.memory.rank * (found.layout.world // found.layout.pp)
-
-
-def cluster_name(cluster: Cluster) -> str:
-    """Return a cluster in a few words."""
-    return f"{cluster.devices} x {cluster.device.name}"

@@ -123,8 +123,22 @@ STACKS: Final[Mapping[str, Stack]] = {
             fused_norm=True,
             source="arXiv:2410.06511, with torch.compile",
         ),
-        Stack("fms", "shards", reduced_bytes=2, fused_norm=True, source="github.com/foundation-model-stack/fms-fsdp"),
-        Stack("jax", "shards", reduced_bytes=2, attention="cudnn", fused_norm=True, fused_activation=True, source="MaxText and Paxml, JAX with XLA"),
+        Stack(
+            "fms",
+            "shards",
+            reduced_bytes=2,
+            fused_norm=True,
+            source="github.com/foundation-model-stack/fms-fsdp",
+        ),
+        Stack(
+            "jax",
+            "shards",
+            reduced_bytes=2,
+            attention="cudnn",
+            fused_norm=True,
+            fused_activation=True,
+            source="MaxText and Paxml, JAX with XLA",
+        ),
     )
 }
 

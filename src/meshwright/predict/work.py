@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.program.collectives import Collective, collectives
+from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.operations import Operation, Sizes, operations
 from meshwright.program.parts import Part, parts
@@ -40,7 +40,7 @@ class Message(NamedTuple):
     kind: str
     axis: str
     bytes: int
-    count: int
+    times: int
     phase: str
 
 
@@ -48,8 +48,8 @@ class Work(NamedTuple):
     """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
 
     `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
-    once for each operation; `norm_moved` those of norms, `kept` what stays for the backward, by kind
-    of operation. `scores` are the pairs of query and key over all local heads.
+    once for each operation; `norm_moved` those of norms, `kept` what stays for the backward, by
+    kind of operation. `scores` are the pairs of query and key over all local heads.
     """
 
     products: tuple[Product, ...]
@@ -136,7 +136,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             work.moved * rows,
             work.norm_moved * rows,
             tuple((kind, size * rows) for kind, size in work.kept),
-            tuple(Message(m.kind, m.axis, m.bytes * rows, m.count, m.phase) for m in work.messages),
+            tuple(Message(m.kind, m.axis, m.bytes * rows, m.times, m.phase) for m in work.messages),
         )
         for work in (one.layer, one.first, one.last)
     )
@@ -158,12 +158,12 @@ def _messages(program: Program) -> tuple[Message, ...]:
 
 
 def _difference(more: tuple[Message, ...], less: tuple[Message, ...]) -> tuple[Message, ...]:
-    known = {message._replace(count=0): message.count for message in less}
+    known = {message._replace(times=0): message.times for message in less}
     found = (
-        message._replace(count=message.count - known.get(message._replace(count=0), 0))
+        message._replace(times=message.times - known.get(message._replace(times=0), 0))
         for message in more
     )
-    return tuple(message for message in found if message.count)
+    return tuple(message for message in found if message.times)
 
 
 def _work(
@@ -172,9 +172,7 @@ def _work(
     ops: tuple[Operation, ...],
     messages: tuple[Message, ...],
 ) -> Work:
-    products = tuple(
-        _product(program, sizes, op.name) for op in ops if op.kind == "product"
-    )
+    products = tuple(_product(program, sizes, op.name) for op in ops if op.kind == "product")
     attention = sum(op.flops for op in ops if op.kind == "attention")
     scores = 0
     if any(op.kind == "attention" for op in ops):
@@ -232,12 +230,3 @@ def weights(model: ModelSpec, tp: int, shard_ranks: int) -> Weights:
     embedding = next(local(part) for part in found if part.name == "embed.weight")
     rest = sum(local(part) for part in found) - layer - embedding
     return Weights(layer, embedding, rest)
-
-
-def message_totals(found: tuple[Collective, ...]) -> dict[tuple[str, str], int]:
-    """Return the bytes of each kind and axis of a program's collectives."""
-    totals: dict[tuple[str, str], int] = {}
-    for one in found:
-        at = (one.kind, one.axis)
-        totals[at] = totals.get(at, 0) + one.bytes * one.count
-    return totals

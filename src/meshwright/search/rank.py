@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.layout import Layout, broken
 from meshwright.predict.kernels import Seconds
@@ -189,7 +189,7 @@ class Search:
                 self.reasons[why] += len(priced)
                 continue
             candidates += self._of_schedule(one, schedule, count, parts, priced, limit)
-        for seconds, index, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
+        for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
             layout = self._with(one, schedule, choice)
             held = worst_memory(setting, layout)
             if held.total <= self.limit:
@@ -315,9 +315,7 @@ class Search:
             changes["offload"] = choice.offload
         return one.model_copy(update=changes)
 
-    def _note_unfit(
-        self, needed: float, one: Layout, schedule: Schedule, choice: _Choice
-    ) -> None:
+    def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: _Choice) -> None:
         self.reasons["does not fit"] += 1
         if self.nearest is None or needed < self.nearest[0]:
             self.nearest = (needed, self._with(one, schedule, choice))
@@ -370,16 +368,21 @@ def warnings(found: Prediction, setting: Setting) -> list[str]:
     layout, cluster = found.layout, setting.cluster
     states = categories.get("optimizer", 0.0)
     if states > 0.5 * held.total:
-        words.append(f"Adam's states are {states / held.total:.0%} of the memory: shard them, zero=1")
+        words.append(
+            f"Adam's states are {states / held.total:.0%} of the memory: shard them, zero=1"
+        )
     if layout.tp > cluster.per_node:
-        words.append(f"tp {layout.tp} crosses nodes of {cluster.per_node}: its messages are not hidden")
+        words.append(
+            f"tp {layout.tp} crosses nodes of {cluster.per_node}: its messages are not hidden"
+        )
     share = time.causes["bubble"] / time.total
     if share > 0.2:
         words.append(f"the pipeline is idle for {share:.0%} of the step: more microbatches help")
     heads = setting.model.n_kv_heads
     if layout.cp > 1 and layout.cp_kind == "ring" and heads % (layout.tp * layout.cp):
         words.append(
-            f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide {heads} kv heads"
+            f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide "
+            f"{heads} kv heads"
         )
     if cluster.device.kind == "cpu" and layout.dp > 1:
         words.append("data parallelism on the cores of one CPU brings nothing but its messages")
@@ -394,8 +397,6 @@ def warnings(found: Prediction, setting: Setting) -> list[str]:
 
 def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> int | None:
     """Return the fewest devices, halving from a number that fits, on which a layout fits."""
-    from dataclasses import replace
-
     fewest = None
     while devices >= 1:
         cluster = replace(
