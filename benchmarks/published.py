@@ -248,21 +248,21 @@ def report(rows: Sequence[Measured], calibration: Calibration) -> None:
         print(f"  {source:18} {len(values):4} rows  {summary(values)}  bias {bias:+.1%}")
     found = rankings(stated, errors)
     if found:
+        loss = statistics.fmean(one.loss for one in found)
+        correlation = statistics.median(one.correlation for one in found)
         print(
-            f"ranking, {len(found)} groups: predicted best is {statistics.fmean(r.loss for r in found):.1%} "
-            f"slower than the best (mean), Spearman {statistics.median(r.correlation for r in found):.2f} (median)"
+            f"ranking, {len(found)} groups: the predicted best is {loss:.1%} slower than the best"
         )
+        print(f"  (mean); Spearman {correlation:.2f} (median)")
         for one in found:
-            print(
-                f"  {one.group:45} {one.layouts:3}  loss {one.loss:.1%}  Spearman {one.correlation:.2f}"
-            )
+            text = f"loss {one.loss:.1%}  Spearman {one.correlation:.2f}"
+            print(f"  {one.group:45} {one.layouts:3}  {text}")
     oom = verdicts(rows, calibration)
     if oom.total:
         worst = max(oom.dangerous.values(), default=0.0)
-        print(
-            f"out of memory, {oom.total} rows: {oom.right:.1%} right; {len(oom.dangerous)} said to fit "
-            f"that ran out (by {worst:.1%} at most), {len(oom.cautious)} the other way"
-        )
+        wrong = f"{len(oom.dangerous)} said to fit that ran out (by {worst:.1%} at most)"
+        print(f"out of memory, {oom.total} rows: {oom.right:.1%} right; {wrong},")
+        print(f"  {len(oom.cautious)} the other way")
     sizes = memory_errors(rows, calibration)
     if sizes:
         print(f"memory, {len(sizes)} rows: {summary(sizes.values())}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.predict.calibration import ANY, Calibration
-from meshwright.predict.price import step_time
+from meshwright.predict.step import step_time
 
 # Constants that are fitted, with the step in their logarithm and the bounds: by what they are of.
 PRODUCTS = (0.2, 0.25, 0.98)
@@ -20,8 +20,9 @@ OF_DEVICE = {
 OF_STACK = {
     "moves": (0.3, 0.5, 12.0),
     "launch": (0.5, 5e-7, 4e-5),
-    "data.latency": (0.7, 1e-7, 5e-3),
+    "data.latency": (0.7, 1e-10, 1e-4),
     "overlap": (0.2, 0.05, 1.0),
+    "idle": (0.2, 0.8, 4.0),
     "exposed.tp": (0.3, 0.05, 2.0),
     "exposed.pp": (0.4, 0.01, 8.0),
 }
@@ -52,9 +53,9 @@ def free_constants(rows: Sequence[Any]) -> dict[str, tuple[tuple[float, float, f
         for what, how in OF_STACK.items():
             if what == "exposed.tp" and layout.tp == 1:
                 continue
-            if what == "exposed.pp" and layout.pp == 1:
+            if what in ("exposed.pp", "idle") and layout.pp == 1:
                 continue
-            if what == "data.latency" and (layout.dp == 1 or layout.zero == 3):
+            if what == "data.latency" and (stack.overlaps_data or layout.zero == 3):
                 continue
             if what == "overlap" and (layout.world == 1 or not stack.overlaps_data):
                 continue

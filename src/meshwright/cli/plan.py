@@ -19,6 +19,7 @@ from meshwright.layout import Layout
 from meshwright.predict.calibration import read_calibration
 from meshwright.predict.price import Memory, Prediction
 from meshwright.program.parts import parameter_count
+from meshwright.search.advice import fewest_devices, lost_by, warnings
 from meshwright.search.plan import (
     Plan,
     as_json,
@@ -28,7 +29,7 @@ from meshwright.search.plan import (
     ranks_of,
     setting_of,
 )
-from meshwright.search.rank import MARGIN, fewest_devices, lost_by, warnings
+from meshwright.search.rank import MARGIN
 from meshwright.spec.loading import Config
 from meshwright.units import format_bytes, format_count, format_seconds
 

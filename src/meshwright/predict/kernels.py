@@ -72,6 +72,7 @@ class Kernels:
         self.overlap = find("overlap", *kinds)
         self.fixed = find("fixed", *kinds)
         self.host_bandwidth = find("host_bandwidth", *kinds)
+        self.idle = find("idle", *kinds)
         self.data_latency = find("data.latency", *kinds)
         self.tp_exposed = find("exposed.tp", *kinds)
         self.cast = find("casts", *kinds) if products != precision else 0.0

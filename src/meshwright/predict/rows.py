@@ -16,7 +16,8 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device, catalogue, cluster_of, find_device
-from meshwright.predict.price import Prediction, Setting, price, worst_memory
+from meshwright.predict.price import Memory, Prediction, price, worst_memory
+from meshwright.predict.setting import Setting
 from meshwright.predict.stacks import STACKS, Stack, with_attention
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
@@ -27,6 +28,8 @@ Row = Mapping[str, Any]
 _NEEDED = ("layers", "hidden", "heads", "seq", "gbs", "gpu")
 # Megatron-LM pads the vocabulary to a multiple of this for each tp rank.
 _VOCAB_MULTIPLE = 128
+# A layout that was run fits; a prediction above the memory by more than this share is not an error.
+_SLACK = 0.25
 
 
 class RowError(Exception):
@@ -42,7 +45,7 @@ class Case:
     assumed: tuple[str, ...]
 
 
-# Patterns of a row's `gpu`, the first that is found in it; the device is assumed where it says less.
+# Patterns of a row's `gpu`, the first that is found in it.
 _DEVICES: Final = (
     (r"H100.*96", "h100-96gb-hbm2e"),
     (r"H100.*PCI", "h100-pcie"),
@@ -296,11 +299,19 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
     )
 
 
+def _nearly_fits(held: Memory) -> bool:
+    return held.total <= (1 + _SLACK) * held.limit
+
+
 def _least_recompute(setting: Setting, layout: Layout) -> Layout:
-    """Return the layout with as little recomputation as it fits with, or with all of it."""
+    """Return the layout with as little recomputation as it fits with, or with all of it.
+
+    Published layouts are tuned to fill the memory, so that it takes more than a prediction's own
+    error to conclude that something was computed again.
+    """
     policies: tuple[Recompute, ...] = ("none", "selective", "full")
     tried = [layout.model_copy(update={"recompute": policy}) for policy in policies]
-    return next((one for one in tried if worst_memory(setting, one).fits), tried[-1])
+    return next((one for one in tried if _nearly_fits(worst_memory(setting, one))), tried[-1])
 
 
 def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:

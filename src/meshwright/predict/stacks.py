@@ -18,11 +18,12 @@ class Stack:
     `keeps` "shards": fp32 shards are the weights, gathered in the dtype of the products (FSDP).
     "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.
     `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed.
-    `attention` is the kernel where a row names none. `is_causal`: it skips what is masked.
-    `fused_norm`: a norm is one kernel. `fused_activation`: a gated
-    activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss. `gathers_again`: with sp,
-    what products took is gathered again in the backward.
-    `even_stages`: layers are spread over stages by number rather than by cost.
+    `attention` is the kernel where a row names none.
+    `selective` recomputation makes whole blocks but for their products anew, attention alone, or
+    half of the products too. `fused_norm`: a norm is one kernel. `fused_activation`: a gated
+    activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss.
+    `gathers_again`: with sp, what products took is gathered again in the backward. `even_stages`:
+    layers are spread over stages by number rather than by cost.
     """
 
     name: str

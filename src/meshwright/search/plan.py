@@ -11,9 +11,11 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration, shipped_calibration
 from meshwright.predict.catalogue import resolve_cluster
-from meshwright.predict.price import Memory, Prediction, Setting, memory, price
+from meshwright.predict.price import Memory, Prediction, memory, price
+from meshwright.predict.setting import Setting
 from meshwright.predict.stacks import STACKS
-from meshwright.search.rank import MARGIN, Found, Search, lost_by, warnings
+from meshwright.search.advice import lost_by, warnings
+from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.spec.loading import Config
 
 # Devices of a machine that says nothing else: the ranks that a CPU is split into.

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.layout import Layout, broken
 from meshwright.predict.kernels import Seconds
 from meshwright.predict.memory import activations, model_states
 from meshwright.predict.pipeline import closed_form
-from meshwright.predict.price import (
-    Memory,
+from meshwright.predict.price import Memory, Prediction, price, worst_memory
+from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.step import (
     Parts,
-    Prediction,
-    Setting,
     data_messages,
     data_wait,
     gather_waits,
-    held_by,
     optimizer_seconds,
     parts_of,
-    price,
     transfer_seconds,
     unit_messages,
-    work_of,
-    worst_memory,
 )
 from meshwright.search.space import (
     Core,
@@ -219,16 +214,19 @@ class Search:
         found = []
         for index, (gathers, once, choice) in enumerate(priced):
             whole = {held: base[held] + held.layers * gathers for held in ranks}
-            seconds = once + closed_form(
+            dearest = max(whole.values())
+            pipeline = closed_form(
                 schedule.name,
                 one.pp,
                 schedule.virtual,
                 count,
-                max(whole.values()),
+                dearest,
                 sum(times * whole[held] for held, times in ranks.items()),
                 transfer,
                 kernels.exposed_pp,
             )
+            busy = count * dearest
+            seconds = once + busy + kernels.idle * (pipeline - busy)
             if seconds >= limit:
                 self.reasons["slower"] += 1
                 continue
@@ -339,76 +337,3 @@ def _worst(best: dict[tuple[int, ...], tuple[float, Layout]], top: int) -> float
     if len(best) < top:
         return float("inf")
     return heapq.nsmallest(top, (seconds for seconds, _ in best.values()))[-1]
-
-
-def lost_by(found: Prediction, winner: Prediction) -> str:
-    """Return why a layout is slower than the winner: the cause that costs it most more."""
-    more = {
-        cause: seconds - winner.time.causes[cause] for cause, seconds in found.time.causes.items()
-    }
-    cause = max(more, key=more.__getitem__)
-    names = {
-        "compute": "less efficient products",
-        "tp": "tensor-parallel messages",
-        "cp": "context-parallel messages",
-        "gathers": "waiting for gathered weights",
-        "data": "summing gradients",
-        "bubble": "an idle pipeline",
-        "recompute": "recomputation",
-        "optimizer": "the optimizer's step",
-        "host": "the host",
-    }
-    return f"{names[cause]}: {more[cause]:+.2f} s"
-
-
-def warnings(found: Prediction, setting: Setting) -> list[str]:
-    """Return what a user should know of a layout, each from its numbers."""
-    words, time, held = [], found.time, found.memory
-    categories = held.by_category()
-    layout, cluster = found.layout, setting.cluster
-    states = categories.get("optimizer", 0.0)
-    if states > 0.5 * held.total:
-        words.append(
-            f"Adam's states are {states / held.total:.0%} of the memory: shard them, zero=1"
-        )
-    if layout.tp > cluster.per_node:
-        words.append(
-            f"tp {layout.tp} crosses nodes of {cluster.per_node}: its messages are not hidden"
-        )
-    share = time.causes["bubble"] / time.total
-    if share > 0.2:
-        words.append(f"the pipeline is idle for {share:.0%} of the step: more microbatches help")
-    heads = setting.model.n_kv_heads
-    if layout.cp > 1 and layout.cp_kind == "ring" and heads % (layout.tp * layout.cp):
-        words.append(
-            f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide "
-            f"{heads} kv heads"
-        )
-    if cluster.device.kind == "cpu" and layout.dp > 1:
-        words.append("data parallelism on the cores of one CPU brings nothing but its messages")
-    for cause in ("tp", "data", "gathers", "cp"):
-        part = time.causes[cause] / time.total
-        if part > 0.2:
-            words.append(f"{part:.0%} of the step waits for messages: {cause}")
-    if layout.offload != "none":
-        words.append(f"offload = {layout.offload}: the host's link and memory set the pace")
-    return words
-
-
-def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> int | None:
-    """Return the fewest devices, halving from a number that fits, on which a layout fits."""
-    fewest = None
-    while devices >= 1:
-        cluster = replace(
-            setting.cluster,
-            nodes=-(-devices // setting.cluster.per_node),
-            per_node=min(setting.cluster.per_node, devices),
-        )
-        if not Search(replace(setting, cluster=cluster), devices, margin).run(1).ranked:
-            break
-        fewest = devices
-        devices //= 2
-    return fewest
-
-
-__all__ = ["MARGIN", "Found", "Search", "fewest_devices", "lost_by", "warnings"]

@@ -158,14 +158,16 @@ class LayoutSection(Spec):
 
 
 class ClusterSpec(Spec):
-    """The machine: "local" is the one at hand.
+    """The machine: "local" is the one at hand, or a device of the catalogue to plan for.
 
     `device` "auto" is CUDA where there is a GPU, else the CPU. `devices_per_node` left out means
     all GPUs, or on a CPU up to two ranks that share its cores. `peak_tflops` is the dense peak of
     one device in the training precision; without it MFU is unknown, since a peak is never guessed.
     `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
     more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
-    its libraries. `port` is the rendezvous port of local ranks; left out, a free one is taken.
+    its libraries. `links` are names of the catalogue, within a node and across; left out, those
+    that usually come with the device. `port` is the rendezvous port of local ranks; left out, a
+    free one is taken.
     """
 
     preset: str = "local"
