@@ -290,10 +290,26 @@ def test_a_row_is_predicted_whatever_was_measured():
         ({"gpu": "TPUv4"}, "not in the catalogue"),
         ({"task": "LoRA"}, "LoRA"),
         ({"gbs": 3}, "no multiple"),
+        ({"seq": "long"}, "valid integer"),
+        ({"precision": "fp8"}, "cannot be read"),
     ],
 )
 def test_rows_that_say_too_little_are_refused(change, why):
     assert why in predict_row({**ROW, **change}, shipped_calibration())["refused"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gbs": 16, "mbs": 2, "pp": 8, "tp": 1},  # fewer microbatches than stages
+        {"zero_stage": None, "dp": None, "sp": None, "vp": None},
+        {"gpu": "NVIDIA L40S"},
+        {"gpu": "H800-80GB", "framework": "NeMo", "pp": 4, "recompute": None},
+    ],
+)
+def test_rows_of_other_systems_are_priced(change):
+    found = predict_row({**ROW, **change}, shipped_calibration())
+    assert found["step_time_s"] > 0
 
 
 def test_what_a_row_leaves_out_is_said():

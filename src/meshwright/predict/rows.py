@@ -127,7 +127,7 @@ def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
             assumed.append(f"{key} 1")
         found[key] = int(row.get(key) or 1)
     rest = found["tp"] * found["cp"] * found["pp"]
-    given = row.get("n_gpus") or row.get("dp", 0) * rest
+    given = row.get("n_gpus") or (row.get("dp") or 0) * rest
     if not given:
         raise RowError("the row has neither n_gpus nor dp")
     devices = int(given)
@@ -142,9 +142,8 @@ def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
 def _device(row: Row, assumed: list[str]) -> Device:
     devices, _ = catalogue()
     text = str(row["gpu"])
-    name = _first(_DEVICES, text) or next(
-        (name for name in devices if name.split("-")[0] in text.lower()), None
-    )
+    alike = [name for name in devices if name.split("-")[0] in text.lower()]
+    name = _first(_DEVICES, text) or max(alike, key=len, default=None)
     if name is None:
         raise RowError(f"the device {text!r} is not in the catalogue")
     device = find_device(name)
@@ -259,8 +258,9 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
         while virtual > 1 and row["layers"] % (virtual * degrees["pp"]):
             virtual -= 1
         assumed.append(f"{virtual} virtual stages")
-    zero: Zero = row.get("zero_stage", 0 if stack.keeps == "whole" else 3)
-    if row.get("zero_stage") is None:
+    stated = row.get("zero_stage")
+    zero: Zero = (0 if stack.keeps == "whole" else 3) if stated is None else stated
+    if stated is None:
         assumed.append(f"zero {zero}")
     if stack.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
         zero = 2  # its FSDP keeps gathered weights where there is a pipeline
@@ -321,6 +321,9 @@ def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:
         return as_json(row.get("id"), case, price(case.setting, case.layout))
     except RowError as error:
         return {"id": row.get("id"), "refused": str(error)}
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # Others' data: a value of another type or size than its field has.
+        return {"id": row.get("id"), "refused": f"the row cannot be read: {error!r}"}
 
 
 def as_json(name: object, case: Case, found: Prediction) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
+from meshwright.layout.schedules import microbatch_rule
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.memory import Held
 from meshwright.predict.pipeline import by_events, closed_form
@@ -103,7 +104,8 @@ def _pipeline(
     events: bool,
 ) -> float:
     count = setting.train.batch // layout.dp // layout.microbatch
-    if layout.pp == 1 or not events:
+    rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count)
+    if layout.pp == 1 or not events or rule is not None:  # other systems have other rules
         return closed_form(
             layout.schedule,
             layout.pp,
