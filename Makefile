@@ -1,6 +1,7 @@
 # Everything sets up its own virtual environment; nothing needs to be installed by hand.
 #   make demo   train a small Llama on real text with two ranks, then let it write
 #   make test   the tests
+#   make faults ranks killed, stopped and cut off in every way
 #   make prove  every layout of the support matrix against one device
 # The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
 # serves torch with several GB of CUDA libraries.
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-all prove check lint types bench clean
+.PHONY: demo test test-all faults prove check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -24,6 +25,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m ""
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -m faults
 
 prove: $(VENV)/.base
 	@for world in 2 4 8 16; do $(BIN)/meshwright prove --matrix --world $$world || exit; done

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 TINY = [
     "model.dim=32",
@@ -24,3 +25,17 @@ def faulty_worker(body: str):
     code = f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n"
     code += "from meshwright.launch import worker\nworker.main()\n"
     return lambda folder: [sys.executable, "-c", code, str(folder.path)]
+
+
+def rank_pids(run_folder: Path) -> list[int]:
+    """Live processes whose command line names the run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if str(run_folder).encode() in words:
+                found.append(int(entry.name))
+    return found

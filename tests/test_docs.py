@@ -69,6 +69,7 @@ def overridden(words):
     return [*words, *TINY, ONE_RANK]
 
 
+@pytest.mark.timeout(600)  # a page may prove, train and resume
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands(page, workplace, capsys):
     has_run = False
@@ -78,17 +79,21 @@ def test_commands(page, workplace, capsys):
         command, rest = words[1], words[2:]
         if any(word.startswith(NETWORK) for word in rest):
             continue
-        if command == "train" and code == 0:
+        if command == "train" and "--resume" in rest:
+            assert has_run, "a run to go on with comes first"
+            # Further than the tiny run, not as far as the page says
+            words = [*(word for word in words if "=" not in word), "train.steps=3"]
+        elif command == "train" and code == 0:
             files = [word for word in rest if not word.startswith("--")]
             config = read_config(SimpleNamespace(words=files))
             resolve_layout(config, detect(config.cluster, os.environ))
             if has_run or (page.parent.name == "commands" and page.name != "train.md"):
                 continue  # one run a page is enough
             words, has_run = overridden(words), True
+        if command in ("generate", "checkpoint") and code == 0 and not has_run:
+            assert main(overridden(["train", "run.toml"])) == 0
+            has_run = True
         if command == "generate":
-            if code == 0 and not has_run:
-                assert main(overridden(["train", "run.toml"])) == 0
-                has_run = True
             words = [*words, "--max-tokens", "8"]
         assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"
         shown = capsys.readouterr()

@@ -15,7 +15,9 @@ from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError, DataError, RankFailed
 from meshwright.launch.session import train
 from meshwright.launch.supervisor import Timing, listen_on_loopback
-from runs import TINY, clean_environ, faulty_worker
+from runs import TINY, clean_environ, faulty_worker, rank_pids
+
+ONCE = ["layout.dp_replicate=2", "checkpoint.restarts=0"]
 
 
 def refused(config_made, error=ConfigError):
@@ -89,20 +91,6 @@ def test_busy_port(config):
     listen_on_loopback(None).close()
 
 
-def rank_pids(run_folder: Path) -> list[int]:
-    """Live processes whose command line names the run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if str(run_folder).encode() in words:
-                found.append(int(entry.name))
-    return found
-
-
 def test_a_rank_that_raises_is_shown_with_its_traceback(config, tmp_path):
     body = (
         "import meshwright.train.update as update\n"
@@ -110,7 +98,7 @@ def test_a_rank_that_raises_is_shown_with_its_traceback(config, tmp_path):
         "if rank == 1:\n    import meshwright.train.loop as loop; loop.update = bad"
     )
     with pytest.raises(RankFailed) as caught:
-        train(config("layout.dp_replicate=2"), clean_environ(), command=faulty_worker(body))
+        train(config(*ONCE), clean_environ(), command=faulty_worker(body))
     text = str(caught.value)
     assert text.startswith("rank 1 raised ValueError: the fault of rank 1\n")
     assert "Traceback (most recent call last)" in text
@@ -129,7 +117,7 @@ def test_a_killed_rank_is_named_with_its_signal(config, tmp_path):
         "loop.update = deadly"
     )
     with pytest.raises(RankFailed) as caught:
-        train(config("layout.dp_replicate=2"), clean_environ(), command=faulty_worker(body))
+        train(config(*ONCE), clean_environ(), command=faulty_worker(body))
     assert str(caught.value).startswith(
         "rank 1 was killed by SIGKILL, possibly by the system for want of memory"
     )
@@ -145,10 +133,10 @@ def test_a_hung_rank_does_not_outlive_its_failed_peer(config, tmp_path):
         "    sys.exit(7)\n"
         "loop.update = stuck"
     )
-    timing = Timing(settle_s=0.2, terminate_s=0.2)
+    timing = Timing(settle_s=0.2)
     with pytest.raises(RankFailed, match=r"rank 1 raised SystemExit: 7"):
         train(
-            config("layout.dp_replicate=2"),
+            config(*ONCE),
             clean_environ(),
             timing=timing,
             command=faulty_worker(body),

@@ -273,10 +273,14 @@ def test_a_microbatch_left_out_keeps_a_pipeline_busy(schedule):
     layout = resolve_layout(config, CPU)
     count = config.train.batch // layout.dp // layout.microbatch
     assert layout.dp == 1
-    assert count >= 2
-    # Nothing larger would do: the budget is 4 sequences, a rank's share 8.
-    larger = [size for size in (2, 4) if size > layout.microbatch]
-    assert all(microbatch_rule(schedule, 2, virtual, 8 // size) for size in larger)
+    # Four for each rank where the schedule takes so many.
+    assert count == 8 if microbatch_rule(schedule, 2, virtual, 8) is None else count >= 1
+    twice = resolve_layout(
+        load_config(None, [*overrides, f"layout.virtual_stages={virtual}", "train.batch=32"]),
+        CPU,
+    )
+    # Nothing larger would do: the budget is 4 sequences, a rank's share 32.
+    assert twice.microbatch == (4 if microbatch_rule(schedule, 2, virtual, 8) is None else 1)
 
 
 def test_a_microbatch_is_found_where_there_are_too_few_for_the_ranks():

@@ -85,6 +85,12 @@ def test_what_each_stage_keeps(label):
         (early, early_grads), (late, late_grads) = found["in block"]
         (between, between_grads), (after, after_grads) = found["after B"]
         blocks = LAYERS * BLOCK
+        if zero == 0:  # the weights are the rank's own, and nothing is gathered
+            assert early == late == between == 0
+            assert between_grads == late_grads == 0  # nor kept beside the parameters
+            assert found["sharded"] == [WHOLE] * 2
+            assert found["optimizer"] == 2 * WHOLE
+            continue
         if zero == 3:  # the block itself, and the one that is gathered ahead
             assert BLOCK <= early <= 2 * BLOCK
             assert BLOCK <= late <= 2 * BLOCK

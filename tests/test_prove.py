@@ -223,7 +223,7 @@ def test_two_ranks_wholly_and_json(capsys):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "every"), [(4, 3), (8, 16)])
+@pytest.mark.parametrize(("world", "every"), [(4, 8), (8, 40)])
 def test_a_spread_of_the_table(world, every):
     check(prove_cases(legal(world)[::every], clean_environ(), quiet))
 

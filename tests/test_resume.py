@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.commit import read_manifest, step_name, steps
+from meshwright.cli.main import main
 from meshwright.data import open_data
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.certificate import certify
 from meshwright.launch.session import Resume, prepare_job
+from meshwright.launch.session import train as train_command
+from meshwright.layout import Layout
+from meshwright.prove.shrink import shrink
 from meshwright.train.loop import train
 from meshwright.train.run_folder import create, read_job
 from ranks import on_ranks
@@ -221,3 +226,48 @@ def test_a_step_of_weights_only_is_no_run(started):
     assert {"layout", "world", "samples", "tokens", "identity"} <= manifest.keys()
     assert manifest["samples"] == 16
     assert manifest["scalars"] == {"step": 2.0}
+
+
+def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypatch):
+    """A resumed run that begins its data order anew is found out."""
+    own = config("layout.dp_replicate=1", "model.dropout=0.1")
+    case = shrink(own.model, own.train, Layout(microbatch=2))[0]
+    good = list(certify(own, case, tmp_path / "good", clean_environ()))
+    assert [verdict.passed for verdict in good] == [True, True, True]
+    assert good[0].expected == good[0].observed
+
+    def forgetful(config, environ, out, resume=None):
+        if resume is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"seed": 1})})
+            resume = resume._replace(allowed=("seed",))
+        return train_command(config, environ, out, resume=resume)
+
+    monkeypatch.setattr("meshwright.launch.certificate.train", forgetful)
+    bad = next(certify(own, case, tmp_path / "bad", clean_environ()))
+    assert not bad.passed
+    assert "of step 10 differs" in bad.observed
+
+
+def test_steps_are_listed_verified_and_pruned(started, capsys):
+    job = started("layout.dp_replicate=2", "train.steps=3")
+    go(job)
+    run = str(job.folder.path)
+    assert main(["checkpoint", "inspect", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["step 1", "step 2", "step 3"]
+    assert "dp2 mb1 on 2 ranks, 768 tokens" in lines[2]
+    assert main(["checkpoint", "verify", run, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["steps"]
+    assert [(one["step"], one["is_verified"], one["problem"]) for one in told] == [
+        (1, True, None), (2, True, None), (3, True, None),
+    ]  # fmt: skip
+    path = next((job.checkpoints / step_name(2)).glob("weights-*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["checkpoint", "inspect", run]) == 0  # looks at manifests alone
+    assert main(["checkpoint", "verify", run]) == 1
+    assert f"BAD  step 2: {path} is corrupt" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(job.checkpoints / step_name(3))]) == 0
+    assert main(["checkpoint", "prune", run, "--keep", "1"]) == 0
+    assert "removed 2 steps, kept 1" in capsys.readouterr().out
+    assert [p.name for p in steps(job.checkpoints)] == [step_name(3)]
+    assert main(["checkpoint", "inspect", str(job.cache)]) == 2

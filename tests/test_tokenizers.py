@@ -63,6 +63,8 @@ def test_gpt2_through_tiktoken_equals_the_json(tmp_path, monkeypatch):
     assert gpt2.decode(gpt2.encode(text)) == text
     assert (gpt2.vocab_size, gpt2.eos_id) == (same.vocab_size, same.eos_id) == (50257, 50256)
     assert gpt2.digest == load_tokenizer("gpt2").digest != same.digest
+    made, known = (json.loads(tokenizer.to_json())["model"] for tokenizer in (gpt2, same))
+    assert [tuple(pair) for pair in made["merges"]] == [tuple(m.split()) for m in known["merges"]]
 
 
 def test_gpt2_without_tiktoken_names_the_alternatives(monkeypatch):

@@ -111,3 +111,20 @@ def test_trackers_get_the_config_and_the_numbers(name, monkeypatch, tmp_path):
     assert calls[-1] == ("finish",)
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["start", "step"]
+
+
+def test_what_happens_to_a_run_is_said():
+    events = [
+        {"event": "bad_checkpoint", "problem": "step-00000004/model.json is corrupt"},
+        {"event": "resume", "step": 2, "path": "runs/a", "layout": "tp2 mb1", "seconds": 0.5},
+        {"event": "overflow", "step": 3, "tensor": "norm.weight (rank 1)", "loss_scale": 1.0},
+        {"event": "loss_spike", "step": 30, "loss": 9.5, "usual": 2.25},
+        {"event": "loss_spike", "step": 31, "loss": "nan", "usual": 2.25},
+    ]
+    assert shown(View, *events).splitlines() == [
+        "set aside: step-00000004/model.json is corrupt",
+        "going on after step 2, from runs/a, written by tp2 mb1",
+        "step 3: skipped, the gradient of norm.weight (rank 1) is not finite",
+        "step 30: loss 9.5000, where 2.2500 was usual",
+        "step 31: loss nan, where 2.2500 was usual",
+    ]

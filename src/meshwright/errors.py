@@ -47,6 +47,12 @@ class RankFailed(MeshwrightError):
     exit_code = EXIT_RANK_FAILED
 
 
+class NoProgress(MeshwrightError):
+    """Ranks failed again and again, and no step came of it."""
+
+    exit_code = EXIT_NO_PROGRESS
+
+
 class StoppedOnRequest(MeshwrightError):
     """The run was asked to stop (SIGTERM, Ctrl-C) and did so after saving."""
 

@@ -183,13 +183,16 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def prune(root: Path, keep: int, mark: Mark = unmarked) -> list[Path]:
-    """Remove all but the newest `keep` steps, once the newest has been verified."""
-    committed = steps(root)
-    old = committed[:-keep]
-    if old:
-        verify(committed[-1])
-    mark("purge")
+def prune(root: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` steps, once the newest has been verified; returns them."""
+    if len(steps(root)) > keep:
+        verify(steps(root)[-1])
+    return purge(root, keep)
+
+
+def purge(root: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` steps, the newest of which is known to be good."""
+    old = steps(root)[:-keep]
     for path in old:
         # Renamed first: half of a step must not look like one.
         gone = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:8]}")

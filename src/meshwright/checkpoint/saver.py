@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.commit import Fingerprint, Mark, begin, prune, seal, step_name, unmarked
+from meshwright.checkpoint.commit import (
+    Fingerprint,
+    Mark,
+    begin,
+    purge,
+    seal,
+    step_name,
+    steps,
+    unmarked,
+    verify,
+)
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
 from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
@@ -166,7 +177,12 @@ class Saver:
                     files[name] = write_chunks(folder / name, on_host, self._mark)
             return json.dumps(files)
 
-        everyone = self._together(write)
+        try:
+            everyone = self._together(write)
+        except CheckpointError:
+            if rank == 0:  # the disk may be full of it
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         files = {
             name: Fingerprint(*found)
             for text in everyone
@@ -178,11 +194,21 @@ class Saver:
                 for name, text in texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
                 seal(folder, step, files, facts, self._mark)
-                prune(self._root, self._keep, self._mark)
+                return "" if len(steps(self._root)) <= self._keep else "purge"
             return ""
 
-        self._together(commit)
-        return self._root / step_name(step), sum(file.bytes for file in files.values())
+        final = self._root / step_name(step)
+        if self._together(commit)[0]:
+            self._together(lambda: self._verify(final))
+            self._mark("purge")
+            if rank == 0:
+                purge(self._root, self._keep)
+        return final, sum(file.bytes for file in files.values())
+
+    def _verify(self, folder: Path) -> str:
+        """Verify this rank's share of a step's files."""
+        verify(folder, lambda index: index % self._world.size == self._world.rank)
+        return ""
 
     def _together(self, work: Callable[[], str]) -> list[str]:
         """Return what `work` returns on each rank; where it fails on one, it fails on all."""

@@ -52,7 +52,7 @@ def write_chunks(
     """
     header = _header(chunks)
     sizes = [chunk.tensor.nbytes for chunk in chunks]
-    total, digest, written = len(header) + sum(sizes), hashlib.sha256(), 0
+    total, digest = len(header) + sum(sizes), hashlib.sha256()
     try:
         with path.open("xb", buffering=0) as file:
             for index, data in enumerate([memoryview(header), *map(_bytes, chunks)]):
@@ -61,9 +61,10 @@ def write_chunks(
                 for start in range(0, len(data), _PIECE):
                     piece = data[start : start + _PIECE]
                     digest.update(piece)
-                    written += _write(file, piece)
+                    _write(file, piece)
             os.fsync(file.fileno())
     except OSError as error:
+        written = path.stat().st_size if path.exists() else 0
         raise CheckpointError(
             f"{path} was not written: {error.strerror}, after {written} of {total} bytes "
             f"({format_bytes(total)})"
@@ -71,11 +72,10 @@ def write_chunks(
     return Fingerprint(total, digest.hexdigest())
 
 
-def _write(file: Any, piece: memoryview) -> int:
+def _write(file: Any, piece: memoryview) -> None:
     done = 0
     while done < len(piece):  # a raw write may take a part only
         done += file.write(piece[done:])
-    return done
 
 
 def _header(chunks: Sequence[Chunk]) -> bytes:

@@ -18,6 +18,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "predict": "predict memory and step time of rows of measurements",
     "prove": "prove that a layout computes what one device does",
     "generate": "sample text from a run or a Hugging Face folder",
+    "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
     "config": "show the resolved config with origins, or its schema",
 }

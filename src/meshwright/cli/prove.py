@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.certificate import certify
 from meshwright.launch.machine import count_gpus, detect
 from meshwright.launch.proof import by_world, prove_cases
 from meshwright.layout import Layout, resolve_layout
@@ -31,6 +34,7 @@ examples:
   meshwright prove --matrix --world 4                     the whole table of 4 ranks
   meshwright prove --matrix --only zbv --json             those whose label contains a text
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
+  meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
 
 exit codes: 0 all verdicts are good, 1 one is not, 2 refused
 """
@@ -54,6 +58,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check without running anything that the pipeline's order cannot deadlock",
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="certify that a run that is interrupted and resumed is the same run",
+    )
     add_json(parser)
 
 
@@ -69,7 +78,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--world and --only are of the table: add --matrix")
     else:
         cases, more = _of_config(args, out)
-    if args.check_order:
+    if args.resume:
+        if args.matrix or args.check_order:
+            raise ConfigError("--resume certifies a config: leave out --matrix and --check-order")
+        outcomes = _certified(read_config(args), cases, out)
+    elif args.check_order:
         outcomes = [_checked(case, out) for case in cases]
     else:
         outcomes = _proven(cases, out)
@@ -134,6 +147,19 @@ def _checked(case: Case, out: TextIO) -> Outcome:
     outcome = Outcome(case, (verdict,), time.perf_counter() - started)
     _show(outcome, out)
     return outcome
+
+
+def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outcome]:
+    outcomes = []
+    for case in cases:
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="meshwright-resume-") as folder:
+            verdicts = tuple(
+                certify(config, case, Path(folder), os.environ, lambda text: _say(out, text))
+            )
+        outcomes.append(Outcome(case, verdicts, time.perf_counter() - started))
+        _show(outcomes[-1], out)
+    return outcomes
 
 
 def _proven(cases: Sequence[Case], out: TextIO) -> list[Outcome]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from meshwright.checkpoint.identity import PARTS
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.errors import ConfigError
-from meshwright.launch.session import Resume, summarise, train
 
 EXAMPLE = """\
 examples:
@@ -43,7 +42,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; with `--json` the outcome is one document on stdout, the view goes to stderr."""
-    resume = _resume(args)
+    # Not at the top: the data and the view that it brings would slow down `--help`.
+    from meshwright.launch.session import Resume, summarise, train
+
+    again = _resume(args)
+    resume = None if again is None else Resume(*again)
     config = read_config(args, None if resume is None else resume.run / "config.toml")
     out = sys.stderr if args.json else sys.stdout
     finished = train(config, out=out, resume=resume)
@@ -52,10 +55,11 @@ def run(args: argparse.Namespace) -> int:
     return finished.exit_code
 
 
-def _resume(args: argparse.Namespace) -> Resume | None:
+def _resume(args: argparse.Namespace) -> tuple[Path, tuple[str, ...]] | None:
+    """Return the run to go on with, and what may have changed."""
     allowed = tuple(args.allow_changed.split(",")) if args.allow_changed else ()
     if args.resume is None:
         if allowed:
             raise ConfigError("--allow-changed is about a run that goes on: add --resume RUN")
         return None
-    return Resume(Path(args.resume), allowed)
+    return Path(args.resume), allowed

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.byte_level import byte_level_json
 from meshwright.data.files import reading, sha256_bytes, writable_folder, write_atomic
 from meshwright.errors import DataError, nearest, refusal
 from meshwright.units import MIB
@@ -50,6 +51,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become replacement characters."""
 
+    @abstractmethod
+    def to_json(self) -> bytes:
+        """Return the `tokenizer.json` that gives the same ids; its eos is `EOS_NAMES[0]` if new."""
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text, without special tokens."""
         return list(itertools.chain.from_iterable(self.encode_batch(list(_pieces(text)))))
@@ -82,6 +87,11 @@ class BytesTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids below 256; the end of a document prints as nothing."""
         return bytes(i for i in map(int, ids) if 0 <= i < BYTES_EOS).decode("utf-8", "replace")
+
+    def to_json(self) -> bytes:
+        """Return a byte-level BPE without merges."""
+        alphabet = {bytes([byte]): byte for byte in range(BYTES_EOS)}
+        return byte_level_json(alphabet, EOS_NAMES[0], self.eos_id)
 
     def pack(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return all bytes with an end after each text, without a Python object per byte."""
@@ -118,6 +128,7 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise DataError(f"{file} has an empty vocabulary")
         self._backend = backend
+        self._content = content
         self.file = file
         self.name = name
         self.vocab_size = max(vocabulary.values()) + 1
@@ -135,6 +146,10 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens included as they are written."""
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def to_json(self) -> bytes:
+        """Return the file as it is."""
+        return self._content
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -174,6 +189,12 @@ class TiktokenTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, the end of a document as it is written."""
         return self._backend.decode([int(i) for i in ids])
+
+    def to_json(self) -> bytes:
+        """Return the merges that follow from the ranks."""
+        tokens = self._backend.token_byte_values()
+        ranks = {token: self._backend.encode_single_token(token) for token in tokens}
+        return byte_level_json(ranks, self.eos_token, self.eos_id)
 
 
 def load_tokenizer(name: str, eos: str | None = None) -> Tokenizer:

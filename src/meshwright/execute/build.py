@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.execute.context import Ring, Ulysses, positions
-from meshwright.execute.data import distribute_data
+from meshwright.execute.data import distribute_data, replicate_plainly
 from meshwright.execute.deferred import Deferral, linear
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
@@ -54,9 +54,13 @@ def build(
             recompute(block, layout.recompute)
             if compiled:
                 block.compile()
-        distribute_data(model, model.blocks, layout, program.train, groups.parameters)
+        is_plain = layout.zero == 0 and program.train.precision == "fp32"
+        if not is_plain:
+            distribute_data(model, model.blocks, layout, program.train, groups.parameters)
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
+        if is_plain:  # only now: the parameters are new ones
+            replicate_plainly(model, model.blocks, groups.parameters["replicate"], groups.ledger)
         modules[stage.index] = model
     parallel = Parallel(
         program, groups, device, modules, _held(program, modules), at, places, deferral
@@ -107,8 +111,8 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     """Replace the core of attention by one that sees the whole sequence from its shares."""
     if program.layout.cp == 1:
         return
-    kind = {"ring": Ring, "ulysses": Ulysses}[program.layout.cp_kind]
-    core = kind(groups.cp.required)
+    group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
+    core = Ring(group, ledger=groups.ledger) if is_ring else Ulysses(group)
     model.mask_of = lambda x, segments, cache: segments
     for block in model.blocks:
         block.attn.core = core

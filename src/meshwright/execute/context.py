@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.block_attention import Block, choose, wide
+from meshwright.execute.ledger import Ledger, Pending
 from meshwright.models.attention import attend
 
 
@@ -50,10 +51,14 @@ class Ring:
 
     arXiv:2310.01889, with the balanced order of arXiv:2311.09431 and Llama 3, section 3.3.2. It
     keeps nothing between calls. `block` is for tests; without it the device's fastest serves.
+    `ledger` is where this rank enters what it waits for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, block: Block | None = None) -> None:
-        self.place = _Place(group, dist.get_rank(group), dist.get_world_size(group))
+    def __init__(
+        self, group: dist.ProcessGroup, block: Block | None = None, ledger: Ledger | None = None
+    ) -> None:
+        size = dist.get_world_size(group)
+        self.place = _Place(group, dist.get_rank(group), size, ledger or Ledger())
         self.block = block
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -131,6 +136,7 @@ class _Place:
     group: dist.ProcessGroup
     rank: int
     size: int
+    ledger: Ledger
 
     def owner(self, step: int) -> int:
         """Return the rank whose keys are here after so many exchanges."""
@@ -154,9 +160,10 @@ class _Place:
             ]
         )
 
+        pending = Pending(self.ledger, *works)
+
         def wait() -> Tensor:
-            for work in works:
-                work.wait()
+            pending.wait()
             return received
 
         return wait

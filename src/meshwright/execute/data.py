@@ -21,6 +21,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.execute.ledger import Ledger
+from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
 from meshwright.spec.training import TrainSpec
 
@@ -87,6 +89,30 @@ def distribute_data(
         unit.set_modules_to_backward_prefetch([before])
 
 
+def replicate_plainly(
+    model: nn.Module, blocks: Sequence[nn.Module], over: DeviceMesh, ledger: Ledger
+) -> None:
+    """Sum the gradients of a model over replicas, without FSDP2's second copy of everything.
+
+    The parameters must be those that it is trained with; `over` has one axis.
+    """
+    if over.size() > 1:
+        object.__setattr__(model, "replicas", Replicas(model, blocks, over.get_group(), ledger))
+
+
+def replicas_of(model: nn.Module) -> Replicas | None:
+    """Return what sums a model's gradients over replicas, where it is not FSDP2."""
+    found = getattr(model, "replicas", None)
+    return found if isinstance(found, Replicas) else None
+
+
+def finish_replicas(model: nn.Module) -> None:
+    """Wait until the gradients of a step are summed over replicas."""
+    replicas = replicas_of(model)
+    if replicas is not None:
+        replicas.finish()
+
+
 def wrapped(model: nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules that FSDP2 manages, the outermost first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
@@ -100,6 +126,9 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
     time; 3 alone drops its parameters each time. Where weight gradients are deferred, reduction
     waits for `finish_backward`.
     """
+    replicas = replicas_of(model)
+    if replicas is not None:
+        replicas.due = is_last and not defers
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(is_last and not defers)

@@ -6,13 +6,14 @@ import datetime
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 
@@ -51,6 +52,7 @@ class Groups:
     lie: `shard` joins dp_shard and cp, or `replicate` joins dp_replicate and cp without ZeRO, since
     ranks of one context group hold gradients of the same weights. `data` are the ranks that see
     different tokens. `ends` are the first and the last pipeline rank, which share tied weights.
+    `ledger` is where this rank enters what it does.
     """
 
     at: Mapping[str, int]
@@ -60,6 +62,7 @@ class Groups:
     pp: Link
     data: Link
     ends: Link
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Groups:
@@ -86,7 +89,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
             group = parameters.get_group(of) if of else opener.open(everyone)
         return Link(group, ranks, ranks.index(world.rank))
 
-    return Groups(
+    groups = Groups(
         mesh.coordinates(world.rank),
         parameters,
         tp=link("tp", of="tp"),
@@ -94,7 +97,23 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         pp=link("pp", of="pp"),
         data=link("dp_replicate", "dp_shard", "cp"),
         ends=_ends(mesh, world, opener),
+        ledger=world.ledger,
     )
+    _label(groups)
+    return groups
+
+
+def _label(groups: Groups) -> None:
+    """Enter into the ledger what each group is for."""
+    found = {axis: groups.parameters.get_group(axis) for axis in ("replicate", "shard")}
+    found["world"] = cast(dist.ProcessGroup, dist.group.WORLD)
+    for axis in ("tp", "cp", "pp", "data", "ends"):
+        link: Link = getattr(groups, axis)
+        if link.group is not None:
+            found[axis] = link.group
+    for axis, group in found.items():
+        if group.size() > 1:
+            groups.ledger.group(group.group_name, dist.get_process_group_ranks(group), axis)
 
 
 def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:

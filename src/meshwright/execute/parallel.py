@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import DTYPES, reshard
+from meshwright.execute.data import DTYPES, finish_replicas, reshard
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups, Link
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
 from meshwright.execute.tensor import vocab_loss_sum
 from meshwright.models import Transformer
@@ -72,6 +73,11 @@ class Parallel:
         return self.program.layout.zero
 
     @property
+    def ledger(self) -> Ledger:
+        """Where this rank enters what it does."""
+        return self.groups.ledger
+
+    @property
     def counts_loss(self) -> bool:
         """Whether this rank's loss is to be added to the others': one tp rank of the last stage."""
         last = self.stage_ranks[-1] == self.groups.at["pp"]
@@ -107,6 +113,8 @@ class Parallel:
         parts = batch.at(self.positions).split(self.program.layout.microbatch)
         table = self.program.tables[self.groups.at["pp"]]
         loss = Pipeline(self, table, parts, Scale(1.0 / count, loss_scale)).run(self.observe)
+        for module in self.modules.values():
+            finish_replicas(module)
         return loss / count if self.counts_loss else torch.zeros_like(loss)
 
     def count_targets(self, batch: Batch) -> Tensor:

@@ -19,6 +19,7 @@ from meshwright.execute.batch import Batch
 from meshwright.execute.data import finish_backward, prepare_backward
 from meshwright.execute.deferred import Deferral, Work
 from meshwright.execute.groups import Link
+from meshwright.execute.ledger import Ledger, Pending
 from meshwright.program.schedule import Action, Table
 
 Key = tuple[int, int]  # stage, microbatch
@@ -46,6 +47,10 @@ class Stages(Protocol):
     def zero(self) -> int:
         """The ZeRO stage."""
 
+    @property
+    def ledger(self) -> Ledger:
+        """Where this rank enters what it does."""
+
     def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of what stages hand on for a microbatch."""
 
@@ -56,7 +61,7 @@ class Stages(Protocol):
 class Arrival(NamedTuple):
     """A transfer on its way in."""
 
-    work: dist.Work
+    work: Pending
     buffer: Tensor
 
 
@@ -83,7 +88,7 @@ class Pipeline:
         self._edges: dict[Key, Edge] = {}
         self._gradients: dict[Key, Tensor] = {}  # of outputs
         self._arriving: dict[Action, Arrival] = {}
-        self._leaving: list[tuple[dist.Work, Tensor]] = []
+        self._leaving: list[tuple[Pending, Tensor]] = []
         self._deferred: dict[Key, list[Work]] = {}
         self._ends = _last_backwards(table)
 
@@ -104,6 +109,7 @@ class Pipeline:
         }
         with nullcontext() if self.scale is not None else torch.no_grad():
             for action in self.table:
+                self.stages.ledger.action(*action)
                 started = time.perf_counter()
                 perform[action.kind](action)
                 if observe is not None:
@@ -178,8 +184,7 @@ class Pipeline:
         peer = action.stage - 1 if action.kind == "RECV_F" else action.stage + 1
         pp = self.stages.pp
         work = dist.irecv(buffer, pp.ranks[self.stages.stage_ranks[peer]], pp.group)
-        assert work is not None
-        self._arriving[action] = Arrival(work, buffer)
+        self._arriving[action] = Arrival(Pending(self.stages.ledger, work), buffer)
 
     def _send_output(self, action: Action) -> None:
         self._send(self._outputs.pop((action.stage, action.microbatch)), action.stage + 1)
@@ -190,9 +195,8 @@ class Pipeline:
     def _send(self, tensor: Tensor, to_stage: int) -> None:
         pp, tensor = self.stages.pp, tensor.contiguous()
         work = dist.isend(tensor, pp.ranks[self.stages.stage_ranks[to_stage]], pp.group)
-        assert work is not None
         self._leaving = [(w, t) for w, t in self._leaving if not w.is_completed()]
-        self._leaving.append((work, tensor))
+        self._leaving.append((Pending(self.stages.ledger, work), tensor))
 
 
 def _last_backwards(table: Table) -> dict[int, Action]:

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# What selective recompute keeps: products, attention and what crossed the network. The rest (norms,
-# activations, rotations, casts) is a few percent of the time and most of the memory.
-# arXiv:2205.05198, section 5, extended from attention's inside to single operations.
+# What selective recompute keeps: products, attention and what came from tp's collectives. The rest
+# (norms, activations, rotations, casts) is a few percent of the time and most of the memory.
+# arXiv:2205.05198, section 5, extended from attention's inside to single operations. A ring's or
+# Ulysses' transfers are sent again: kept, they would be the whole keys and values of every layer.
 KEPT = frozenset(
     getattr(getattr(torch.ops, space), name).default
     for space, name in (

@@ -12,7 +12,8 @@ class Rendezvous:
 
     `listen_fd` is a socket that already listens on loopback, for the rank that hosts the store:
     `TCPStore` given an address would listen on every interface. Without it the store is the one
-    that `MASTER_ADDR` names, as under torchrun.
+    that `MASTER_ADDR` names, as under torchrun. `attempt` counts the restarts of the ranks, `job`
+    is torchrun's id of them all.
     """
 
     rank: int
@@ -23,6 +24,8 @@ class Rendezvous:
     port: int
     listen_fd: int | None = None
     is_local: bool = False
+    attempt: int = 0
+    job: str | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Rendezvous | None:
@@ -40,4 +43,8 @@ class Rendezvous:
             port=int(environ["MASTER_PORT"]),
             listen_fd=int(fd) if fd else None,
             is_local="MESHWRIGHT_LOCAL" in environ,
+            attempt=int(
+                environ.get("MESHWRIGHT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0
+            ),
+            job=environ.get("TORCHELASTIC_RUN_ID"),
         )

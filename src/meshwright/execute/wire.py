@@ -23,12 +23,13 @@ _AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
 
 # The operation, and its argument that is a message: `program.collectives.Collective` says which.
 # An all-gather of the functional kind returns it instead.
-_KINDS: Final[Mapping[str, tuple[str, str]]] = {
+MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "c10d::_allgather_base_": ("all_gather", "output_tensor"),
     "c10d::allgather_": ("all_gather", "output_tensors"),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
     "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
     "c10d::allreduce_": ("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
     "c10d::alltoall_base_": ("all_to_all", "input"),
     "c10d::alltoall_": ("all_to_all", "input_tensors"),
     "c10d::send": ("send", "tensors"),
@@ -72,8 +73,8 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def axis(self, name: str) -> str:
         """Return the axis by which messages along this one are recorded.
 
-        Where an axis spans the world, torch's mesh takes the world's own group for it, and nothing
-        tells the two apart: then the first of them in the order of `_AXES` is meant.
+        Axes of one rank share a group, which sends nothing: then the first of them in the order of
+        `_AXES` is meant.
         """
         group = self._axes.get(name)
         return name if group is None else self._first(group)
@@ -93,9 +94,9 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = _group(values)
         if name == _WAIT or (group is not None and group.size() == 1):
             return
-        kind, message = _KINDS.get(name, (name, ""))
+        kind, message = MESSAGES.get(name, (name, ""))
         tensors: Any = dict(values)
-        if name in _KINDS:
+        if name in MESSAGES:
             tensors = values[message] if message else out
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in found)

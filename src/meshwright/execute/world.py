@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import MeshwrightError
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.rendezvous import Rendezvous
 
 
@@ -21,7 +22,8 @@ class World:
     """All ranks as one of them sees them.
 
     `store` holds small texts that all ranks can read. `opened` are the groups that
-    `execute.groups` has opened so far, by how they divide the ranks.
+    `execute.groups` has opened so far, by how they divide the ranks. `ledger` is where this rank
+    enters what it does.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class World:
     device: torch.device
     store: Store
     opened: dict[object, dist.ProcessGroup | None] = field(default_factory=dict, compare=False)
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
 
     def sum_on_host(self, values: list[float]) -> list[float]:
         """Return the sums over all ranks of some numbers, in float64."""
@@ -70,7 +73,9 @@ class World:
         self.sum_on_host([0.0])
 
 
-def join(at: Rendezvous, device: str, timeout_s: float = 600.0) -> World:
+def join(
+    at: Rendezvous, device: str, timeout_s: float = 600.0, ledger: Ledger | None = None
+) -> World:
     """Join the process group and return the world; gloo serves the host, NCCL the GPUs.
 
     Raises `torch.distributed.DistError` when the ranks do not meet within `timeout_s`.
@@ -84,20 +89,27 @@ def join(at: Rendezvous, device: str, timeout_s: float = 600.0) -> World:
         backend = "cpu:gloo,cuda:nccl"
     if at.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = _meet(at, timeout)
+    dist.init_process_group(backend, store=store, rank=at.rank, world_size=at.size, timeout=timeout)
+    return World(at.rank, at.size, own, store, ledger=ledger or Ledger())
+
+
+def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:
+    """Return the store that the ranks of this attempt meet in."""
+    if at.is_local:
+        listen = at.listen_fd if at.rank == 0 else None
+        return dist.TCPStore(  # type: ignore[attr-defined]
             at.host,
             at.port,
             at.size,
             is_master=at.rank == 0,
             timeout=timeout,
-            master_listen_fd=at.listen_fd if at.rank == 0 else None,
+            master_listen_fd=listen,
         )
-        dist.init_process_group(
-            backend, store=store, rank=at.rank, world_size=at.size, timeout=timeout
-        )
-    else:
-        dist.init_process_group(backend, rank=at.rank, world_size=at.size, timeout=timeout)
-    return World(at.rank, at.size, own, dist.distributed_c10d._get_default_store())
+    found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
+    # torchrun keeps one store for all attempts: without a prefix of its own each would read where
+    # dead ranks of the one before have listened.
+    return dist.PrefixStore(f"meshwright/{at.attempt}", found)  # type: ignore[attr-defined]
 
 
 def loopback_interface() -> str:

@@ -7,6 +7,7 @@ import datetime
 import importlib.util
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,11 @@ from meshwright.checkpoint.identity import check_parts, identity_of, refuse_chan
 from meshwright.data import Dataset, open_data
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.execute.rendezvous import Rendezvous
+from meshwright.launch.elastic import forget, recorded, restarted, tell
+from meshwright.launch.fault import Fault
+from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect
+from meshwright.launch.restart import append, run_attempts
 from meshwright.launch.supervisor import (
     LocalRanks,
     StopSignals,
@@ -27,7 +32,8 @@ from meshwright.launch.supervisor import (
     supervise,
     worker_command,
 )
-from meshwright.launch.view import EventTail, open_view
+from meshwright.launch.view import EventTail, View, open_view
+from meshwright.launch.watchdog import Watchdog
 from meshwright.layout import resolve_layout
 from meshwright.spec.loading import Config
 from meshwright.train.run_folder import (
@@ -76,42 +82,83 @@ def train(
 ) -> Run:
     """Train a config and return its run; with `resume` a run that is there goes on.
 
-    Starts the local ranks, or joins those that torchrun has started. `environ` is this process's
-    own unless given; `out` gets the view. Raises `ConfigError`, `DataError` or `CheckpointError`
-    before any process starts, `RankFailed` when a rank fails.
+    Starts the local ranks, and starts them again where they fail, or joins those that torchrun has
+    started. `environ` is this process's own unless given; `out` gets the view. Raises
+    `ConfigError`, `DataError` or `CheckpointError` before any process starts, `RankFailed` when a
+    rank fails for good, `NoProgress` when they fail again and again.
     """
     environ = dict(os.environ) if environ is None else environ
+    if "FAULT" in environ:
+        Fault.parse(environ["FAULT"])
     at = Rendezvous.from_environment(environ)
     if at is not None:
         return _train_joined(config, at, environ, resume)
     job = prepare_job(config, environ, resume=resume)
-    timing = timing or Timing()
     listener = listen_on_loopback(config.cluster.port)
-    create(job)
-    _say(out, f"run folder {job.folder.path}")
-    if job.layout.world < job.machine.devices:
-        _say(
-            out,
-            f"note: {job.layout.world} of {job.machine.devices} devices are used, as far as "
-            f"train.batch = {config.train.batch} and the layout divide",
+    with RunLock(job.folder.lock) as lock:
+        create(job)
+        _say(out, f"run folder {job.folder.path}")
+        if lock.left_by is not None:
+            _say(out, f"note: process {lock.left_by['pid']} had it and is gone without an end")
+        if job.layout.world < job.machine.devices:
+            _say(
+                out,
+                f"note: {job.layout.world} of {job.machine.devices} devices are used, as far as "
+                f"train.batch = {config.train.batch} and the layout divide",
+            )
+        local = _Local(job, environ, lock.descriptor, timing or Timing(), command(job.folder))
+        return Run(job.folder.path, local.train(listener, open_view(out)))
+
+
+class _Local:
+    """The local ranks of a run, attempt after attempt."""
+
+    def __init__(
+        self,
+        job: Job,
+        environ: Mapping[str, str],
+        lock: int,
+        timing: Timing,
+        command: list[str],
+    ) -> None:
+        self._job, self._lock, self._timing, self._command = job, lock, timing, command
+        threads = job.machine.threads(job.layout.world)
+        self._environ = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+
+    def train(self, listener: socket.socket, view: View) -> int:
+        """Train to the end and return the exit code; the first attempt meets at `listener`."""
+        job, tail = self._job, EventTail(self._job.folder.events)
+
+        def look(watchdog: Watchdog) -> None:
+            if (slow := watchdog.slow()) is not None:
+                append(job, slow)
+            for event in tail.new():
+                view.write(event)
+
+        def attempt(number: int) -> int:
+            meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
+            watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
+            with self._ranks(number, meet) as ranks:
+                return supervise(
+                    ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog
+                )
+
+        try:
+            with StopSignals() as signals:
+                return run_attempts(job, attempt, lambda: signals.asked)
+        finally:
+            view.close()
+
+    def _ranks(self, attempt: int, meet: socket.socket) -> LocalRanks:
+        return LocalRanks(
+            self._command,
+            self._job.layout.world,
+            self._job.folder,
+            {**self._environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            meet,
+            self._timing,
+            self._lock,
         )
-    threads = job.machine.threads(job.layout.world)
-    rank_environ = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    ranks = LocalRanks(
-        command(job.folder), job.layout.world, job.folder, rank_environ, listener, timing
-    )
-    view, tail = open_view(out), EventTail(job.folder.events)
-
-    def show_new_events() -> None:
-        for event in tail.new():
-            view.write(event)
-
-    try:
-        with StopSignals() as signals, ranks:
-            code = supervise(ranks, show_new_events, timing, lambda: signals.asked)
-    finally:
-        view.close()
-    return Run(job.folder.path, code)
 
 
 def prepare_job(
@@ -195,22 +242,36 @@ def _train_joined(
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
     # Only here, where this process is a rank itself: a supervisor never needs torch.
     from meshwright.execute.world import join
-    from meshwright.launch.worker import record_failure, run_rank
+    from meshwright.launch.worker import StopRequest, open_ledger, record_failure, run_rank
 
-    resolve_layout(config, detect(config.cluster, environ, at))
-    world = join(at, detect(config.cluster, environ, at).device)
+    stop = StopRequest()
+    stop.listen()
+    machine = detect(config.cluster, environ, at)
+    resolve_layout(config, machine)
+    world = join(at, machine.device, config.cluster.timeout)
+    with contextlib.ExitStack() as held:
 
-    def prepare() -> str:
-        job = prepare_job(config, environ, at, resume)
-        create(job)
-        return str(job.folder.path)
+        def prepare() -> str:
+            folder = recorded(config, at)
+            job = prepare_job(config, environ, at, resume) if folder is None else read_job(folder)
+            held.enter_context(RunLock(job.folder.lock))
+            if folder is None:
+                create(job)
+                tell(job, at)
+            else:
+                append(job, restarted(job, at))
+            return str(job.folder.path)
 
-    job = read_job(Path(world.from_rank_0("meshwright/run", prepare)))
-    try:
-        code = run_rank(job, world, view=True)
-    except BaseException as error:
-        record_failure(job.folder, at.rank, error)
-        raise
+        job = read_job(Path(world.from_rank_0("meshwright/run", prepare)))
+        job.folder.failure(at.rank).unlink(missing_ok=True)
+        world = replace(world, ledger=open_ledger(job.folder, at, environ))
+        try:
+            code = run_rank(job, world, at.attempt, stop, view=True)
+        except BaseException as error:
+            record_failure(job.folder, at.rank, error, world.ledger)
+            raise
+        if at.rank == 0:
+            forget(job, at)
     return Run(job.folder.path, code)
 
 

@@ -14,15 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from meshwright.errors import (
     EXIT_DONE,
+    EXIT_REFUSED,
     EXIT_STOPPED,
     ConfigError,
     RankFailed,
+    StoppedOnRequest,
     refusal,
 )
+from meshwright.launch.explain import mismatch, ranks_text, witnesses
+from meshwright.launch.watchdog import Watchdog
 from meshwright.train.run_folder import RunFolder
+from meshwright.units import format_bytes
 
 LOOPBACK = "127.0.0.1"
 
@@ -33,19 +39,33 @@ class Timing:
 
     poll_s: float = 0.1
     settle_s: float = 1.0
-    terminate_s: float = 2.0
     save_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended: its own exception where it left one, else its signal or exit code."""
+    """How a rank ended: its own exception where it left one, else its signal or exit code.
+
+    `can_retry`: another attempt may succeed; not so for what was refused. `deed` says what failed
+    where, in words that are the same when it happens again: memory that ran out, or an error that
+    is raised on purpose. It is empty for what may have come from outside.
+    """
 
     rank: int
     cause: str
-    traceback: str
-    raised_at: float
-    is_first_hand: bool
+    traceback: str = ""
+    raised_at: float = 0.0
+    is_first_hand: bool = True
+    can_retry: bool = True
+    deed: str = ""
+
+
+class RanksFailed(RankFailed):
+    """Ranks failed, or hang; noticed at a time since 1970, `detect_s` after it at most."""
+
+    def __init__(self, text: str, first: Failure, noticed: float, detect_s: float) -> None:
+        super().__init__(text)
+        self.first, self.noticed, self.detect_s = first, noticed, detect_s
 
 
 def listen_on_loopback(port: int | None) -> socket.socket:
@@ -92,9 +112,12 @@ class LocalRanks:
         environ: Mapping[str, str],
         listener: socket.socket,
         timing: Timing,
+        lock: int | None = None,
     ) -> None:
-        self._command, self._world, self._folder = list(command), world, folder
+        """Prepare them; `lock` is the open file of the run folder's lock, for them to hold, too."""
+        self._command, self._world, self.folder = list(command), world, folder
         self._environ, self._listener, self._timing = dict(environ), listener, timing
+        self._kept = [] if lock is None else [lock]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lifeline: tuple[int, int] | None = None
 
@@ -102,6 +125,9 @@ class LocalRanks:
         read_end, write_end = os.pipe()
         self._lifeline = (read_end, write_end)
         for rank in range(self._world):
+            # What an earlier attempt has left says nothing about this one.
+            self.folder.failure(rank).unlink(missing_ok=True)
+            self.folder.ledger(rank).unlink(missing_ok=True)
             self._processes.append(self._start(rank, read_end))
         self._listener.close()
         return self
@@ -117,11 +143,11 @@ class LocalRanks:
             "MESHWRIGHT_LOCAL": "1",
             "MESHWRIGHT_PARENT_FD": str(lifeline),
         }
-        passed = [lifeline]
+        passed = [lifeline, *self._kept]
         if rank == 0:
             passed.append(self._listener.fileno())
             environ["MESHWRIGHT_LISTEN_FD"] = str(self._listener.fileno())
-        log = self._folder.log(rank)
+        log = self.folder.log(rank)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             return subprocess.Popen(
@@ -148,6 +174,12 @@ class LocalRanks:
             if process.poll() is None:
                 process.terminate()
 
+    def ask_for_stacks(self) -> None:
+        """Have every rank that can print the stacks of its threads into its log."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+
     def failures(self) -> list[Failure]:
         """Return how the ranks that failed have ended, the likeliest root cause first.
 
@@ -156,14 +188,12 @@ class LocalRanks:
         found = []
         for rank, code in enumerate(self.codes()):
             if code not in (None, EXIT_DONE, EXIT_STOPPED):
-                found.append(_explain(self._folder, rank, int(code or 0)))
+                found.append(_explain(self.folder, rank, int(code or 0)))
         return sorted(found, key=lambda f: (not f.is_first_hand, f.raised_at))
 
     def __exit__(self, *_: object) -> None:
-        self.ask_to_stop()
-        deadline = time.monotonic() + self._timing.terminate_s
-        while None in self.codes() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        # Not asked first: whoever had something to report has had time for it, and a save that is
+        # cut short leaves the step before it.
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -188,14 +218,44 @@ def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
             words in said["message"] for words in _SECOND_HAND_WORDS
         )
         cause = said["message"] if said["expected"] else f"{said['type']}: {said['message']}"
-        trace = "" if said["expected"] else said["traceback"]
-        return Failure(rank, f"rank {rank} raised {cause}", trace, said["time"], not lost_peer)
+        return Failure(
+            rank,
+            f"rank {rank} raised {cause}",
+            "" if said["expected"] else said["traceback"],
+            said["time"],
+            is_first_hand=not lost_peer,
+            can_retry=said["exit_code"] != EXIT_REFUSED,
+            deed="" if lost_peer else _deed(rank, said),
+        )
+    place = witnesses(folder, rank + 1)[rank].place
     if code < 0:
         name = signal.Signals(-code).name
-        hint = ", possibly by the system for want of memory" if name == "SIGKILL" else ""
-        return Failure(rank, f"rank {rank} was killed by {name}{hint}", "", 0.0, True)
-    tail = _tail(folder.log(rank))
-    return Failure(rank, f"rank {rank} exited with code {code}", tail, 0.0, True)
+        hint = ""
+        if name == "SIGKILL":
+            hint = f", possibly by the system for want of memory{_last_peak(folder, rank)}"
+        return Failure(rank, f"rank {rank} was killed by {name}{hint}, in {place}")
+    return Failure(
+        rank, f"rank {rank} exited with code {code}, in {place}", _tail(folder.log(rank))
+    )
+
+
+def _deed(rank: int, said: Mapping[str, Any]) -> str:
+    if said["out_of_memory"]:
+        return f"rank {rank}, {said['place']}: out of memory"
+    return f"rank {rank}, {said['place']}: {said['message']}" if said["expected"] else ""
+
+
+def _last_peak(folder: RunFolder, rank: int) -> str:
+    """Say which peak of memory the last step event has of a rank, if there is one."""
+    if not folder.events.is_file():
+        return ""
+    for line in reversed(folder.events.read_text(encoding="utf-8").splitlines()):
+        if '"peak_memory_bytes"' in line:
+            with contextlib.suppress(ValueError, KeyError):
+                event = json.loads(line)
+                peak = format_bytes(event["peak_memory_bytes"][str(rank)])
+                return f" (its peak was {peak} at step {event['step']})"
+    return ""
 
 
 def _tail(log: Path, lines: int = 20) -> str:
@@ -205,23 +265,31 @@ def _tail(log: Path, lines: int = 20) -> str:
 
 
 def supervise(
-    ranks: LocalRanks, on_poll: Callable[[], None], timing: Timing, stop: Callable[[], bool]
+    ranks: LocalRanks,
+    on_poll: Callable[[], None],
+    timing: Timing,
+    stop: Callable[[], bool],
+    watchdog: Watchdog | None = None,
 ) -> int:
     """Watch started ranks to their end and return the exit code.
 
     `on_poll` is called at every look; when `stop` turns true the ranks are asked to save and end,
-    and get `save_s` for it. Raises `RankFailed` with the first failing rank's own traceback.
+    and get `save_s` for it. Raises `RanksFailed` with the first failing rank's own traceback, or
+    with what the watchdog says of ranks that hang.
     """
     asked_at: float | None = None
+    looked_at = time.monotonic()
     while True:
         on_poll()
-        codes = ranks.codes()
+        codes, now = ranks.codes(), time.monotonic()
         if any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
-            _raise_failure(ranks, timing)
+            if asked_at is not None and -signal.SIGTERM in codes:  # it did not listen yet
+                raise StoppedOnRequest("stopped on request before training began; nothing is saved")
+            _raise_failure(ranks, timing, now - looked_at)
         if None not in codes:
             on_poll()
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
-        now = time.monotonic()
+        looked_at = now
         if asked_at is None and stop():
             asked_at = now
             ranks.ask_to_stop()
@@ -230,23 +298,31 @@ def supervise(
             raise RankFailed(
                 f"ranks {running} did not stop within {timing.save_s:.0f} s of being asked to"
             )
+        hang = None if watchdog is None else watchdog.look(ranks.pids())
+        if hang is not None:
+            noticed = time.time()
+            ranks.ask_for_stacks()
+            time.sleep(timing.poll_s)
+            text = f"{hang.cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
+            raise RanksFailed(text, Failure(-1, hang.cause), noticed, hang.silent_s)
         time.sleep(timing.poll_s)
 
 
-def _raise_failure(ranks: LocalRanks, timing: Timing) -> None:
+def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
     """Let the other ranks report for a moment, then raise what the first one to fail says."""
-    deadline = time.monotonic() + timing.settle_s
+    noticed, deadline = time.time(), time.monotonic() + timing.settle_s
     while None in ranks.codes() and time.monotonic() < deadline:
         time.sleep(0.02)
     failures = ranks.failures()
     first = failures[0]
     text = first.cause
+    if apart := mismatch(witnesses(ranks.folder, len(ranks.codes()), ranks.pids())):
+        text += f"\n{apart}"
     if first.traceback:
         text += f"\n\n{first.traceback.rstrip()}"
-    others = [str(f.rank) for f in failures[1:]]
-    if others:
-        text += f"\n\nrank {', '.join(others)} failed after it"
-    raise RankFailed(text)
+    if len(failures) > 1:
+        text += f"\n\n{ranks_text(sorted(f.rank for f in failures[1:]))} failed after it"
+    raise RanksFailed(text, first, noticed, detect_s)
 
 
 class StopSignals:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,6 +16,17 @@ from rich.text import Text
 from meshwright.layout import Layout
 from meshwright.units import format_bytes, format_count, format_seconds
 
+# Events that are said in a line, by kind, with their fields.
+NOTICES: Final = {
+    "resume": "going on after step {step}, from {path}, written by {layout}",
+    "bad_checkpoint": "set aside: {problem}",
+    "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
+    "restart": "{cause}\nnoticed after {detect_s} s; the ranks start again (attempt {attempt}) "
+    "after step {from_step}, steps lost: {lost_steps}",
+    "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
+    "{others_wait} of the time, it for {waits}",
+    "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
+}
 MFU_UNKNOWN = "unknown: the device's peak is not stated (cluster.peak_tflops)"
 
 
@@ -52,6 +63,9 @@ class View:
             )
         elif kind == "end":
             self._end(event)
+        elif kind in NOTICES:
+            shown = {k: number(v) if isinstance(v, float) else v for k, v in event.items()}
+            self._print(NOTICES[kind].format(**shown))
 
     def close(self) -> None:
         """Let go of the terminal."""

@@ -6,6 +6,7 @@ It joins the others, trains, and leaves either an exit code or a failure file th
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -32,8 +33,11 @@ from meshwright.errors import (
     MeshwrightError,
     RankFailed,
 )
+from meshwright.execute.ledger import Ledger
+from meshwright.execute.recorder import Recorder
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join, leave
+from meshwright.launch.inject import injector
 from meshwright.launch.view import open_view
 from meshwright.layout import broken
 from meshwright.train.events import Event, Sink, open_sinks
@@ -42,6 +46,7 @@ from meshwright.train.run_folder import Job, RunFolder, read_job
 from meshwright.units import format_bytes, parse_bytes
 
 M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl.h
 # What torch, numpy and C++ say when the system refuses memory.
 REFUSED: Final = (
     "can't allocate memory",
@@ -68,17 +73,30 @@ class StopRequest:
 def follow_parent(environ: Mapping[str, str]) -> None:
     """End this process as soon as the supervisor is gone, however it went.
 
-    The supervisor holds the other end of a pipe; reading it returns only when that end closes.
+    The supervisor holds the other end of a pipe; reading it returns only when that end closes. That
+    takes a thread that runs Python: on Linux the system itself ends a process that cannot.
     """
     descriptor = environ.get("MESHWRIGHT_PARENT_FD")
     if descriptor is None:
         return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def wait() -> None:
         os.read(int(descriptor), 1)
         os._exit(EXIT_RANK_FAILED)
 
     threading.Thread(target=wait, daemon=True, name="follow-parent").start()
+
+
+def tell_stacks() -> None:
+    """Have the stacks of all threads printed on SIGUSR1 and in a crash.
+
+    No Python is needed for it, so it works where a thread holds the GIL and never lets go of it.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 class MemoryLimit:
@@ -197,14 +215,14 @@ def tune_libc() -> None:
         libc.pthread_setattr_default_np(attributes)
 
 
-def run_rank(job: Job, world: World, *, view: bool = False) -> int:
+def run_rank(job: Job, world: World, attempt: int, stop: StopRequest, *, view: bool = False) -> int:
     """Train as one rank of a world and return the exit code.
 
-    With `view`, rank 0 shows the run in the terminal, where no supervisor does.
+    An `attempt` above 0 goes on where the one before it has left the run. With `view`, rank 0 shows
+    the run in the terminal, where no supervisor does.
     """
-    stop = StopRequest()
-    stop.listen()
     config = job.config
+    world.ledger.phase("load")
     dataset = open_data(config.data, job.cache, vocab_size=config.model.vocab_size)
     sinks: list[Sink] = []
     if world.rank == 0:
@@ -215,22 +233,36 @@ def run_rank(job: Job, world: World, *, view: bool = False) -> int:
         for sink in sinks:
             sink.write(event)
 
-    with MemoryLimit(job, world.rank, world.device):
-        summary = train(job, world, dataset, emit, lambda: stop.asked, job.resume)
+    resume = attempt > 0 or job.resume
+    with Recorder(world.ledger), MemoryLimit(job, world.rank, world.device):
+        summary = train(job, world, dataset, emit, lambda: stop.asked, resume)
     for sink in sinks:
         sink.close()
     leave()
     return EXIT_STOPPED if summary.stopped else EXIT_DONE
 
 
-def record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
+def open_ledger(folder: RunFolder, at: Rendezvous, environ: Mapping[str, str]) -> Ledger:
+    """Begin the ledger of this rank, with the fault that it is to act out, if any."""
+    path = folder.ledger(at.rank)
+    fault = injector(environ.get("FAULT"), at.rank, at.attempt)
+    return Ledger.open(path, at.rank, at.size, at.attempt, fault)
+
+
+def record_failure(
+    folder: RunFolder, rank: int, error: BaseException, ledger: Ledger | None = None
+) -> None:
     """Write what ended this rank, for the supervisor to tell."""
+    causes = [error, error.__cause__]
     failure = {
         "rank": rank,
         "time": time.time(),
         "type": type(error).__name__,
         "message": str(error),
         "expected": isinstance(error, MeshwrightError),
+        "exit_code": getattr(error, "exit_code", EXIT_RANK_FAILED),
+        "out_of_memory": any(is_out_of_memory(e) for e in causes if e is not None),
+        "place": "" if ledger is None else ledger.place,
         "traceback": "".join(traceback.format_exception(error)),
     }
     path = folder.failure(rank)
@@ -242,19 +274,25 @@ def record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
 def main() -> None:
     """Run one rank of the run folder named on the command line."""
     environ = os.environ
+    stop = StopRequest()
+    stop.listen()
     follow_parent(environ)
+    tell_stacks()
     folder = RunFolder(Path(sys.argv[1]))
     rank = int(environ.get("RANK", "0"))
+    ledger: Ledger | None = None
     try:
         job = read_job(folder.path)
         at = Rendezvous.from_environment(environ)
         if at is None:
             raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
+        ledger = open_ledger(folder, at, environ)
         torch.set_num_threads(job.machine.threads(job.layout.world))
-        code = run_rank(job, join(at, job.machine.device))
+        world = join(at, job.machine.device, job.config.cluster.timeout, ledger)
+        code = run_rank(job, world, at.attempt, stop)
     except BaseException as error:
         traceback.print_exc()
-        record_failure(folder, rank, error)
+        record_failure(folder, rank, error, ledger)
         code = EXIT_RANK_FAILED
     sys.stdout.flush()
     sys.stderr.flush()

@@ -235,7 +235,8 @@ def _complete(
 def _microbatch(train: TrainSpec, layout: Layout, machine: Machine) -> int:
     """Return the largest divisor of a rank's share of the batch that stays within the budget.
 
-    A pipeline gets as many microbatches as its schedule asks for, and as it has ranks if it can.
+    A pipeline gets as many microbatches as its schedule asks for, and four for each of its ranks if
+    it can, which leaves a fifth to the bubble of 1F1B, or one for each.
     """
     local = max(train.batch // layout.dp, 1)
     budget = max(1, MICROBATCH_TOKENS[machine.device] // train.seq_len)
@@ -248,5 +249,5 @@ def _microbatch(train: TrainSpec, layout: Layout, machine: Machine) -> int:
         return microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count) is None
 
     legal = [size for size in sizes if obeys(size)]
-    busy = [size for size in legal if local // size >= layout.pp]
-    return next(iter(busy or legal), 1)
+    busy = [[size for size in legal if local // size >= n * layout.pp] for n in (4, 1)]
+    return next(iter(busy[0] or busy[1] or legal), 1)

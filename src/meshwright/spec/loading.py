@@ -122,6 +122,10 @@ def _derive(given: dict[str, Values]) -> None:
     if "warmup_steps" not in given["optimizer"]:
         warmup = min(100, steps // 10)
         given["optimizer"]["warmup_steps"] = Value(warmup, "derived: train.steps / 10, at most 100")
+    cluster = given["cluster"]
+    timeout = cluster.get("timeout", Value(None, "")).value
+    if isinstance(timeout, int | float) and "hang" not in cluster:
+        cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
     layout = given["layout"]
     chosen = next((key for key in layout if key not in ("auto", "microbatch")), None)
     if chosen is not None and "auto" not in layout:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
+from meshwright.errors import refusal
 from meshwright.spec.model import Spec
 from meshwright.units import parse_bytes
 
@@ -167,7 +168,9 @@ class ClusterSpec(Spec):
     more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
     its libraries. `links` are names of the catalogue, within a node and across; left out, those
     that usually come with the device. `port` is the rendezvous port of local ranks; left out, a
-    free one is taken.
+    free one is taken. `timeout` is how many seconds a collective may take. Where no rank does
+    anything for `hang` seconds, the supervisor says which one the others wait for, and ends them;
+    0: it never does.
     """
 
     preset: str = "local"
@@ -178,6 +181,16 @@ class ClusterSpec(Spec):
     links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
     peak_tflops: float | None = Field(default=None, gt=0)
     port: int | None = Field(default=None, gt=0, lt=65536)
+    timeout: float = Field(default=600.0, gt=0)
+    hang: float = Field(default=300.0, ge=0)
+
+    @model_validator(mode="after")
+    def _rules(self) -> ClusterSpec:
+        if self.hang >= self.timeout:
+            rule = f"cluster.hang = {self.hang:g} must be below cluster.timeout = {self.timeout:g}"
+            hint = "Once collectives time out, all ranks fail, and none can be told from the others"
+            raise ValueError(refusal(rule, legal=[f"{self.timeout / 2:g}"], hint=hint))
+        return self
 
 
 # `async` is a word of the language, so that no class body can name a field by it.
@@ -188,12 +201,14 @@ class CheckpointSpec(_Async):  # type: ignore[misc]
     """When a run is saved: `every` n steps (0: at the end only), the newest `keep` of them.
 
     `async` writes beside the training. `dir` is the run folder's `checkpoints` unless given; all
-    ranks must reach it under that path.
+    ranks must reach it under that path. After so many `restarts` of the ranks in a row without a
+    newer step, or where none is saved without a later one, a run ends; 0: it is never restarted.
     """
 
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, gt=0)
     dir: str | None = None
+    restarts: int = Field(default=3, ge=0)
 
     @property
     def is_async(self) -> bool:

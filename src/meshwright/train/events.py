@@ -26,15 +26,21 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """`events.jsonl`: every event, a line each, flushed so that a reader can follow."""
+    """`events.jsonl`: every event, a line each, at once, so that a reader can follow.
+
+    A line is one write, so that the supervisor can append to the file that rank 0 appends to. What
+    a process that was killed has left of a line is cut off.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, event: Event) -> None:
         """Append one event; a number that is not finite becomes a string, as JSON has none."""
-        self._file.write(json.dumps(_finite(event)) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(_finite(event)).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""

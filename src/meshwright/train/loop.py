@@ -58,6 +58,7 @@ def train(
     clock, scale, watch = StepClock(), progress.scale, SpikeWatch()
     loss, step, stopped = float("nan"), progress.step, False
     for step in range(progress.step + 1, steps + 1):
+        world.ledger.step(step)
         clock.start()
         batch = Batch.of(sampler.rows(step - 1, mine), world.device, keys(config, step, mine))
         clock.data_done()
@@ -83,10 +84,12 @@ def train(
             emit(evaluation_event(step, parallel, job, world, dataset))
         saver.poll()
         if is_due(config.checkpoint.every, step, last) or last:
+            world.ledger.phase("save")
             save(saver, trained, Progress(step, scale), job, dataset)
         if stopped:
             break
     saver.finish()
+    world.ledger.phase("end")
     emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
     return Summary(step, loss, stopped)
 
@@ -147,6 +150,7 @@ def evaluation_event(
 ) -> dict[str, object]:
     """Return the loss on the held-out split; the same rows each time."""
     config = job.config
+    world.ledger.phase("eval")
     held_out = dataset.sampler("validation", config.train.seq_len, config.train.batch)
     mine = share(config.train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
     count = min(config.train.eval_batches, max(1, held_out.samples // config.train.batch))

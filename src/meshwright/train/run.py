@@ -46,7 +46,7 @@ def open_run(
         clean(job.checkpoints)
     parallel = build(
         lower(config.model, config.train, job.layout),
-        open_groups(job.layout, world),
+        open_groups(job.layout, world, config.cluster.timeout),
         world.device,
         weights_source(job) if good is None else StoredSource(good.folder),
         compiled=config.train.compile,
@@ -66,6 +66,7 @@ def open_run(
         config.checkpoint.keep,
         lambda saved: emit(saved_event(saved)),
         beside=config.checkpoint.is_async,
+        timeout_s=config.cluster.timeout,
     )
     return trained, progress, saver
 

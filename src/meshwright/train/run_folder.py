@@ -6,18 +6,16 @@ import contextlib
 import datetime
 import json
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
+from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import Config, load_config
-
-TOKENIZER: Final = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,18 @@ class RunFolder:
         """Folder of `step-00000100` folders."""
         return self.path / "checkpoints"
 
+    @property
+    def lock(self) -> Path:
+        """Who uses the folder, as `launch.lock` keeps it."""
+        return self.path / "lock"
+
     def log(self, rank: int) -> Path:
         """What a rank printed."""
         return self.path / "logs" / f"rank-{rank}.log"
+
+    def ledger(self, rank: int) -> Path:
+        """What a rank is doing, as `execute.ledger` keeps it."""
+        return self.path / "logs" / f"rank-{rank}.ledger"
 
     def failure(self, rank: int) -> Path:
         """The exception that ended a rank, as JSON."""
@@ -97,7 +104,7 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
     path = root / (name or _unused(root, now.strftime("run-%Y%m%d-%H%M%S")))
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and any(entry.name != "lock" for entry in path.iterdir()):
         legal = [f"log.name = {_unused(root, path.name)}"]
         raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
     _check_writable(path)
@@ -146,7 +153,7 @@ def create(job: Job) -> None:
         "allowed": list(job.allowed),
     }
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
-        shutil.copyfile(job.tokenizer.file, folder.path / TOKENIZER)
+        copy_tokenizer(Path(job.tokenizer.file), folder.path)
     folder.plan.write_text(_json(plan), encoding="utf-8")
     latest = folder.path.parent / "latest"
     with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from itertools import pairwise
 from typing import Final
 
 WINDOW: Final = 50
 LEAST: Final = 20  # steps before anything is called unusual
-FACTOR: Final = 10.0  # of the median absolute deviation: ten times what a step usually differs
+RECENT: Final = 9  # a loss is held against the median of so many, since it falls over more
+FACTOR: Final = 10.0  # times what one step usually differs from the next
 
 
 class SpikeWatch:
-    """Tells a loss that is far above those of the last steps; `usual` is their median."""
+    """Tells a loss that is far above those of the last steps; `usual` is the median of a few."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
@@ -22,9 +24,10 @@ class SpikeWatch:
         """Take in a step's loss in nats; true where it stands out, or is no number."""
         found = loss != loss
         if len(self._last) >= LEAST:
-            self.usual = statistics.median(self._last)
-            spread = statistics.median(abs(one - self.usual) for one in self._last)
-            found = found or loss - self.usual > FACTOR * max(spread, 1e-3 * abs(self.usual))
+            losses = list(self._last)
+            self.usual = statistics.median(losses[-RECENT:])
+            change = statistics.median(abs(b - a) for a, b in pairwise(losses))
+            found = found or loss - self.usual > FACTOR * max(change, 1e-3 * abs(self.usual))
         if not found:  # one spike must not make the next one usual
             self._last.append(loss)
         return found

@@ -1,0 +1,223 @@
+"""Whether a folder holds the model that it was made from, also to transformers."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshwright.data import Tokenizer
+from meshwright.models import Transformer
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.stored import HF_CONFIG, read_object
+
+SEQ_LEN: Final = 128
+# Largest difference of two logits over the largest logit. What is stored in fp32 and read by
+# ourselves must be equal. bf16 keeps 8 bits of each weight: 0.5 to 1% was seen, and 7% of a model
+# of 24 layers with wild first weights. transformers takes the same sums in another order: 1e-6
+# was seen, and 1e-5 of that model.
+TOLERANCES: Final = {"fp32": 0.0, "bf16": 0.1}
+TOLERANCE_TRANSFORMERS: Final = 1e-4
+OLDEST_TRANSFORMERS: Final = (4, 57)
+
+TEXT: Final = """\
+The tide had gone out further than anyone in the village could remember, and the boats lay on their
+sides like sleeping cattle. "It'll come back," said the old pilot, who had seen 73 winters there;
+"it always does." Nobody believed him -- not this time. By 4:15 p.m. the first of the children had
+walked out to the wreck of the Margarethe, a mile and a half (2.4 km) from the harbour wall.
+
+    def tides(moon: float, sun: float = 0.46) -> list[float]:
+        # 12.42 hours from one high water to the next
+        return [moon * math.cos(2 * math.pi * t / 12.42) + sun for t in range(24)]
+
+Von der Düne aus sah man, wie das Licht über dem Watt zitterte. Le garçon répéta sa question à voix
+basse. Они молчали. 潮が満ちてくる。 🌊 Ten minutes later the water was at their knees.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim about a folder: `observed` is `expected`, or at most `tolerance` where it has one.
+
+    `first_divergence` says in words what differs first.
+    """
+
+    claim: str
+    expected: Any
+    observed: Any
+    tolerance: float | None
+    passed: bool
+    first_divergence: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a verdict, JSON-ready: a number that is not finite becomes a text."""
+        observed = self.observed
+        if isinstance(observed, float) and not math.isfinite(observed):
+            observed = str(observed)
+        return {**asdict(self), "observed": observed, "layout": {}}
+
+
+def sample_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> Tensor:
+    """Return token ids int64 `[3, seq]` to hold models against each other with.
+
+    Two rows are a text, one goes through the whole vocabulary. Without a tokenizer all three do, in
+    different orders.
+    """
+    length = min(SEQ_LEN, spec.context)
+    spread = torch.arange(length) * spec.vocab_size // length
+    if tokenizer is None:
+        return torch.stack([spread, spread.flip(0), spread.roll(length // 2)])
+    ids = tokenizer.encode(TEXT)
+    ids *= -(-2 * length // len(ids))
+    return torch.cat([torch.tensor(ids[: 2 * length]).view(2, length), spread[None]])
+
+
+@torch.no_grad()
+def logits_of(model: Transformer, ids: Tensor) -> Tensor:
+    """Return logits `[batch, seq, vocab]` in fp32."""
+    logits: Tensor = model(ids)
+    return logits.float()
+
+
+def same_tensors(claim: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Check:
+    """Claim that every tensor is as expected, to the bit in fp32; `observed` counts the others."""
+    different = [
+        name
+        for name in sorted({*found, *expected})
+        if name not in found or name not in expected or not _equal(found[name], expected[name])
+    ]
+    first = different[0] if different else None
+    return Check(claim, 0, len(different), None, not different, first)
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    # As integers: a NaN is itself, and 0.0 is not -0.0.
+    if found.shape != expected.shape:
+        return False
+    ours, theirs = (tensor.detach().float().view(torch.int32) for tensor in (found, expected))
+    return torch.equal(ours, theirs)
+
+
+def same_logits(claim: str, found: Tensor, expected: Tensor, tolerance: float) -> Check:
+    """Claim that logits differ by at most a share `tolerance` of the largest one.
+
+    The first divergence is where they differ most.
+    """
+    difference = (found - expected).abs()
+    error = (difference.max() / expected.abs().max().clamp_min(1e-30)).item()
+    passed = error <= tolerance  # not so where it is NaN
+    first = None
+    if not passed:
+        place = torch.unravel_index(difference.nan_to_num(torch.inf).argmax(), difference.shape)
+        first = "row {}, position {}, token {}".format(*map(int, place))
+    return Check(claim, 0.0, error, tolerance, passed, first)
+
+
+def checks_by_transformers(
+    folder: Path, ids: Tensor, expected: Tensor, tokenizer: Tokenizer | None
+) -> tuple[list[Check], str]:
+    """Claim that transformers loads the same model, and the same tokenizer if there is one.
+
+    `expected` are the logits of `ids` by our own loader. No code of the folder is run. Where there
+    is no transformers to ask there are no checks, but the reason.
+    """
+    try:
+        version = str(_transformers().__version__)
+    except ImportError as error:
+        return [], f"transformers cannot be imported ({error})"
+    why = _too_old(version, folder)
+    if why:
+        return [], why
+    claim = f"logits of transformers {version} are those of the folder loaded here"
+    try:
+        found = _their_logits(folder, ids)
+        checks = [same_logits(claim, found, expected, TOLERANCE_TRANSFORMERS)]
+    except Exception as error:  # whatever a library that reads a wrong folder may raise
+        checks = [failed(claim, TOLERANCE_TRANSFORMERS, error)]
+    if tokenizer is not None:
+        checks.append(_their_ids(folder, tokenizer, version))
+    return checks, ""
+
+
+def _too_old(version: str, folder: Path) -> str:
+    """Say why this version of transformers would not read a folder as it is meant, if so."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        return f"transformers {version} is older than {oldest}"
+    config = read_object(folder / HF_CONFIG)
+    if numbers < (5, 0) and "rope_parameters" in config and "rope_theta" not in config:
+        return f"transformers {version} does not read the rope_parameters of {HF_CONFIG}"
+    return ""
+
+
+@torch.no_grad()
+def _their_logits(folder: Path, ids: Tensor) -> Tensor:
+    transformers = _transformers()
+    with _quiet(transformers.utils.logging):
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading.get(kind):
+            raise ValueError(f"{kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[:3]}")
+    logits: Tensor = model.eval()(ids).logits
+    return logits
+
+
+def _their_ids(folder: Path, tokenizer: Tokenizer, version: str) -> Check:
+    claim = f"ids by the tokenizer of transformers {version} are those of training"
+    try:
+        theirs = _transformers().AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        ids = theirs(TEXT, **plain, verbose=False)["input_ids"]  # longer than the context or not
+        return same_ids(claim, [*ids, theirs.eos_token_id], tokenizer)
+    except Exception as error:  # as above
+        return failed(claim, None, error)
+
+
+def same_ids(claim: str, found: Sequence[int], tokenizer: Tokenizer) -> Check:
+    """Claim that the ids of a text and of its end are the tokenizer's; `observed` counts them."""
+    expected = [*tokenizer.encode(TEXT), tokenizer.eos_id]
+    pairs = enumerate(zip(found, expected, strict=False))
+    equal = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(found), len(expected)))
+    passed = list(found) == expected
+    first = None if passed else f"token {equal}"
+    return Check(claim, len(expected), equal, None, passed, first)
+
+
+def failed(claim: str, tolerance: float | None, error: Exception) -> Check:
+    """Return a claim that came to nothing, with the reason as what was observed."""
+    text = " ".join(str(error).split())
+    observed = f"{type(error).__name__}: {text:.300}"
+    return Check(claim, None, observed, tolerance, False)
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Keep transformers from drawing progress bars between our lines."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    return importlib.import_module("transformers")

@@ -1,0 +1,200 @@
+"""Models to and from Hugging Face folders; what is written appears only if it is the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.draft import Draft
+from meshwright.checkpoint.hf_check import (
+    TEXT,
+    TOLERANCES,
+    Check,
+    checks_by_transformers,
+    failed,
+    logits_of,
+    same_ids,
+    same_logits,
+    same_tensors,
+    sample_ids,
+)
+from meshwright.checkpoint.weights import load_model, write_weights
+from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer, hf_tokenizer
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.models import Transformer
+from meshwright.models.hf import load_hf, write_hf
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.stored import find_step
+
+StoredType = Literal["fp32", "bf16"]
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A folder that was made of another one, and what was checked of it.
+
+    `out` is there only if all `checks` passed. `files` has the size of each file in bytes.
+    `not_checked` says why transformers was not asked, if so.
+    """
+
+    source: Path
+    out: Path
+    parameters: int
+    dtype: StoredType
+    tokenizer: str | None
+    files: Mapping[str, int]
+    checks: tuple[Check, ...]
+    not_checked: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks did."""
+        return all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        return {
+            "source": str(self.source),
+            "out": str(self.out),
+            "passed": self.passed,
+            "parameters": self.parameters,
+            "dtype": self.dtype,
+            "tokenizer": self.tokenizer,
+            "files": dict(self.files),
+            "bytes": sum(self.files.values()),
+            "checks": [check.as_dict() for check in self.checks],
+            "not_checked": self.not_checked or None,
+        }
+
+
+def export_hf(
+    source: Path,
+    out: Path,
+    tokenizer: Tokenizer | None,
+    dtype: StoredType = "fp32",
+    max_shard_bytes: int = 5 * 10**9,
+) -> Exchanged:
+    """Write the model of a run, step or Hugging Face folder as a new Hugging Face folder.
+
+    Weights in `dtype`, in files of at most `max_shard_bytes`, configs, and the tokenizer's files if
+    there is one. `out` appears once it has been loaded again, here and by transformers if that is
+    installed, and has given the model's logits; else `Exchanged.passed` is false. Raises
+    `ConfigError` where `out` is not new or empty and as `write_hf`, `CheckpointError` as
+    `load_model` and where the disk refuses.
+    """
+    with Draft(out) as draft:
+        model = load_model(source)
+        _check_vocabulary(model.spec, tokenizer)
+        files = hf_tokenizer(tokenizer, model.spec.context)
+        state = {name: p.detach().to(DTYPES[dtype]) for name, p in model.named_parameters()}
+        write_hf(
+            model.spec,
+            state,
+            draft.path,
+            max_shard_bytes=max_shard_bytes,
+            bos_token_id=files.bos_token_id,
+            eos_token_id=files.eos_token_id,
+        )
+        for name, content in files.files.items():
+            (draft.path / name).write_bytes(content)
+        checks, not_checked = _check_export(draft.path, model, state, tokenizer, dtype)
+        done = Exchanged(
+            source=find_step(source) or source,
+            out=out,
+            parameters=_count(model),
+            dtype=dtype,
+            tokenizer=None if tokenizer is None else tokenizer.name,
+            files=_sizes(draft.path),
+            checks=checks,
+            not_checked=not_checked,
+        )
+        if done.passed:
+            draft.publish()
+    return done
+
+
+def import_hf(source: Path, out: Path) -> Exchanged:
+    """Write a Hugging Face folder as step 0 of a folder of ours, which `model.init_from` takes.
+
+    Weights in fp32, whatever they are stored in, and the tokenizer's files if there is a
+    tokenizer.json. `out` appears once what was written has been read back, to the bit, and
+    transformers, if installed, gives our logits for `source`; else `Exchanged.passed` is false.
+    Raises `ConfigError` where `out` is not new or empty, and as `load_hf`.
+    """
+    with Draft(out) as draft:
+        model = load_hf(source, dtype=torch.float32)
+        state = dict(model.named_parameters())
+        write_weights(draft.path, model.spec, state, {"imported_from": str(source)})
+        file = source / TOKENIZER
+        if file.is_file():
+            copy_tokenizer(file, draft.path)
+        again = dict(load_model(draft.path).named_parameters())
+        checks = [same_tensors("tensors read back are those of the folder, in fp32", again, state)]
+        ids = sample_ids(model.spec, None)
+        theirs, why = checks_by_transformers(source, ids, logits_of(model, ids), None)
+        done = Exchanged(
+            source=source,
+            out=out,
+            parameters=_count(model),
+            dtype="fp32",
+            tokenizer=TOKENIZER if file.is_file() else None,
+            files=_sizes(draft.path),
+            checks=(*checks, *theirs),
+            not_checked=why,
+        )
+        if done.passed:
+            draft.publish()
+    return done
+
+
+def _check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, but the model's "
+            f"vocab_size is {spec.vocab_size}: it was trained with another one"
+        )
+
+
+def _check_export(
+    folder: Path,
+    model: Transformer,
+    state: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None,
+    dtype: StoredType,
+) -> tuple[tuple[Check, ...], str]:
+    """Load a folder again and hold it against the model; also say what could not be checked."""
+    ids = sample_ids(model.spec, tokenizer)
+    checks = []
+    try:
+        if tokenizer is not None:
+            ours = load_tokenizer(str(folder))
+            found = [*ours.encode(TEXT), ours.eos_id]
+            claim = "ids by the tokenizer of the folder are those of training"
+            checks.append(same_ids(claim, found, tokenizer))
+        again = load_hf(folder, dtype=torch.float32)
+    except MeshwrightError as error:
+        return (*checks, failed("the folder can be loaded here", None, error)), ""
+    logits = logits_of(again, ids)
+    claim = f"tensors are the model's, stored in {dtype}"
+    checks.append(same_tensors(claim, dict(again.named_parameters()), state))
+    claim = "logits of the folder loaded here are the model's"
+    checks.append(same_logits(claim, logits, logits_of(model, ids), TOLERANCES[dtype]))
+    del again  # the memory of a whole model, which transformers loads next
+    by_transformers, why = checks_by_transformers(folder, ids, logits, tokenizer)
+    return (*checks, *by_transformers), why
+
+
+def _count(model: Transformer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}

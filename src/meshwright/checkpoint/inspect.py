@@ -1,0 +1,80 @@
+"""What lies in a folder of checkpoints, in facts: read from manifests alone. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.commit import read_manifest, steps, verify
+from meshwright.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One committed step; `problem` says what is wrong with it, if anything was found to be.
+
+    `is_verified` says that every file's hash was compared.
+    """
+
+    path: str
+    step: int
+    bytes: int
+    files: int
+    layout: str | None
+    world: int | None
+    samples: int | None
+    tokens: int | None
+    is_verified: bool
+    problem: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        return asdict(self)
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Return the folder of steps that a run, a folder of steps or a step is or lies in.
+
+    Raises `CheckpointError` where there is no committed step.
+    """
+    for root in (folder / "checkpoints", folder, folder.parent):
+        if steps(root):
+            return root
+    raise CheckpointError(f"{folder} holds no committed step (no step-00000100 folder)")
+
+
+def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
+    """Return the facts of all steps of a run, or of one step folder, oldest first.
+
+    With `verified` every file is read and held against its hash.
+    """
+    root = checkpoints_of(folder)
+    found = steps(root)
+    here = folder.resolve()
+    if here in [path.resolve() for path in found]:
+        found = [here]
+    return [_facts(path, verified=verified) for path in found]
+
+
+def _facts(path: Path, *, verified: bool) -> StepFacts:
+    problem, manifest = None, dict[str, Any]()
+    try:
+        manifest = read_manifest(path)
+        if verified:
+            verify(path)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    files = manifest.get("files", {})
+    return StepFacts(
+        path=str(path),
+        step=int(path.name.rsplit("-", 1)[1]),
+        bytes=sum(file["bytes"] for file in files.values()),
+        files=len(files),
+        layout=manifest.get("layout"),
+        world=manifest.get("world"),
+        samples=manifest.get("samples"),
+        tokens=manifest.get("tokens"),
+        is_verified=verified,
+        problem=problem,
+    )

@@ -1,0 +1,233 @@
+"""`meshwright checkpoint`: what steps there are, and models to and from Hugging Face folders."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from meshwright.checkpoint.commit import prune, steps
+from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
+from meshwright.cli.common import add_json, print_json
+from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
+from meshwright.train.run_folder import tokenizer_of
+from meshwright.units import format_bytes, format_count, parse_bytes
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.hf_exchange import Exchanged
+
+EXPORT = """\
+example:
+  meshwright checkpoint export-hf runs/latest exported --dtype bf16
+"""
+IMPORT = """\
+example:
+  meshwright checkpoint import-hf exported imported
+  meshwright train model.init_from=imported
+"""
+
+
+INSPECT = """\
+example:
+  meshwright checkpoint inspect runs/latest
+"""
+VERIFY = """\
+example:
+  meshwright checkpoint verify runs/latest
+"""
+PRUNE = """\
+example:
+  meshwright checkpoint prune runs/latest --keep 1
+"""
+
+
+class Action(NamedTuple):
+    """A subcommand: what it does, an example, its arguments and itself."""
+
+    text: str
+    example: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `checkpoint`."""
+    parser.description = "Checkpoints: look at them, and exchange them with Hugging Face."
+    parser.epilog = "examples:\n" + "".join(
+        action.example.split("\n", 1)[1] for action in ACTIONS.values()
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, action in ACTIONS.items():
+        command = actions.add_parser(
+            name,
+            help=action.text,
+            description=action.text[0].upper() + action.text[1:] + ".",
+            epilog=action.example,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        action.configure(command)
+        add_json(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action and return the exit code."""
+    return ACTIONS[args.action].run(args)
+
+
+def _configure_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN", help="a run, or one of its step folders")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    return _say_steps(inspect(Path(args.source)), args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    return _say_steps(inspect(Path(args.source), verified=True), args.json)
+
+
+def _say_steps(found: list[StepFacts], as_json: bool) -> int:
+    if as_json:
+        print_json({"steps": [one.as_dict() for one in found]})
+    for one in () if as_json else found:
+        if one.problem is not None:
+            print(f"BAD  step {one.step}: {one.problem}")
+            continue
+        seen = f", {format_count(one.tokens)} tokens" if one.tokens is not None else ""
+        by = f", {one.layout} on {one.world} ranks" if one.layout else ", weights only"
+        word = "good" if one.is_verified else "    "
+        print(f"{word} step {one.step}: {format_bytes(one.bytes)} in {one.files} files{by}{seen}")
+    return EXIT_CHECK_FAILED if any(one.problem for one in found) else EXIT_DONE
+
+
+def _configure_prune(parser: argparse.ArgumentParser) -> None:
+    _configure_steps(parser)
+    parser.add_argument(
+        "--keep", type=_count, required=True, metavar="N", help="steps to keep, the newest"
+    )
+
+
+def _prune(args: argparse.Namespace) -> int:
+    root = checkpoints_of(Path(args.source))
+    gone = [str(path) for path in prune(root, args.keep)]
+    if args.json:
+        print_json({"removed": gone, "kept": [str(path) for path in steps(root)]})
+    else:
+        print(f"removed {len(gone)} steps, kept {len(steps(root))} in {root}")
+    return EXIT_DONE
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of steps; 1 or more")
+    return int(text)
+
+
+def _configure_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN", help="a run, or one of its step folders")
+    parser.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights")
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="BYTES",
+        help="of each file of weights, as 500MB or 5GB (the default)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="'bytes', 'gpt2' or a tokenizer.json, if not the run's; 'none' writes none",
+    )
+
+
+def _export(args: argparse.Namespace) -> int:
+    from meshwright.checkpoint.hf_exchange import export_hf
+
+    source = Path(args.source)
+    tokenizer = _tokenizer(source, args.tokenizer)
+    done = export_hf(source, Path(args.out), tokenizer, args.dtype, args.max_shard_size)
+    return _report("exported", done, args.json)
+
+
+def _configure_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="DIR", help="a Hugging Face folder with safetensors")
+    parser.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
+
+
+def _import(args: argparse.Namespace) -> int:
+    from meshwright.checkpoint.hf_exchange import import_hf
+
+    return _report("imported", import_hf(Path(args.source), Path(args.out)), args.json)
+
+
+def _tokenizer(source: Path, asked: str | None) -> Tokenizer | None:
+    if asked == "none":
+        return None
+    name, eos = tokenizer_of(source) if asked is None else (asked, None)
+    return load_tokenizer(name, eos)
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no size of a file")
+    return size
+
+
+def _report(verb: str, done: Exchanged, as_json: bool) -> int:
+    if as_json:
+        print_json(done.as_dict())
+    else:
+        for line in _lines(verb, done):
+            print(line)
+    if not done.passed:
+        print(f"{done.out} was not written: a check failed", file=sys.stderr)
+    return EXIT_DONE if done.passed else EXIT_CHECK_FAILED
+
+
+def _lines(verb: str, done: Exchanged) -> list[str]:
+    lines = []
+    for check in done.checks:
+        word, found = ("passed", "") if check.passed else ("FAILED", f" ({_found(check)})")
+        if check.passed and check.tolerance:
+            found = f" (off by {check.observed:.1e} of the largest, at most {check.tolerance:.0e})"
+        lines.append(f"{word}  {check.claim}{found}")
+    if done.not_checked:
+        lines.append(f"not checked by transformers: {done.not_checked}")
+    lines.append(f"tokenizer: {done.tokenizer or 'none'}")
+    size, count = format_bytes(sum(done.files.values())), format_count(done.parameters)
+    if done.passed:
+        lines.append(
+            f"{verb} {done.source} to {done.out}: {count} parameters in {done.dtype}, "
+            f"{len(done.files)} files, {size}"
+        )
+    return lines
+
+
+def _found(check: Any) -> str:
+    if check.expected is None:
+        return str(check.observed)
+    text = f"expected {check.expected}, observed {check.observed}"
+    if check.tolerance is not None:
+        text += f", tolerance {check.tolerance:g}"
+    return text if check.first_divergence is None else f"{text}, first {check.first_divergence}"
+
+
+ACTIONS: Final = {
+    "inspect": Action("list the steps of a run", INSPECT, _configure_steps, _inspect),
+    "verify": Action("read every file and compare its hash", VERIFY, _configure_steps, _verify),
+    "prune": Action("remove all but the newest steps", PRUNE, _configure_prune, _prune),
+    "export-hf": Action(
+        "write a run's model as a Hugging Face folder", EXPORT, _configure_export, _export
+    ),
+    "import-hf": Action(
+        "write a Hugging Face folder as a checkpoint", IMPORT, _configure_import, _import
+    ),
+}

@@ -1,0 +1,117 @@
+"""A tokenizer as files of a Hugging Face folder, and what belongs to a tokenizer.json there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.files import reading
+from meshwright.data.tokenizers import Tokenizer
+from meshwright.errors import DataError
+
+TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+SPECIAL = "special_tokens_map.json"
+# What transformers reads beside a tokenizer.json, and what says which ids end a text.
+COMPANIONS = (CONFIG, SPECIAL, "chat_template.jinja", GENERATION)
+
+
+@dataclass(frozen=True)
+class HFTokenizer:
+    """The files of a tokenizer by name, and the ids that `config.json` states, or None.
+
+    `eos_token_id` is one id, or several of which the tokenizer's own is one.
+    """
+
+    files: Mapping[str, bytes]
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+
+
+def hf_tokenizer(tokenizer: Tokenizer | None, context: int) -> HFTokenizer:
+    """Return the files with which `AutoTokenizer` gives the same ids, and `generation_config.json`.
+
+    What stands beside a `tokenizer.json` goes with it; its eos token becomes the one that ended
+    the documents. Where no file names a bos token it is the eos token, as in GPT-2: that is what
+    stands before a document in training. `context` is the longest text in tokens. Without a
+    tokenizer there is only a generation config that names no ids. Raises DataError for a companion
+    that is no JSON object.
+    """
+    if tokenizer is None:
+        return HFTokenizer({GENERATION: _json({})}, None, None)
+    content = tokenizer.to_json()
+    id_of = _vocabulary(content)
+    # The byte tokenizer ends documents with an id that has no name of its own.
+    eos = tokenizer.eos_token or next(t for t, i in id_of.items() if i == tokenizer.eos_id)
+    beside = {} if tokenizer.file is None else _read(tokenizer.file.parent)
+    config = _object(CONFIG, beside) or _plain_config(content, context)
+    config.setdefault("bos_token", _name(_object(SPECIAL, beside).get("bos_token", eos)))
+    if _name(config.get("eos_token")) != eos:
+        config["eos_token"] = eos
+    if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know it
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+
+    bos_id = id_of.get(_name(config["bos_token"]) or "")
+    generation = _object(GENERATION, beside)
+    ends = generation.get("eos_token_id")
+    if tokenizer.eos_id not in (ends if isinstance(ends, list) else [ends]):
+        ends = tokenizer.eos_id
+    generation |= {"bos_token_id": bos_id, "eos_token_id": ends}
+    made = {TOKENIZER: content, CONFIG: _json(config), GENERATION: _json(generation)}
+    return HFTokenizer({**beside, **made}, bos_id, ends)
+
+
+def copy_tokenizer(file: Path, folder: Path) -> None:
+    """Copy a `tokenizer.json` and what belongs to it into a folder."""
+    shutil.copyfile(file, folder / TOKENIZER)
+    for name, content in _read(file.parent).items():
+        (folder / name).write_bytes(content)
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    contents = {}
+    for path in found:
+        with reading(path):
+            contents[path.name] = path.read_bytes()
+    return contents
+
+
+def _plain_config(content: bytes, context: int) -> dict[str, Any]:
+    """Return a tokenizer config under which transformers runs the tokenizer.json as it is."""
+    cut = json.loads(content).get("pre_tokenizer") or {}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        # transformers 4 changes the file's own setting where this is missing.
+        "add_prefix_space": bool(cut.get("add_prefix_space", False)),
+    }
+
+
+def _vocabulary(content: bytes) -> dict[str, int]:
+    from tokenizers import Tokenizer as Backend
+
+    return dict(Backend.from_str(content.decode()).get_vocab(with_added_tokens=True))
+
+
+def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        return dict(json.loads(files[name]))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{name} beside the tokenizer.json is not a JSON object") from error
+
+
+def _name(token: object) -> str | None:
+    """Return a special token that is written as a string or as an object with its content."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

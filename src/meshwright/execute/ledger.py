@@ -1,0 +1,232 @@
+"""What a rank is doing, in a small mapped file that others can read while the rank hangs.
+
+A record is a store to memory: no system call, no lock, nothing that could wait. The file outlives
+the rank, however it ended. No torch here; `execute.recorder` enters the collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.execute.ledger_file import (
+    ACTIONS,
+    COUNTS_AT,
+    GROUPS,
+    HEAD,
+    KINDS,
+    MAGIC,
+    NAMES_AT,
+    NOW,
+    NOW_AT,
+    PHASES,
+    RECORD,
+    RECORD_TIMES,
+    RING_AT,
+    SIZE,
+    SLOTS,
+    TRANSFERS,
+    Group,
+    ranges_of,
+)
+
+_PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
+
+
+class Ledger:
+    """The ledger of this process; in memory of its own unless `open` maps a file.
+
+    `on_phase` is called with each phase and the step as it begins, for tests to act there.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        attempt: int = 0,
+        on_phase: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
+        self._on_phase = on_phase
+        self._moves, self._number = 0, 0
+        self._numbers = itertools.count(1)
+        self._step, self._phase, self._place = 0, 0, (0, 0, 0)
+        self._waited_s, self._stepped_s, self._step_began = 0.0, 0.0, 0.0
+        self._sequences: dict[tuple[int, int, int], int] = {}
+        self._groups: list[Group] = []
+        self._mine = threading.local()  # entries of each thread: saving has one of its own
+        head = (MAGIC, attempt, rank, world, 0, os.getpid(), time.monotonic())
+        HEAD.pack_into(self._memory, 0, *head)
+        self._enter("start")
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        rank: int,
+        world: int,
+        attempt: int = 0,
+        on_phase: Callable[[str, int], None] | None = None,
+    ) -> Ledger:
+        """Begin the ledger of a rank in a new file; raises `OSError` where the disk refuses."""
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w+b") as file:
+            # Written, not only sized: a store to a page that the full disk lacks ends the process.
+            file.write(bytes(SIZE))
+            file.flush()
+            memory = mmap.mmap(file.fileno(), SIZE)
+        ledger = cls(memory, rank=rank, world=world, attempt=attempt, on_phase=on_phase)
+        temporary.replace(path)
+        return ledger
+
+    @property
+    def place(self) -> str:
+        """The step and phase that this rank is in."""
+        return f"step {self._step}, {PHASES[self._phase]}"
+
+    def step(self, step: int) -> None:
+        """Enter that a step begins."""
+        now = time.monotonic()
+        if self._step_began:
+            self._stepped_s += now - self._step_began
+        self._step, self._step_began = step, now
+        self._enter("data")
+
+    def phase(self, name: str) -> None:
+        """Enter what the rank turns to, one of `PHASES`."""
+        self._enter(name)
+
+    def action(self, kind: str, stage: int, microbatch: int) -> None:
+        """Enter an action of the pipeline; a forward or a backward is its phase, too."""
+        place = (ACTIONS.index(kind), stage, microbatch)
+        self._enter(_PHASE_OF.get(kind, "backward"), place)
+
+    def _enter(self, name: str, place: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self._phase, self._place = PHASES.index(name), place
+        self._move()
+        if self._on_phase is not None:
+            self._on_phase(name, self._step)
+
+    def _move(self) -> None:
+        self._moves += 1
+        action, stage, microbatch = self._place
+        NOW.pack_into(
+            self._memory,
+            NOW_AT,
+            *(self._moves, time.monotonic(), self._step, self._phase, action, stage, 0),
+            *(microbatch, 0, self._waited_s, self._stepped_s),
+        )
+
+    def group(self, name: str, ranks: Sequence[int], label: str = "") -> int:
+        """Return the number of a process group, by torch's name; `label` is what people read.
+
+        A group that is known keeps its number, and its label unless there is a new one.
+        """
+        at = next((i for i, known in enumerate(self._groups) if known.name == name), None)
+        if at is None:
+            at = len(self._groups)
+            self._groups.append(Group(name, f"ranks {', '.join(map(str, ranks))}", tuple(ranks)))
+        elif not label:
+            return at
+        if label:
+            self._groups[at] = self._groups[at]._replace(label=label)
+        texts = [[known.name, known.label, ranges_of(known.ranks)] for known in self._groups]
+        text = json.dumps(texts[:GROUPS]).encode()
+        if len(text) <= RING_AT - NAMES_AT - 4:
+            self._memory[NAMES_AT + 4 : NAMES_AT + 4 + len(text)] = text
+            struct.pack_into("=I", self._memory, NAMES_AT, len(text))
+        return at
+
+    def begin(
+        self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
+    ) -> int:
+        """Enter that a collective or a transfer of some bytes begins; returns its entry.
+
+        `waits` says that the rank does nothing else before it ends.
+        """
+        code = KINDS.index(kind)
+        number = self._number = next(self._numbers)
+        if not hasattr(self._mine, "entries"):
+            self._mine.entries = deque(maxlen=2)
+        self._mine.entries.append(number)
+        now = time.monotonic()
+        key = (group, code, peer) if kind in TRANSFERS else (group, 0, -1)
+        sequence = self._sequences[key] = self._sequences.get(key, 0) + 1
+        if key[1] == 0 and group < GROUPS:
+            struct.pack_into("=Q", self._memory, COUNTS_AT + 8 * group, sequence)
+        RECORD.pack_into(
+            self._memory,
+            RING_AT + number % SLOTS * RECORD.size,
+            *(number, now, now if waits else 0.0, 0.0),
+            *(size, sequence, self._step, group, peer, code, self._phase),
+        )
+        self._move()
+        return number
+
+    def begun_last(self, count: int) -> tuple[int, ...]:
+        """Return the entries that this thread began last; none where nothing enters them."""
+        return tuple(self._mine.entries)[-count:] if hasattr(self._mine, "entries") else ()
+
+    def wait(self, *entries: int) -> None:
+        """Enter that the rank waits for what it began."""
+        now = time.monotonic()
+        for entry in entries:
+            self._stamp(entry, "waiting", now)
+        self._move()
+
+    def end(self, *entries: int) -> None:
+        """Enter that something has ended, or that the rank no longer waits for it."""
+        now = time.monotonic()
+        since = min((self._stamp(entry, "ended", now) for entry in entries), default=now)
+        self._waited_s += now - since
+        self._move()
+
+    def _stamp(self, entry: int, field: str, now: float) -> float:
+        """Set a time of an entry; returns since when it was waited for."""
+        if entry <= self._number - SLOTS:  # written over meanwhile
+            return now
+        at = RING_AT + entry % SLOTS * RECORD.size
+        struct.pack_into("=d", self._memory, at + RECORD_TIMES[field], now)
+        return RECORD.unpack_from(self._memory, at)[2] or now
+
+    def left_open(self) -> tuple[int, ...]:
+        """Return the collective that this thread began last, if it has not ended."""
+        for entry in self.begun_last(1):
+            fields = RECORD.unpack_from(self._memory, RING_AT + entry % SLOTS * RECORD.size)
+            if not fields[3] and KINDS[fields[9]] not in TRANSFERS:
+                return (entry,)
+        return ()
+
+
+class Pending:
+    """Sends and receives on their way, entered into a ledger as waited for and as ended."""
+
+    def __init__(self, ledger: Ledger, *works: Any) -> None:
+        """Take the works that this thread began last."""
+        self._ledger, self._works = ledger, works
+        self._entries = ledger.begun_last(len(works))
+
+    def wait(self) -> None:
+        """Wait until all have arrived, or left."""
+        self._ledger.wait(*self._entries)
+        for work in self._works:
+            work.wait()
+        self._ledger.end(*self._entries)
+
+    def is_completed(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        done = all(work.is_completed() for work in self._works)
+        if done:
+            self._ledger.end(*self._entries)
+        return done

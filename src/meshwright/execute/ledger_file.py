@@ -1,0 +1,233 @@
+"""The file of a rank's ledger: its format, and how another process reads it. No torch here."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+PHASES: Final = (
+    "start",
+    "load",
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "update",
+    "eval",
+    "save",
+    "end",
+)
+ACTIONS: Final = ("", "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
+KINDS: Final = (
+    "other",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
+TRANSFERS: Final = ("send", "recv")
+
+MAGIC: Final = b"MWLEDG01"
+HEAD: Final = struct.Struct("=8sIIIIqd")  # magic, attempt, rank, world, -, pid, started
+# moves, at, step, phase, action, stage, -, microbatch, -, waited_s, stepped_s
+NOW: Final = struct.Struct("=Qdqhhhhiidd")
+# number from 1, begun, waiting, ended, bytes, sequence number, step, group, peer, kind, phase
+RECORD: Final = struct.Struct("=QdddqIIhhHH8x")
+RECORD_TIMES: Final = {"begun": 8, "waiting": 16, "ended": 24}
+NOW_AT: Final = 64
+COUNTS_AT: Final = 128  # how many collectives each group has begun
+GROUPS: Final = 64
+NAMES_AT: Final = COUNTS_AT + 8 * GROUPS
+RING_AT: Final = 16384
+SLOTS: Final = 512
+SIZE: Final = RING_AT + SLOTS * RECORD.size
+
+
+class Group(NamedTuple):
+    """A process group: torch's name for it, the axis or what else it is for, its ranks."""
+
+    name: str
+    label: str
+    ranks: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """A collective, or a send or receive, whose `peer` is the rank at the other end.
+
+    Times are of the monotonic clock, which a machine's processes share; 0 where not yet.
+    `sequence` counts from 1: the collectives of a group, or the transfers to or from one peer.
+    """
+
+    number: int
+    begun: float
+    waiting: float
+    ended: float
+    bytes: int
+    sequence: int
+    step: int
+    group: Group
+    peer: int
+    kind: str
+    phase: str
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.kind in TRANSFERS
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the rank can do nothing before it ends."""
+        return self.waiting > 0 and not self.ended
+
+    def __str__(self) -> str:
+        text = f"{self.kind} #{self.sequence} of {self.group.label}"
+        if self.is_transfer:
+            text += f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+        return f"{text} ({self.bytes} bytes)"
+
+
+class Reading(NamedTuple):
+    """A ledger as it was at one moment.
+
+    `moves` counts the entries, `at` is when the last one was made. `waited_s` of the `stepped_s`
+    seconds in finished steps went on waiting for other ranks and for what they send.
+    """
+
+    attempt: int
+    rank: int
+    world: int
+    pid: int
+    started: float
+    moves: int
+    at: float
+    step: int
+    phase: str
+    action: str
+    stage: int
+    microbatch: int
+    waited_s: float
+    stepped_s: float
+    groups: tuple[Group, ...]
+    counts: tuple[int, ...]
+    records: tuple[Record, ...]
+
+    def begun(self, group: Group) -> int:
+        """Return how many collectives of a group have begun here; -1 where it is not known."""
+        for known, count in zip(self.groups, self.counts, strict=False):
+            if known.name == group.name and known.ranks == group.ranks:
+                return count
+        return -1
+
+    def place(self) -> str:
+        """Say where the rank is, as `step 7, forward of microbatch 2 on stage 1`."""
+        if self.phase in ("start", "load", "end"):
+            words = {"start": "before it joined the others", "load": "loading", "end": "at its end"}
+            return words[self.phase]
+        text = f"step {self.step}, {self.phase}"
+        if self.action:
+            verb = {"F": "", "B": "", "I": " for inputs", "W": " for weights"}.get(self.action)
+            verb = f", {self.action.lower()}" if verb is None else verb
+            text += f"{verb} of microbatch {self.microbatch} on stage {self.stage}"
+        return text
+
+
+class Pace(NamedTuple):
+    """The step of a rank, and of the seconds of all steps before it those in which it waited."""
+
+    step: int
+    waited_s: float
+    stepped_s: float
+
+
+class LedgerFile:
+    """A rank's ledger, seen from another process."""
+
+    def __init__(self, path: Path) -> None:
+        """Map a ledger; raises `OSError` or `ValueError` where there is none to read."""
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+        if self._memory[:8] != MAGIC:
+            raise ValueError(f"{path} is no ledger of this version")
+
+    @property
+    def moves(self) -> int:
+        """How many entries there are: it stands still when the rank does."""
+        return int(struct.unpack_from("=Q", self._memory, NOW_AT)[0])
+
+    def pace(self) -> Pace:
+        """Return how far the rank is, and what it has waited for until then."""
+        fields = NOW.unpack_from(self._memory, NOW_AT)
+        return Pace(fields[2], fields[-2], fields[-1])
+
+    def read(self) -> Reading:
+        """Return all that the ledger holds."""
+        _, attempt, rank, world, _, pid, started = HEAD.unpack_from(self._memory, 0)
+        moves, at, step, phase, action, stage, _, microbatch, _, waited_s, stepped_s = (
+            NOW.unpack_from(self._memory, NOW_AT)
+        )
+        size = struct.unpack_from("=I", self._memory, NAMES_AT)[0]
+        listed = json.loads(self._memory[NAMES_AT + 4 : NAMES_AT + 4 + size] or b"[]")
+        groups = tuple(Group(name, label, ranks_of(ranges)) for name, label, ranges in listed)
+        counts = struct.unpack_from(f"={GROUPS}Q", self._memory, COUNTS_AT)
+        return Reading(
+            *(attempt, rank, world, pid, started, moves, at, step, PHASES[phase]),
+            *(ACTIONS[action], stage, microbatch, waited_s, stepped_s),
+            groups,
+            counts[: len(groups)],
+            tuple(sorted(self._records(groups))),
+        )
+
+    def _records(self, groups: tuple[Group, ...]) -> list[Record]:
+        found = []
+        for slot in range(SLOTS):
+            fields = RECORD.unpack_from(self._memory, RING_AT + slot * RECORD.size)
+            number, begun, waiting, ended, size, sequence, step, group, peer, kind, phase = fields
+            if number:
+                of = groups[group] if group < len(groups) else Group("", f"group {group}", ())
+                found.append(
+                    Record(
+                        *(number, begun, waiting, ended, size, sequence, step, of, peer),
+                        *(KINDS[kind], PHASES[phase]),
+                    )
+                )
+        return found
+
+
+def read_ledger(path: Path) -> Reading | None:
+    """Return what a rank's ledger holds; None where there is none."""
+    try:
+        return LedgerFile(path).read()
+    except (OSError, ValueError):
+        return None
+
+
+def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
+    """Return ranks as runs `[first, last, stride]`: a group of thousands must fit as well."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and (len(run := runs[-1]) < 3 or rank - run[1] == run[2]) and rank > run[1]:
+            runs[-1] = [run[0], rank, rank - run[1]]
+        else:
+            runs.append([rank, rank])
+    return runs
+
+
+def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks of `ranges_of`."""
+    return tuple(
+        rank
+        for first, last, *stride in runs
+        for rank in range(first, last + 1, stride[0] if stride else 1)
+    )

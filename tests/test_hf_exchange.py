@@ -1,0 +1,447 @@
+"""Export to Hugging Face folders and import from them: nothing is lost, nothing wrong appears."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+
+from meshwright.checkpoint import hf_check, hf_exchange
+from meshwright.checkpoint.weights import load_model, weights_from, write_weights
+from meshwright.cli import main
+from meshwright.data import load_tokenizer, train_bpe
+from meshwright.data.byte_level import byte_characters, byte_level_json
+from meshwright.data.hf_tokenizer import hf_tokenizer
+from meshwright.data.tokenizers import BYTES_EOS
+from meshwright.errors import ConfigError
+from meshwright.models import build_model, init_model
+from meshwright.models.hf import load_hf, save_hf
+from meshwright.spec.loading import load_config
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.stored import find_step, stored_spec
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "data" / "golden"
+SIZES = {"vocab_size": 320, "dim": 32, "n_layers": 2, "n_heads": 4, "context": 64, "init_std": 0.1}
+MODELS = {
+    "llama": {"n_kv_heads": 2, "rope_theta": 500.0},
+    "llama tied": {"tie_embeddings": True},
+    "llama scaled": {
+        "rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 16},
+        "attention_bias": True,
+    },
+    "neox": {"family": "neox", "rotary_pct": 0.5, "parallel_residual": True},
+    "neox tied": {"family": "neox", "tie_embeddings": True},
+}
+TEXTS = ["def f(x):\n    return x + 1\n" * 20, "the quick brown fox, naïve 日本語 🙂\n" * 20]
+each_model = pytest.mark.parametrize("kind", MODELS)
+
+
+def model_of(kind="llama"):
+    spec = model_spec(**SIZES, **MODELS[kind])
+    model = init_model(build_model(spec, device="cpu"), spec, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder as far as an export looks at it."""
+    model = model_of()
+    folder = tmp_path / "run"
+    write_weights(folder / "checkpoints", model.spec, dict(model.named_parameters()), {})
+    record = {"name": "bytes", "eos": "", "file": None}
+    (folder / "plan.json").write_text(json.dumps({"tokenizer": record}))
+    return folder
+
+
+def stored(folder):
+    """Return all tensors of a Hugging Face folder."""
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def export(source, out, *words):
+    return main(["checkpoint", "export-hf", str(source), str(out), *words])
+
+
+def nothing_but(folder, *names):
+    return {path.name for path in folder.iterdir()} == set(names)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_model
+def test_a_round_trip_is_bitwise(kind, dtype, tmp_path):
+    model = model_of(kind).to(hf_exchange.DTYPES[dtype])
+    save_hf(model, tmp_path / "a")
+    assert main(["checkpoint", "import-hf", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert load_model(tmp_path / "b").spec == load_hf(tmp_path / "a").spec
+    words = ["--tokenizer", "none", "--dtype", dtype]
+    assert export(tmp_path / "b", tmp_path / "c", *words) == 0
+    assert_same(stored(tmp_path / "c"), stored(tmp_path / "a"))
+    ours, theirs = (json.loads((tmp_path / n / "config.json").read_text()) for n in "ca")
+    assert ours == theirs
+    assert nothing_but(tmp_path, "a", "b", "c")
+
+
+@each_model
+def test_transformers_gives_the_same_logits(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = model_of(kind)
+    save_hf(model, tmp_path / "a")
+    assert export(tmp_path / "a", tmp_path / "b", "--tokenizer", "bytes") == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    ids = torch.randint(0, 320, (2, 50), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model(ids), atol=1e-5, rtol=0)
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == BYTES_EOS
+
+
+def test_the_export_of_a_run(run, tmp_path, capsys):
+    assert export(run, tmp_path / "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["source"].endswith("step-00000000")
+    assert found["parameters"] == sum(p.numel() for p in model_of().parameters())
+    assert (found["dtype"], found["tokenizer"]) == ("fp32", "bytes")
+    made = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert set(found["files"]) == {*made, "model.safetensors"}
+    assert nothing_but(tmp_path / "out", *found["files"])
+    assert found["bytes"] == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+    exact = [check for check in found["checks"] if check["tolerance"] in (0, None)]
+    assert len(exact) >= 3
+    assert all(check["passed"] and check["observed"] == check["expected"] for check in exact)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500.0
+    assert_same(
+        dict(load_model(tmp_path / "out").named_parameters()),
+        dict(load_model(run).named_parameters()),
+    )
+
+
+def test_bf16_is_rounded_and_says_how_far(run, tmp_path, capsys):
+    assert export(run, tmp_path / "out", "--dtype", "bf16", "--json") == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    logits = next(check for check in checks if "loaded here are the model's" in check["claim"])
+    assert 1e-4 < logits["observed"] < logits["tolerance"] == 0.1
+    parameters = load_model(run).state_dict()
+    for name, tensor in load_hf(tmp_path / "out").state_dict().items():
+        assert torch.equal(tensor, parameters[name].bfloat16())
+
+
+def test_shards_are_at_most_as_large_as_asked(run, tmp_path):
+    assert export(run, tmp_path / "out", "--max-shard-size", "20KB") == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    tensors = stored(tmp_path / "out")
+    for path in files:
+        held = load_file(path)
+        assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= 20_000
+        assert all(index["weight_map"][name] == path.name for name in held)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    whole = tmp_path / "whole"
+    assert export(run, whole) == 0
+    assert_same(tensors, stored(whole))
+
+
+def test_the_command_loads_torch_only_to_act():
+    code = "import sys, meshwright.cli.checkpoint\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_empty_folder_is_filled(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert export(run, tmp_path / "out") == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_what_is_there_is_left_alone(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for words in (["export-hf", run], ["import-hf", run]):
+        assert main(["checkpoint", *map(str, words), str(out)]) == 2
+        assert f"{out} is not empty, it must be new or empty; nearest legal: {out}-2" in (
+            capsys.readouterr().err
+        )
+    assert export(run, out / "notes.txt") == 2
+    assert "is a file" in capsys.readouterr().err
+    assert nothing_but(out, "notes.txt")
+    assert (out / "notes.txt").read_text() == "mine"
+    assert nothing_but(tmp_path, "run", "out")
+
+
+def refused(words, capsys, message):
+    assert main(["checkpoint", *map(str, words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_refusals_before_anything_is_written(run, tmp_path, capsys):
+    out, empty = tmp_path / "out", tmp_path / "empty"
+    empty.mkdir()
+    (empty / "plan.json").write_text((run / "plan.json").read_text())
+    refused(["export-hf", empty, out], capsys, "neither a run with a checkpoint")
+    refused(["export-hf", tmp_path / "nowhere", out], capsys, "nowhere is not a folder")
+    refused(["import-hf", empty, out], capsys, "config.json is missing")
+    refused(["export-hf", run, out, "--tokenizer", "gone.json"], capsys, "no tokenizer at gone")
+    file = train_bpe([Path(json.__file__).read_text()], 400, tmp_path / "bpe")
+    refused(["export-hf", run, out, "--tokenizer", file], capsys, "vocab_size is 320")
+    (run / "plan.json").unlink()
+    refused(["export-hf", run, out], capsys, "give --tokenizer")
+    for words in (["--max-shard-size", "0"], ["--max-shard-size", "big"], ["--dtype", "fp8"]):
+        with pytest.raises(SystemExit, match="2"):
+            export(run, out, *words)
+    assert nothing_but(tmp_path, "run", "empty", "bpe")
+
+
+def change_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] *= 1 + 2**-20
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(**keys):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | keys))
+
+    return change
+
+
+def cut_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+CORRUPTIONS = {
+    "a bit of a weight": (change_weights, "tensors are the model's"),
+    "an epsilon": (change_config(rms_norm_eps=2e-5), "logits of the folder loaded here"),
+    "rotary spellings that disagree": (change_config(rope_theta=1e4), "can be loaded here"),
+    "the number of layers": (change_config(num_hidden_layers=1), "can be loaded here"),
+    "a truncated file": (cut_file, "can be loaded here"),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_a_corrupt_export_never_appears(kind, run, tmp_path, monkeypatch, capsys):
+    corrupt, claim = CORRUPTIONS[kind]
+    write = hf_exchange.write_hf
+
+    def write_wrongly(spec, state, folder, **words):
+        write(spec, state, folder, **words)
+        corrupt(folder)
+
+    monkeypatch.setattr(hf_exchange, "write_hf", write_wrongly)
+    assert export(run, tmp_path / "out", "--json") == 1
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert not found["passed"]
+    assert any(claim in check["claim"] for check in found["checks"] if not check["passed"])
+    assert "was not written: a check failed" in shown.err
+    assert nothing_but(tmp_path, "run")
+
+
+def test_a_wrong_tokenizer_never_appears(run, tmp_path, monkeypatch, capsys):
+    def swapped(tokenizer, context):
+        files = hf_tokenizer(tokenizer, context)
+        content = json.loads(files.files["tokenizer.json"])
+        vocab = content["model"]["vocab"]
+        vocab["e"], vocab["t"] = vocab["t"], vocab["e"]
+        files.files["tokenizer.json"] = json.dumps(content).encode()
+        return files
+
+    monkeypatch.setattr(hf_exchange, "hf_tokenizer", swapped)
+    assert export(run, tmp_path / "out") == 1
+    assert "FAILED  ids by the tokenizer of the folder" in capsys.readouterr().out
+    assert nothing_but(tmp_path, "run")
+
+
+def test_what_only_transformers_reads_otherwise_never_appears(run, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    theirs = hf_check._their_logits
+    monkeypatch.setattr(hf_check, "_their_logits", lambda folder, ids: theirs(folder, ids) * 1.001)
+    assert export(run, tmp_path / "out") == 1
+    assert "FAILED  logits of transformers" in capsys.readouterr().out
+    assert main(["checkpoint", "import-hf", str(hf_folder(tmp_path)), str(tmp_path / "out")]) == 1
+    assert nothing_but(tmp_path, "run", "hf")
+
+
+def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch, capsys):
+    def full(spec, state, folder, **words):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_exchange, "write_hf", full)
+    assert export(run, tmp_path / "out") == 2
+    assert "out was not written: No space left on device" in capsys.readouterr().err
+    assert nothing_but(tmp_path, "run")
+
+
+def test_without_transformers_it_says_so(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert export(run, tmp_path / "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "transformers cannot be imported" in found["not_checked"]
+    assert len(found["checks"]) == 3
+    assert export(run, tmp_path / "again") == 0
+    assert "not checked by transformers: " in capsys.readouterr().out
+
+
+def test_a_version_that_misreads_a_folder_is_not_asked(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    save_hf(model_of(), tmp_path / "a")
+    file = tmp_path / "a" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in config.items() if k != "rope_theta"}))
+    for version, said in (("4.57.6", "does not read the rope_parameters"), ("4.9.0", "older than")):
+        monkeypatch.setattr(transformers, "__version__", version)
+        words = ["import-hf", str(tmp_path / "a"), str(tmp_path / version), "--json"]
+        assert main(["checkpoint", *words]) == 0
+        assert said in json.loads(capsys.readouterr().out)["not_checked"]
+
+
+def hf_folder(tmp_path):
+    """A Hugging Face folder with a tokenizer and all that may lie beside it."""
+    folder = tmp_path / "hf"
+    save_hf(model_of(), folder)
+    train_bpe(TEXTS, 300, folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["<s>", "<|turn|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    ends = [backend.token_to_id(token) for token in ("<|endoftext|>", "<|turn|>")]
+    start = backend.token_to_id("<s>")
+    config = {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}})
+    )
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    generation = {"temperature": 0.6, "do_sample": True, "bos_token_id": start}
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": ends}))
+    return folder
+
+
+def test_what_lies_beside_a_tokenizer_comes_through(tmp_path):
+    hf = hf_folder(tmp_path)
+    assert main(["checkpoint", "import-hf", str(hf), str(tmp_path / "ours")]) == 0
+    assert load_tokenizer(str(tmp_path / "ours")).digest == load_tokenizer(str(hf)).digest
+    assert export(tmp_path / "ours", tmp_path / "out") == 0
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (hf / name).read_bytes()
+    read = {
+        name: json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+    }
+    was = json.loads((hf / "generation_config.json").read_text())
+    assert read["generation_config.json"] == was
+    assert read["config.json"]["eos_token_id"] == was["eos_token_id"]
+    assert read["config.json"]["bos_token_id"] == was["bos_token_id"]
+    assert read["tokenizer_config.json"]["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_another_end_of_document_than_the_files_say(tmp_path):
+    tokenizer = load_tokenizer(str(hf_folder(tmp_path)), "<|turn|>")
+    generation = tmp_path / "hf" / "generation_config.json"
+    generation.write_text('{"eos_token_id": 0}')
+    found = hf_tokenizer(tokenizer, 64)
+    assert found.eos_token_id == tokenizer.eos_id
+    assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == "<|turn|>"
+
+
+def test_the_byte_tokenizer_in_transformers(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    assert export(run, tmp_path / "out") == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "".join(map(chr, range(300))) + "  naïve\r\n\t日本語 🙂\u0301 <s>"
+    assert theirs(text)["input_ids"] == list(text.encode())
+    assert theirs.decode(list(text.encode())) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == BYTES_EOS
+    assert len(theirs) == 257
+    ours = load_tokenizer(str(tmp_path / "out"))
+    assert ours.encode(text) == list(text.encode())
+    assert (ours.eos_id, ours.vocab_size) == (256, 257)
+
+
+def test_merges_are_found_in_ranks(tmp_path):
+    """A vocabulary as tiktoken has it gives the file it was made from."""
+    text = Path(json.__file__).read_text()
+    trained = json.loads(train_bpe([text], 500, tmp_path).read_text())["model"]
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    merges = [tuple(m) if isinstance(m, list) else tuple(m.split()) for m in trained["merges"]]
+    tokens = [*byte_characters(), *("".join(pair) for pair in merges)]
+    ranks = {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(tokens)}
+    made = json.loads(byte_level_json(ranks, "<|endoftext|>", len(ranks)))
+    assert [tuple(pair) for pair in made["model"]["merges"]] == merges
+    assert len(merges) > 100
+    with pytest.raises(ValueError, match="got id"):
+        byte_level_json(ranks, "<|endoftext|>", 7)
+
+
+def test_a_run_keeps_what_lies_beside_its_tokenizer(tmp_path, config):
+    from meshwright.launch.session import prepare_job
+    from meshwright.train.run_folder import create, tokenizer_of
+
+    job = prepare_job(config(f"data.tokenizer={hf_folder(tmp_path)}", "train.batch=2"), {})
+    create(job)
+    name, eos = tokenizer_of(job.folder.path)
+    files = hf_tokenizer(load_tokenizer(name, eos), 64).files
+    assert set(files) >= {"chat_template.jinja", "generation_config.json"}
+
+
+@each_model
+def test_training_starts_from_an_imported_folder(kind, tmp_path):
+    model = model_of(kind)
+    save_hf(model, tmp_path / "hf")
+    assert main(["checkpoint", "import-hf", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    specs = []
+    for name in ("hf", "ours"):
+        config = load_config(None, [f"model.init_from={tmp_path / name}"])
+        specs.append(config.model.model_copy(update={"init_from": None}))
+    assert specs[0] == specs[1] == model.spec.model_copy(update={"preset": None})
+    assert config.origins["model.dim"] == str(tmp_path / "ours" / "step-00000000" / "model.json")
+    source = weights_from(tmp_path / "ours", config.model)
+    weight = model.layers["1"].attn.k.weight
+    rows = ((4, 8), (0, 32))
+    assert torch.equal(source("layers.1.attn.k.weight", tuple(weight.shape), rows), weight[4:8])
+
+
+def test_the_newest_step_is_meant(tmp_path):
+    for at, dim in ((9, 32), (99999999, 16), (100000000, 8)):
+        step = tmp_path / "run" / "checkpoints" / f"step-{at:08}"
+        step.mkdir(parents=True)
+        spec = model_spec(dim=dim, n_heads=2, n_kv_heads=1)
+        (step / "model.json").write_text(spec.model_dump_json())
+    (tmp_path / "run" / "checkpoints" / ".tmp-step-200000000-ab").mkdir()
+    assert find_step(tmp_path / "run").name == "step-100000000"
+    assert stored_spec(tmp_path / "run")[0].dim == 8
+    assert stored_spec(tmp_path / "run" / "checkpoints" / "step-00000009")[0].dim == 32
+    (step / "model.json").write_text('{"dim": 8}')
+    with pytest.raises(ConfigError, match=r"model\.json describes no valid model"):
+        load_config(None, [f"model.init_from={tmp_path / 'run'}"])
+
+
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden folders in {GOLDEN}")
+@pytest.mark.parametrize("name", ["llama_gqa_theta500k", "llama_tied_mha", "neox_parallel_rot25"])
+def test_golden_folders_come_through(name, tmp_path):
+    golden = GOLDEN / name
+    assert main(["checkpoint", "import-hf", str(golden), str(tmp_path / "ours")]) == 0
+    assert export(tmp_path / "ours", tmp_path / "out", "--tokenizer", "none") == 0
+    assert_same(stored(tmp_path / "out"), stored(golden))
+    told = np.load(golden / "golden.npz")
+    with torch.no_grad():
+        logits = load_model(tmp_path / "out")(torch.from_numpy(told["input_ids"]))
+    np.testing.assert_allclose(logits.numpy(), told["logits"], atol=1e-4, rtol=0)
