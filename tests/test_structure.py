@@ -16,8 +16,10 @@ ORDER = [
     "spec",
     "layout",
     "program",
+    "predict",
     "models",
     "data",
+    "search",
     "execute",
     "checkpoint",
     "train",
@@ -25,7 +27,7 @@ ORDER = [
     "launch",
     "cli",
 ]
-TORCH_FREE_ROOMS = ["spec", "layout", "program", "data"]
+TORCH_FREE_ROOMS = ["spec", "layout", "program", "predict", "search", "data"]
 
 
 def modules():
@@ -84,6 +86,7 @@ def test_torch_free_rooms_do_not_load_torch(room):
 def test_supervisor_and_config_command_do_not_load_torch():
     code = (
         "import sys, meshwright.launch.session, meshwright.cli.config, meshwright.cli.train\n"
+        "import meshwright.cli.plan, meshwright.cli.predict\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

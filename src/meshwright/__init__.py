@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.weights import load_model
     from meshwright.execute.parallelize import clip_grad_norm, make_mesh, parallelize
     from meshwright.layout import Layout
+    from meshwright.search.plan import plan
     from meshwright.spec.loading import Config, load_config
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "load_model",
     "make_mesh",
     "parallelize",
+    "plan",
     "train",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "load_model": "meshwright.checkpoint.weights",
     "make_mesh": "meshwright.execute.parallelize",
     "parallelize": "meshwright.execute.parallelize",
+    "plan": "meshwright.search.plan",
 }
 
 

@@ -14,6 +14,8 @@ from meshwright.version import __version__
 # A command's module is imported when it is called, so that `--help` answers at once.
 COMMANDS: Final[Mapping[str, str]] = {
     "train": "train a model: start the ranks, write the run folder",
+    "plan": "rank the layouts that fit, by speed, without running anything",
+    "predict": "predict memory and step time of rows of measurements",
     "prove": "prove that a layout computes what one device does",
     "generate": "sample text from a run or a Hugging Face folder",
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
@@ -25,6 +27,7 @@ EXAMPLE = """\
 examples:
   meshwright train                                  a small Llama on the built-in corpus
   meshwright train run.toml train.steps=500         a config, one value changed
+  meshwright plan run.toml --top 5                  which layout fits and is fastest?
   meshwright prove run.toml layout.tp=2             does this layout compute the same?
   meshwright generate runs/latest --prompt "def "   what it writes
   meshwright config show run.toml                   every value and where it came from

@@ -159,23 +159,26 @@ class LayoutSection(Spec):
 
 
 class ClusterSpec(Spec):
-    """The machine: "local" is the one at hand.
+    """The machine: "local" is the one at hand, or a device of the catalogue to plan for.
 
     `device` "auto" is CUDA where there is a GPU, else the CPU. `devices_per_node` left out means
     all GPUs, or on a CPU up to two ranks that share its cores. `peak_tflops` is the dense peak of
     one device in the training precision; without it MFU is unknown, since a peak is never guessed.
     `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
     more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
-    its libraries. `port` is the rendezvous port of local ranks; left out, a free one is taken.
-    `timeout` is how many seconds a collective may take. Where no rank does anything for `hang`
-    seconds, the supervisor says which one the others wait for, and ends them; 0: it never does.
+    its libraries. `links` are names of the catalogue, within a node and across; left out, those
+    that usually come with the device. `port` is the rendezvous port of local ranks; left out, a
+    free one is taken. `timeout` is how many seconds a collective may take. Where no rank does
+    anything for `hang` seconds, the supervisor says which one the others wait for, and ends them;
+    0: it never does.
     """
 
-    preset: Literal["local"] = "local"
+    preset: str = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nodes: int = Field(default=1, gt=0)
     devices_per_node: int | None = Field(default=None, gt=0)
     memory: Memory | None = None
+    links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
     peak_tflops: float | None = Field(default=None, gt=0)
     port: int | None = Field(default=None, gt=0, lt=65536)
     timeout: float = Field(default=600.0, gt=0)

@@ -1,0 +1,194 @@
+"""`meshwright plan`: which layout fits and is fastest, and why the others are not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.data.files import write_atomic
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.machine import count_gpus, detect
+from meshwright.layout import Layout
+from meshwright.predict.calibration import read_calibration
+from meshwright.predict.price import Memory, Prediction
+from meshwright.program.parts import parameter_count
+from meshwright.search.advice import fewest_devices, lost_by, warnings
+from meshwright.search.plan import (
+    Plan,
+    as_json,
+    explain,
+    ledger,
+    plan,
+    ranks_of,
+    setting_of,
+)
+from meshwright.search.rank import MARGIN
+from meshwright.spec.loading import Config
+from meshwright.units import format_bytes, format_count, format_seconds
+
+EXAMPLE = """\
+examples:
+  meshwright plan
+  meshwright plan model.preset=llama-3-70b cluster.preset=h100-sxm cluster.nodes=64 train.batch=1024
+  meshwright plan run.toml --explain "shard2 zero3 mb1"
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.description = "Rank the layouts of a config on its cluster, without running anything."
+    parser.epilog = EXAMPLE
+    add_config_arguments(parser)
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many to show")
+    parser.add_argument(
+        "--explain", metavar="LAYOUT", help="the terms of one layout, such as 'tp2 mb1'"
+    )
+    parser.add_argument("--save", type=Path, metavar="plan.json", help="write the plan")
+    parser.add_argument(
+        "--margin", type=float, default=MARGIN, help="share of memory to leave free"
+    )
+    parser.add_argument(
+        "--calibration", type=Path, help="measured constants, over the shipped ones"
+    )
+    parser.add_argument("--fewest", action="store_true", help="also the fewest devices that fit")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 where no layout fits."""
+    config = read_config(args)
+    if args.top < 1:
+        raise ConfigError(f"--top {args.top} must be at least 1")
+    if not 0 <= args.margin < 1:
+        raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
+    calibration = read_calibration(args.calibration) if args.calibration else None
+    local = _local_devices(config)
+    if args.explain:
+        setting = setting_of(config, calibration, local)
+        found = explain(setting, Layout.parse(args.explain))
+        if args.json:
+            terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
+            print_json({**ledger(found), "terms": terms})
+        else:
+            _print_terms(found)
+        return EXIT_DONE
+    started = time.perf_counter()
+    made = plan(config, args.top, calibration, args.margin, local)
+    seconds = time.perf_counter() - started
+    document = as_json(made)
+    if args.save:
+        write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
+    if args.json:
+        print_json(document)
+    else:
+        _print_plan(made, seconds)
+        if args.fewest and made.best:
+            fewest = fewest_devices(made.setting, made.setting.cluster.devices, args.margin)
+            print(f"fewest devices that fit, by halves: {fewest}")
+    return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
+def _local_devices(config: Config) -> int:
+    """Return the devices of the machine at hand, where the config means it."""
+    if config.cluster.preset != "local":
+        return 1
+    if config.cluster.device != "cpu" and count_gpus(os.environ):
+        raise ConfigError(
+            "cluster.preset = 'local' and there are GPUs: name them to plan, as in "
+            "cluster.preset=h100-sxm, or plan for the CPU with cluster.device=cpu"
+        )
+    return detect(config.cluster, os.environ).devices
+
+
+def _print_plan(made: Plan, seconds: float) -> None:
+    console, setting, found = Console(), made.setting, made.found
+    cluster, train = setting.cluster, setting.train
+    parameters = format_count(parameter_count(setting.model))
+    print(
+        f"{parameters} parameters on {cluster.devices} x {cluster.device.name} "
+        f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
+        f"{train.batch} x {train.seq_len} tokens, {train.precision}"
+    )
+    print(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
+    if made.best is None:
+        _print_unfit(made)
+    else:
+        console.print(_table(made))
+        _print_winner(made, made.best)
+    print("ruled out:")
+    for reason, count in found.reasons.items():
+        print(f"  {count:>12,}  {reason}")
+
+
+def _table(made: Plan) -> Table:
+    table = Table(
+        "layout", "memory", "step", "tokens/s", "MFU", "why not", box=None, pad_edge=False
+    )
+    best = made.best
+    assert best is not None
+    for one in made.found.ranked:
+        table.add_row(
+            one.layout.label,
+            format_bytes(one.memory.total),
+            format_seconds(one.time.total),
+            format_count(one.tokens_per_s),
+            f"{one.mfu:.1%}",
+            "best" if one is best else lost_by(one, best),
+        )
+    return table
+
+
+def _print_winner(made: Plan, best: Prediction) -> None:
+    print(f"\nbest: {best.layout.label}")
+    print("  step time: " + ", ".join(_causes(best)))
+    for held in ranks_of(made.setting, best.layout):
+        print(f"  pipeline rank {held.rank}: {_memory(held)}")
+    for warning in warnings(best, made.setting):
+        print(f"  note: {warning}")
+
+
+def _causes(found: Prediction) -> list[str]:
+    total = found.time.total
+    return [
+        f"{cause} {format_seconds(seconds)} ({seconds / total:.0%})"
+        for cause, seconds in found.time.causes.items()
+        if seconds > 0.001 * total
+    ]
+
+
+def _memory(held: Memory) -> str:
+    parts = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in held.by_category().items() if size
+    )
+    return f"{format_bytes(held.total)} of {format_bytes(held.limit)}: {parts}"
+
+
+def _print_unfit(made: Plan) -> None:
+    held, layout = made.found.unfit, made.found.unfit_layout
+    print("no layout fits")
+    if held is not None and layout is not None:
+        print(f"  nearest: {layout.label}")
+        print(f"  pipeline rank {held.rank}: {_memory(held)}")
+
+
+def _print_terms(found: Prediction) -> None:
+    held = found.memory
+    verdict = "fits" if held.fits else "does not fit"
+    print(f"{found.layout.label}: {verdict}, pipeline rank {held.rank}")
+    table = Table("memory", "bytes", "formula", box=None, pad_edge=False)
+    for term in held.terms:
+        table.add_row(term.category, f"{term.bytes:,.0f}", term.formula)
+    table.add_row("total", f"{held.total:,.0f}", f"of {held.limit:,} B")
+    Console().print(table)
+    times = Table("time", "seconds", "share", box=None, pad_edge=False)
+    for cause, seconds in found.time.causes.items():
+        times.add_row(cause, f"{seconds:.4f}", f"{seconds / found.time.total:.1%}")
+    times.add_row("step", f"{found.time.total:.4f}", f"{found.tokens_per_s:,.0f} tokens/s")
+    Console().print(times)

@@ -1,0 +1,135 @@
+"""`Cluster`: the devices and links that a program is priced for, from a catalogue with sources."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.spec.training import ClusterSpec
+
+# The fields that name a device "local" in a config, until it has been measured.
+LOCAL_DEVICE = "cpu"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between devices: bytes/s of one device in one direction, seconds until the first."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator: memory in bytes, bytes/s of its memory, dense FLOP/s by dtype.
+
+    `kind` names the rows of the calibration that apply to it.
+    """
+
+    name: str
+    kind: str
+    memory: int
+    bandwidth: float
+    peaks: Mapping[str, float]
+    per_node: int
+    links: tuple[str, str, str]
+    source: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` of `per_node` devices: `inner` links them in a node, `outer` across, `host` the CPU.
+
+    A node is what `inner` links reach: 72 devices where NVLink joins a rack.
+    """
+
+    device: Device
+    nodes: int
+    per_node: int
+    inner: Link
+    outer: Link
+    host: Link
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.per_node
+
+
+@cache
+def catalogue() -> tuple[Mapping[str, Device], Mapping[str, Link]]:
+    """Return the devices and the links by name."""
+    text = resources.files("meshwright.predict").joinpath("catalogue.toml").read_text("utf-8")
+    content = tomllib.loads(text)
+    links = {
+        name: Link(name, row["gbs"] * 1e9, row["latency_us"] * 1e-6, row["source"])
+        for name, row in content["links"].items()
+    }
+    return {name: _device(name, row) for name, row in content["devices"].items()}, links
+
+
+def _device(name: str, row: Mapping[str, Any]) -> Device:
+    first, second, third = row["links"]
+    return Device(
+        name,
+        row["class"],
+        int(row["memory_gb"] * 1e9 if row["class"] == "cpu" else row["memory_gb"] * 2**30),
+        row["memory_gbs"] * 1e9,
+        {dtype: peak * 1e12 for dtype, peak in row["peaks"].items()},
+        row["per_node"],
+        (first, second, third),
+        row["source"],
+    )
+
+
+def find_device(name: str) -> Device:
+    """Return a device of the catalogue; raises `ConfigError` with the nearest names."""
+    devices, _ = catalogue()
+    if name not in devices:
+        legal = nearest(name, devices, 3) or sorted(devices)
+        raise ConfigError(refusal(f"cluster.preset = {name!r} is not known", legal=legal))
+    return devices[name]
+
+
+def find_link(name: str) -> Link:
+    """Return a link of the catalogue; raises `ConfigError` with the nearest names."""
+    _, links = catalogue()
+    if name not in links:
+        legal = nearest(name, links, 3) or sorted(links)
+        raise ConfigError(refusal(f"cluster.links has {name!r}, which is not known", legal=legal))
+    return links[name]
+
+
+def cluster_of(
+    device: Device, devices: int, per_node: int | None = None, links: tuple[str, ...] | None = None
+) -> Cluster:
+    """Return a cluster of so many devices with the links that usually come with them."""
+    inner, outer, host = (*(links or device.links[:2]), device.links[2])
+    size = min(per_node or device.per_node, devices)
+    nodes = -(-devices // size)
+    return Cluster(device, nodes, size, find_link(inner), find_link(outer), find_link(host))
+
+
+def resolve_cluster(spec: ClusterSpec, local_devices: int) -> Cluster:
+    """Return the cluster of a [cluster] section; "local" has `local_devices` of this machine's.
+
+    Raises `ConfigError` for names that the catalogue lacks.
+    """
+    if spec.preset == "local":
+        device = find_device(LOCAL_DEVICE)
+        per_node = spec.devices_per_node or local_devices
+    else:
+        device = find_device(spec.preset)
+        per_node = spec.devices_per_node or device.per_node
+    if spec.memory is not None:
+        device = replace(device, memory=spec.memory)
+    if spec.peak_tflops is not None:
+        device = replace(device, peaks=dict.fromkeys(device.peaks, spec.peak_tflops * 1e12))
+    return cluster_of(device, per_node * spec.nodes, per_node, spec.links)

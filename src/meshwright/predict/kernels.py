@@ -1,0 +1,184 @@
+"""Seconds of a microbatch's work on a device: products, attention, memory-bound operations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.predict.calibration import Calibration
+from meshwright.predict.catalogue import Device
+from meshwright.predict.network import Network
+from meshwright.predict.stacks import CAUSAL, Stack
+from meshwright.predict.work import LayoutWork, Product, Work
+from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD
+
+# Kernels that a pass of a layer launches beside its products: norms, rotation, residuals, casts.
+_SMALL_KERNELS = 10
+# Passes over the scores of kernels that write them: made, masked and scaled, softmax read and
+# written, read for the second product; a fused softmax leaves out the mask's. Backward: twice that.
+_SCORE_PASSES = {"scores": 6.0, "softmax": 4.0}
+# A norm of separate operations widens to fp32, squares, averages, scales, narrows and multiplies:
+# 36 bytes of a bf16 element against the 4 of one kernel (torch's LlamaRMSNorm, operation by one).
+_EAGER_NORM = 9.0
+# What moves backward beside products: the incoming gradient, the kept input, the outgoing one.
+_MOVED_BACKWARD = 2.0
+
+
+class Seconds(NamedTuple):
+    """Time of one microbatch in a layer or an end, forward and backward, by cause."""
+
+    forward: float
+    backward: float
+    recompute: float
+    tp_forward: float
+    tp_backward: float
+    tp_recompute: float
+    cp: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+class Kernels:
+    """Prices work on a device with the kernels of a stack.
+
+    Products take the roofline of their peak and their bytes (Williams et al., 2009), the peak
+    lowered by `d / (d + half)` for each dimension d, since tiles at the edges are not full; below
+    a host's launch time the device waits for the host.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stack: Stack,
+        calibration: Calibration,
+        network: Network,
+        precision: str,
+        products: str,
+    ) -> None:
+        kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
+        find = calibration.find
+        self.network, self.stack = network, stack
+        self.peak = device.peaks[products.split("-")[0]] * find(f"products.{products}", *kinds)
+        self.head_peak = device.peaks[precision] * find(f"products.{precision}", *kinds)
+        self.half = find("products.half", *kinds)
+        self.bandwidth = device.bandwidth * find("memory", *kinds)
+        self.moves = find("moves", *kinds)
+        peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
+        self.attention_peak = peak * find(f"attention.{stack.attention}", *kinds)
+        self.launch = find("launch", *kinds)
+        self.exposed_pp = find("exposed.pp", *kinds)
+        self.overlap = find("overlap", *kinds)
+        self.fixed = find("fixed", *kinds)
+        self.host_bandwidth = find("host_bandwidth", *kinds)
+        self.idle = find("idle", *kinds)
+        self.data_latency = find("data.latency", *kinds)
+        self.tp_exposed = find("exposed.tp", *kinds)
+        self.cast = find("casts", *kinds) if products != precision else 0.0
+
+    def product(self, shape: Product, peak: float, element: int) -> float:
+        """Return the seconds of one pass of a product."""
+        rows, inner, outer = shape
+        half = self.half
+        share = rows / (rows + half) * (inner / (inner + half)) * (outer / (outer + half))
+        moved = element * (rows * inner + inner * outer + rows * outer)
+        return max(shape.flops / (peak * share), moved / self.bandwidth)
+
+    def layer(self, found: LayoutWork, cp: int, tp: int, cp_kind: str, recompute: str) -> Seconds:
+        """Return the seconds of one layer."""
+        work, element = found.layer, found.sizes.element
+        products = sum(self.product(shape, self.peak, element) for shape in work.products)
+        widened = sum(shape.rows * (shape.inner + shape.outer) for shape in work.products)
+        products += self.cast * widened * element / self.bandwidth
+        attention = self._attention(work, element)
+        moved = self._moved(work)
+        host = (len(work.products) + _SMALL_KERNELS) * self.launch
+        forward = max(products + attention[0] + moved, host)
+        backward = max(
+            PRODUCT_BACKWARD * products + attention[1] + _MOVED_BACKWARD * moved, 2 * host
+        )
+        again = {
+            "none": 0.0,
+            "full": forward,
+            "selective": self._selective(products, attention[0], moved),
+        }[recompute]
+        tp_forward, tp_backward, tp_again = self._borders(work, tp)
+        return Seconds(
+            forward,
+            backward,
+            again,
+            tp_forward,
+            tp_backward,
+            tp_again if recompute == "full" or self.stack.selective == "blocks" else 0.0,
+            self._context(work, cp, tp, cp_kind, sum(attention)),
+        )
+
+    def _selective(self, products: float, attention: float, moved: float) -> float:
+        """Return what is computed again: see the stack for which part it keeps."""
+        if self.stack.selective == "attention":  # arXiv:2205.05198, section 5
+            return attention
+        return moved + (products / 2 if self.stack.selective == "half" else 0.0)
+
+    def _attention(self, work: Work, element: int) -> tuple[float, float]:
+        kernel = self.stack.attention
+        squares = 1 if CAUSAL[kernel] else 2
+        forward = squares * work.attention_flops / self.attention_peak
+        backward = forward * ATTENTION_BACKWARD
+        if not CAUSAL[kernel]:  # the scores are kept: two products forward, four backward
+            passes = _SCORE_PASSES[kernel] * work.scores * element / self.bandwidth
+            return forward + passes, 2 * (forward + passes)
+        return forward, backward
+
+    def ends(self, found: LayoutWork, tp: int) -> tuple[Seconds, Seconds]:
+        """Return the seconds of the first and of the last stage's own operations."""
+        ends = []
+        for work in (found.first, found.last):
+            products = sum(
+                self.product(shape, self.head_peak, found.sizes.element) for shape in work.products
+            )
+            moved = self._moved(work)
+            tp_forward, tp_backward, _ = self._borders(work, tp)
+            ends.append(
+                Seconds(
+                    products + moved,
+                    PRODUCT_BACKWARD * products + _MOVED_BACKWARD * moved,
+                    0.0,
+                    tp_forward,
+                    tp_backward,
+                    0.0,
+                    0.0,
+                )
+            )
+        return ends[0], ends[1]
+
+    def _moved(self, work: Work) -> float:
+        """Return the seconds of a forward beside products and attention."""
+        norms = work.norm_moved * (1 if self.stack.fused_norm else _EAGER_NORM)
+        return self.moves * (work.moved + norms) / self.bandwidth
+
+    def _borders(self, work: Work, tp: int) -> tuple[float, float, float]:
+        """Return the exposed seconds of tensor parallelism, forward, backward and again."""
+        sums = [0.0, 0.0, 0.0]
+        for message in work.messages:
+            if message.axis != "tp":
+                continue
+            seconds = self.network.seconds(message.kind, message.bytes, tp, 1)
+            is_backward = "gradient" in message.phase
+            at = 2 if message.phase.startswith("recompute") else int(is_backward)
+            sums[at] += message.times * seconds * self.tp_exposed
+        return sums[0], sums[1], sums[2]
+
+    def _context(self, work: Work, cp: int, tp: int, cp_kind: str, attention: float) -> float:
+        """Return the exposed seconds of context parallelism.
+
+        The ring sends while it computes with what it has: arXiv:2310.01889, section 3. A second
+        forward's messages are in the program's counts.
+        """
+        seconds = sum(
+            message.times * self.network.seconds(message.kind, message.bytes, cp, tp)
+            for message in work.messages
+            if message.axis == "cp" and message.kind != "recv"  # both ways at once
+        )
+        hidden = self.overlap * min(seconds, attention) if cp_kind == "ring" else 0.0
+        return seconds - hidden

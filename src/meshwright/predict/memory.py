@@ -1,0 +1,259 @@
+"""Bytes of one rank at the peak of a step, by category, each with its formula."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, get_args
+
+from meshwright.layout import Layout
+from meshwright.predict.calibration import Calibration
+from meshwright.predict.catalogue import Device
+from meshwright.predict.stacks import CAUSAL, Stack
+from meshwright.predict.work import LayoutWork, weights
+from meshwright.program.operations import Kind
+from meshwright.spec.model import ModelSpec
+
+_FP32 = 4
+_GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
+_KINDS = (*get_args(Kind), "scores", "copies")
+_ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
+_NOTHING_AGAIN = Layout()
+_MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
+
+
+class Term(NamedTuple):
+    """A part of a rank's memory: its category, bytes, and the formula with its numbers.
+
+    The formula is worded when asked for: a search makes terms by the hundred thousand.
+    """
+
+    category: str
+    bytes: float
+    template: str
+    numbers: tuple[object, ...] = ()
+
+    @property
+    def formula(self) -> str:
+        """The formula with its numbers filled in."""
+        return self.template.format(*self.numbers)
+
+
+class Held(NamedTuple):
+    """What a pipeline rank holds: its layers, whether the embedding, whether the head."""
+
+    layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+def model_states(
+    model: ModelSpec, layout: Layout, stack: Stack, held: Held, element: int
+) -> list[Term]:
+    """Return weights, gradients and optimizer states of a rank.
+
+    ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer's states over
+    the ranks that shard, 2 also gradients, 3 also weights. In a stack that keeps shards the fp32
+    weights are the master ones, so stage 1 divides them and gathers a compute copy.
+    """
+    ranks, zero = layout.shard_ranks, layout.zero
+    whole, part = (
+        _elements(model, layout.tp, 1, held),
+        _elements(model, layout.tp, ranks, held) // ranks,
+    )
+    unit = weights(model, layout.tp, ranks)
+    largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
+    terms = []
+
+    def add(category: str, count: int, size: int, what: str) -> None:
+        terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
+
+    if stack.keeps == "shards":
+        add("weights", part, _FP32, "fp32 shards")
+        if zero == 3:
+            add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
+        elif ranks > 1 or element != _FP32:
+            add("gathered", whole, element, "compute copy, kept through the step")
+    elif zero == 3:
+        add("weights", part, element, "shards")
+        add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
+    else:
+        add("weights", whole, element, "whole")
+    sharded_gradients = zero >= 2
+    if sharded_gradients:
+        add("gradients", part, stack.gradient_bytes, "sums, in shards")
+        add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work, and being reduced")
+    else:
+        add("gradients", whole, stack.gradient_bytes, "accumulated whole")
+    states = _MOMENTS + (0 if stack.keeps == "shards" or element == _FP32 else _FP32)
+    if layout.offload == "none":
+        add(
+            "optimizer",
+            part,
+            states,
+            "Adam's moments" + (" and fp32 weights" if states > 8 else ""),
+        )
+    if layout.offload == "params":
+        # Shards lie on the host; what is gathered or accumulated whole does not.
+        on_host = ("weights", "gradients" if sharded_gradients else "")
+        terms = [term for term in terms if term.category not in on_host]
+        if sharded_gradients:
+            add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work")
+    return terms
+
+
+def _elements(model: ModelSpec, tp: int, ranks: int, held: Held) -> int:
+    found = weights(model, tp, ranks)
+    total = held.layers * found.layer
+    if held.has_embedding or (held.has_head and model.tie_embeddings):
+        total += found.embedding
+    return total + (found.head if held.has_head else 0)
+
+
+def activations(
+    layout: Layout,
+    stack: Stack,
+    found: LayoutWork,
+    plain: LayoutWork,
+    held: Held,
+    rank: int,
+    microbatches: int,
+    calibration: Calibration,
+) -> list[Term]:
+    """Return what is kept for the backward, and the loss; `plain` is the work without recomputing.
+
+    Kept bytes are those of the program's operations, times the microbatches that the action table
+    has in flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one.
+    """
+    flight = in_flight(layout, rank, microbatches)
+    kept = calibration.find("kept_bytes", stack.name)
+    per_layer = kept_per_layer(layout, stack, found, kept)
+    average = held.layers / max(layout.virtual_stages, 1)
+    terms = [
+        Term(
+            _ACTIVATIONS[kind],
+            size * average * flight,
+            "{:,.0f} B x {:g} layers x {:g} in flight",
+            (size, average, flight),
+        )
+        for kind, size in per_layer.items()
+        if size
+    ]
+    # The loss and the first layer of the backward follow each other: the larger one counts. But
+    # blocks as large as scores stay with the allocator, of no use to logits.
+    at_work = _at_work(layout, stack, found, plain, calibration)
+    loss = [_loss(stack, found, layout.tp, calibration)] if held.has_head else []
+    found_terms = [at_work, *loss] if at_work.bytes else loss
+    if CAUSAL[stack.attention] and len(found_terms) > 1:
+        found_terms = [max(found_terms, key=lambda term: term.bytes)]
+    return terms + found_terms
+
+
+def _at_work(
+    layout: Layout,
+    stack: Stack,
+    found: LayoutWork,
+    plain: LayoutWork,
+    calibration: Calibration,
+) -> Term:
+    """Return what one layer needs at its backward: what it makes again, and unkept scores."""
+    size, template = 0.0, ""
+    numbers: tuple[object, ...] = ()
+    if layout.recompute != "none":
+        kept = calibration.find("kept_bytes", stack.name)
+        size = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, kept).values())
+        template, numbers = "one layer anew: {:,.0f} B ", (size,)
+    if not CAUSAL[stack.attention]:
+        count, each = found.layer.scores, calibration.find("score_bytes", stack.name)
+        size += count * each
+        template += "{:,} scores x {:g} B, measured"
+        numbers = (*numbers, count, each)
+    return Term("activations: layer at work", size, template, numbers)
+
+
+def kept_per_layer(
+    layout: Layout, stack: Stack, found: LayoutWork, kept_bytes: float
+) -> dict[str, float]:
+    """Return the bytes that a layer keeps of one microbatch, by kind of operation.
+
+    Those of the program; with the kernels of another stack, what these keep more or less.
+    """
+    sizes = found.sizes
+    kept = dict(found.layer.kept)
+    if layout.recompute == "full" or (
+        layout.recompute == "selective" and stack.selective == "blocks"
+    ):
+        return kept
+    if stack.gathers_again:  # gathered anew in the backward, arXiv:2205.05198, section 4.2.2
+        kept["product"] -= 2 * (sizes.whole_bytes - sizes.stream_bytes)
+    # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
+    kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
+    if stack.fused_activation and "activation" in kept:  # made again from the two products
+        kept["activation"] *= 2 / 3 if len(found.layer.products) == _GATED_PRODUCTS else 1
+    if not CAUSAL[stack.attention]:
+        # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
+        kept["scores"] = float(found.layer.scores * (2 * sizes.element + 1))
+    if layout.recompute == "selective":
+        if stack.selective == "attention":
+            kept.pop("scores", None)
+        else:
+            kept["product"] /= 2
+    return kept
+
+
+def _loss(stack: Stack, found: LayoutWork, tp: int, calibration: Calibration) -> Term:
+    """Return the logits, their softmax and gradients, at the loss.
+
+    Their bytes are measured: they depend on how many copies a system makes in which dtype.
+    """
+    sizes = found.sizes
+    count = sizes.tokens * sizes.vocab * (1 if stack.splits_loss else tp)
+    size = calibration.find("loss_bytes", stack.name)
+    whole = ""
+    if not stack.splits_loss and tp > 1:
+        size += calibration.find("gathered_loss_bytes", stack.name)
+        whole = ", gathered over tp"
+    return Term(
+        "logits and loss",
+        count * size,
+        "{:,} logits x {:g} B" + whole + ", measured",
+        (count, size),
+    )
+
+
+def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
+    """Return the most activations of one stage and microbatch that a pipeline rank holds.
+
+    In closed form; a test holds it against the peaks of the tables.
+    """
+    pp, virtual = layout.pp, layout.virtual_stages
+    if pp == 1:
+        return 1.0
+    if layout.schedule == "1f1b":
+        return float(min(pp - rank, microbatches))
+    if layout.schedule == "naive":
+        return 1.0
+    if layout.schedule in ("gpipe", "looped_bfs"):
+        return float(virtual * microbatches)
+    if layout.schedule == "interleaved_1f1b":  # arXiv:2104.04473, section 2.2
+        return float(min((virtual - 1) * pp + 2 * (pp - 1 - rank) + 1, virtual * microbatches))
+    # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
+    most = pp * virtual + (layout.schedule == "dualpipev")
+    return float(min(most, virtual * microbatches))
+
+
+def outside(
+    device: Device, layout: Layout, stack: Stack, calibration: Calibration, allocated: float
+) -> list[Term]:
+    """Return what is not the program's: contexts, communicators, what the allocator wastes.
+
+    Measured terms, of the calibration.
+    """
+    kinds = (stack.name, device.kind)
+    context = calibration.find("context_bytes", *kinds)
+    axes = sum(n > 1 for n in (layout.pp, layout.dp, layout.cp, layout.tp))
+    each = calibration.find("communicator_bytes", *kinds)
+    reserve = calibration.find("reserve", *kinds)
+    return [
+        Term("context", context, "CUDA context and kernels, measured"),
+        Term("communicators", each * axes, "{:,.0f} B x {} axes, measured", (each, axes)),
+        Term("allocator", reserve * allocated, "{:.1%} of what is allocated, measured", (reserve,)),
+    ]

@@ -1,0 +1,62 @@
+"""Seconds of a collective: alpha and beta of each level of links that its ranks span."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.predict.calibration import Calibration
+from meshwright.predict.catalogue import Cluster
+
+
+class Placement(NamedTuple):
+    """How `size` ranks lie: `inside` of them in each of `nodes` nodes."""
+
+    size: int
+    inside: int
+    nodes: int
+
+
+def place(size: int, stride: int, per_node: int) -> Placement:
+    """Return how ranks lie that are `stride` apart, where nodes have `per_node` ranks in a row."""
+    inside = max(1, min(size, per_node // stride)) if stride < per_node else 1
+    return Placement(size, inside, -(-size // inside))
+
+
+class Network:
+    """Times messages on a cluster; all groups of an axis are taken to talk at the same time.
+
+    Ring all-gather and reduce-scatter pass `(n - 1) / n` of the bytes over each link and take
+    `n - 1` turns, an all-reduce twice that: Thakur, Rabenseifner and Gropp, 2005. A ring through
+    several nodes leaves each of them over the network devices of its own ranks there, so it has
+    `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees take turns in
+    the logarithm of the nodes.
+    """
+
+    def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
+        kinds = [cluster.device.kind]
+        self.per_node = cluster.per_node
+        self.inner = cluster.inner.bandwidth * calibration.find("inner.share", *kinds)
+        self.outer = cluster.outer.bandwidth * calibration.find("outer.share", *kinds)
+        self.inner_latency = calibration.find("inner.latency", *kinds)
+        self.outer_latency = calibration.find("outer.latency", *kinds)
+
+    def seconds(self, kind: str, size_bytes: float, size: int, stride: int) -> float:
+        """Return the seconds of one message among `size` ranks that are `stride` apart."""
+        if size == 1 or not size_bytes:
+            return 0.0
+        at = place(size, stride, self.per_node)
+        if kind in ("send", "recv"):
+            crosses = stride >= self.per_node
+            rate = self.outer if crosses else self.inner
+            return size_bytes / rate + (self.outer_latency if crosses else self.inner_latency)
+        passed = size_bytes * (size - 1) / size
+        turns = (at.inside - 1) * self.inner_latency
+        rate = self.inner
+        if at.nodes > 1:
+            rate = min(self.inner, at.inside * self.outer)
+            turns += min(at.nodes - 1, 2 * (at.nodes - 1).bit_length()) * self.outer_latency
+        if kind == "all_to_all":  # each rank talks to all others, most of them in other nodes
+            across = passed * (1 - (at.inside - 1) / max(size - 1, 1))
+            return max((passed - across) / self.inner, across / self.outer) + turns
+        times = 2 if kind == "all_reduce" else 1
+        return times * (passed / rate + turns)

@@ -1,0 +1,346 @@
+"""Rows of measurements, ours or published, as settings and layouts: `predict --rows`.
+
+Measured fields are not read. What a row leaves out is assumed and said so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.predict.calibration import Calibration
+from meshwright.predict.catalogue import Device, catalogue, cluster_of, find_device
+from meshwright.predict.price import Memory, Prediction, price, worst_memory
+from meshwright.predict.setting import Setting
+from meshwright.predict.stacks import STACKS, Stack, with_attention
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import Precision, Recompute, Schedule, TrainSpec, Zero
+from meshwright.units import GIB, round_up
+
+Row = Mapping[str, Any]
+_NEEDED = ("layers", "hidden", "heads", "seq", "gbs", "gpu")
+# Megatron-LM pads the vocabulary to a multiple of this for each tp rank.
+_VOCAB_MULTIPLE = 128
+# A layout that was run fits; a prediction above the memory by more than this share is not an error.
+_SLACK = 0.25
+
+
+class RowError(Exception):
+    """A row that cannot be priced; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as something to price, and what was assumed."""
+
+    setting: Setting
+    layout: Layout
+    assumed: tuple[str, ...]
+
+
+# Patterns of a row's `gpu`, the first that is found in it.
+_DEVICES: Final = (
+    (r"H100.*96", "h100-96gb-hbm2e"),
+    (r"H100.*PCI", "h100-pcie"),
+    (r"H100.*NVL", "h100-nvl"),
+    (r"H100", "h100-sxm"),
+    (r"GB300", "gb300"),
+    (r"GB200", "gb200"),
+    (r"A100.*40", "a100-40gb"),
+    (r"A100", "a100-80gb"),
+    (r"A800", "a800"),
+    (r"V100", "v100-32gb"),
+    (r"3090", "rtx3090"),
+    (r"4090", "rtx4090"),
+    (r"5090", "rtx5090"),
+)
+# Patterns of a row's `framework`.
+_FRAMEWORKS: Final = (
+    (r"aleph", "aleph-alpha"),
+    (r"jax|maxtext|paxml", "jax"),
+    (r"nemo|bridge", "nemo"),
+    (r"core|megascale", "megatron-core"),
+    (r"zero-?3", "deepspeed"),
+    (r"megatron|neox|deepspeed", "megatron"),
+    (r"composer|foundry|mosaic", "composer"),
+    (r"titan", "torchtitan"),
+    (r"fsdp\d? \+ torch.compile|fms|lit-?gpt|fsdp", "fms"),
+    (r"meshwright", "meshwright"),
+)
+_KERNELS: Final = (
+    (r"v1|flash_attention$", "flash1"),
+    (r"flash|fa2", "flash2"),
+    (r"cudnn|te", "cudnn"),
+    (r"fused", "softmax"),
+    (r"torch|eager|math", "scores"),
+)
+_VOCABULARIES: Final = ((r"llama-?3", 128256), (r"llama", 32000), (r"nemotron", 256000))
+
+
+def read_row(row: Row, calibration: Calibration) -> Case:
+    """Return what a row asks to price; raises `RowError` where too little is said."""
+    assumed: list[str] = []
+    missing = [key for key in _NEEDED if not row.get(key)]
+    if missing:
+        raise RowError(f"the row lacks {', '.join(missing)}")
+    if "lora" in str(row.get("task", "")).lower():
+        raise RowError("LoRA: training with frozen weights is not priced")
+    degrees = _degrees(row, assumed)
+    stack = _stack(row, assumed)
+    device = _device(row, assumed)
+    model = _model(row, degrees["tp"], assumed)
+    precision, products = _precision(row, device, assumed)
+    per_node = row.get("gpus_per_node")
+    devices = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
+    if device.per_node > 8:  # NVLink reaches further than the machine that a row counts
+        per_node = device.per_node
+    cluster = cluster_of(device, devices, per_node, _links(row, device))
+    try:
+        train = TrainSpec(batch=row["gbs"], seq_len=row["seq"], precision=precision)
+        layout = _layout(row, degrees, stack, assumed)
+    except ValidationError as error:
+        raise RowError(str(error.errors()[0]["msg"])) from None
+    if train.batch % (layout.dp * layout.microbatch):
+        raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
+    setting = Setting(model, train, cluster, stack, calibration, products)
+    if not row.get("recompute"):
+        layout = _least_recompute(setting, layout)
+        assumed.append(f"recompute {layout.recompute}: the least that fits")
+    return Case(setting, layout, tuple(assumed))
+
+
+def _first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
+    return next((found for at, found in patterns if re.search(at, str(text), re.IGNORECASE)), None)
+
+
+def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
+    found = {}
+    for key in ("tp", "cp", "pp"):
+        if row.get(key) is None:
+            assumed.append(f"{key} 1")
+        found[key] = int(row.get(key) or 1)
+    rest = found["tp"] * found["cp"] * found["pp"]
+    given = row.get("n_gpus") or (row.get("dp") or 0) * rest
+    if not given:
+        raise RowError("the row has neither n_gpus nor dp")
+    devices = int(given)
+    if devices % rest:
+        raise RowError(f"tp x cp x pp = {rest} does not divide n_gpus = {devices}")
+    found["dp"] = int(row.get("dp") or devices // rest)
+    if found["dp"] * rest != devices:
+        raise RowError(f"dp x tp x cp x pp = {found['dp'] * rest}, but n_gpus = {devices}")
+    return found
+
+
+def _device(row: Row, assumed: list[str]) -> Device:
+    devices, _ = catalogue()
+    text = str(row["gpu"])
+    alike = [name for name in devices if name.split("-")[0] in text.lower()]
+    name = _first(_DEVICES, text) or max(alike, key=len, default=None)
+    if name is None:
+        raise RowError(f"the device {text!r} is not in the catalogue")
+    device = find_device(name)
+    if device.kind == "a100" and not re.search("40|80", text) and row.get("gpu_mem_gb") is None:
+        assumed.append(f"device {name}")
+    if row.get("gpu_mem_gb") == 40 and device.name == "a100-80gb":
+        device = find_device("a100-40gb")
+    return device
+
+
+def _links(row: Row, device: Device) -> tuple[str, str] | None:
+    """Return the links of a cluster whose network between nodes a row states by its Gb/s."""
+    found = re.search(r"(\d+)\s*Gb/s", str(row.get("internode") or ""))
+    if found is None:
+        return None
+    rate = int(found[1])
+    if re.search("per GPU", str(row["internode"])):
+        pass
+    elif rate >= 800 or re.search("node-node|per node", str(row["internode"])):
+        rate //= 8
+    names = {12: "infiniband-100", 25: "infiniband-200", 50: "infiniband-400"}
+    nearest = min(names, key=lambda gbs: abs(gbs - rate / 8))
+    return (device.links[0], names[nearest])
+
+
+def _stack(row: Row, assumed: list[str]) -> Stack:
+    text = row.get("framework") or row.get("source_key")
+    name = _first(_FRAMEWORKS, text)
+    if name is None:
+        name = "megatron" if (row.get("tp") or 1) * (row.get("pp") or 1) > 1 else "fms"
+        assumed.append(f"system {name}")
+    if name == "torchtitan" and row.get("compile"):
+        name = "torchtitan-compile"
+    kernel = row.get("attn_impl")
+    if name == "aleph-alpha" and "rms" in str(kernel).lower():
+        name = "aleph-alpha-rms"
+    attention = _first(_KERNELS, kernel) if kernel else None
+    return with_attention(STACKS[name], attention)
+
+
+def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
+    name = str(row.get("model", ""))
+    vocab = row.get("vocab")
+    if vocab is None:
+        vocab = _first(_VOCABULARIES, name) or 51200
+        assumed.append(f"vocabulary {vocab}")
+    hidden, heads = row["hidden"], row["heads"]
+    kv_heads = row.get("kv_heads") or heads
+    if kv_heads < tp:
+        kv_heads = tp
+        assumed.append(f"key and value heads copied to {tp} tp ranks")
+    ffn = row.get("ffn") or 4 * hidden
+    # A gated MLP has three matrices, and so never four times the width.
+    is_gated = ffn != 4 * hidden
+    is_llama = is_gated and bool(re.search("llama|mistral|qwen|olmo", name, re.IGNORECASE))
+    if not row.get("ffn"):
+        assumed.append(f"ffn {ffn}")
+    if not is_llama and kv_heads != heads:
+        is_llama, ffn = True, ffn * 2 // 3
+        assumed.append("two MLP matrices priced as three of 2/3 the width")
+    fields: dict[str, Any] = {
+        "family": "llama" if is_llama else "neox",
+        "vocab_size": round_up(vocab, _VOCAB_MULTIPLE * tp),
+        "dim": hidden,
+        "n_layers": row["layers"],
+        "n_heads": heads,
+        "head_dim": row.get("head_dim") or hidden // heads,
+        "ffn_dim": round_up(ffn, tp),
+        "context": row["seq"],
+        "tie_embeddings": bool(row.get("tied_embeddings")),
+    }
+    if is_llama:
+        fields["n_kv_heads"] = kv_heads
+    else:
+        fields["rotary_pct"] = 0.0  # learned positions, or ALiBi
+    try:
+        return model_spec(**fields)
+    except (ValidationError, ConfigError) as error:
+        raise RowError(f"model: {error}") from None
+
+
+def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[Precision, str]:
+    text = str(row.get("precision") or "").lower()
+    if not text:
+        assumed.append("precision bf16")
+    if "fp4" in text:
+        return "bf16", "fp4"
+    if "rowwise" in text:
+        return "bf16", "fp8-rowwise"
+    if "mxfp8" in text or "fp8-mx" in text:
+        return "bf16", "fp8-mx"
+    if "fp8" in text or "float8" in text:
+        return "bf16", "fp8"
+    name: Precision = "fp16" if "fp16" in text and "bf16" not in text else "bf16"
+    if text in ("fp32", "tf32"):
+        name = "fp32"
+    return name, name
+
+
+def _recompute(row: Row) -> Recompute:
+    text = str(row.get("recompute") or "").lower()
+    if text.startswith("full"):
+        return "full"
+    return "selective" if "select" in text else "none"
+
+
+def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[str]) -> Layout:
+    dp, virtual = degrees["dp"], int(row.get("vp") or 1)
+    if row.get("vp") is None and degrees["pp"] > 1 and stack.name == "nemo":
+        # Its recipes interleave as finely as the layers divide.
+        virtual = max(1, row["layers"] // degrees["pp"])
+        while virtual > 1 and row["layers"] % (virtual * degrees["pp"]):
+            virtual -= 1
+        assumed.append(f"{virtual} virtual stages")
+    stated = row.get("zero_stage")
+    zero: Zero = (0 if stack.keeps == "whole" else 3) if stated is None else stated
+    if stated is None:
+        assumed.append(f"zero {zero}")
+    if stack.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
+        zero = 2  # its FSDP keeps gathered weights where there is a pipeline
+    shards = int(row.get("dp_shard") or dp) if zero else 1
+    if "hsdp" in str(row.get("sharding", "")).lower() and not row.get("dp_shard"):
+        shards = min(dp, int(row.get("gpus_per_node") or 8))
+    if dp % shards:
+        shards = dp
+    microbatch = row.get("mbs")
+    if microbatch is None:
+        microbatch = 1
+        assumed.append("microbatch 1")
+    sp = row.get("sp")
+    if (
+        sp is None
+        and degrees["tp"] > 1
+        and stack.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
+    ):
+        sp = True
+        assumed.append("sp")
+    schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
+    offload = str(row.get("offload") or "none").lower()
+    return Layout(
+        pp=degrees["pp"],
+        dp_replicate=dp // shards,
+        dp_shard=shards,
+        cp=degrees["cp"],
+        tp=degrees["tp"],
+        zero=zero,
+        sp=bool(sp) and degrees["tp"] > 1,
+        schedule=schedule,
+        virtual_stages=virtual if degrees["pp"] > 1 else 1,
+        microbatch=int(microbatch),
+        recompute=_recompute(row),
+        offload="params" if "param" in offload else "optimizer" if "optim" in offload else "none",
+    )
+
+
+def _nearly_fits(held: Memory) -> bool:
+    return held.total <= (1 + _SLACK) * held.limit
+
+
+def _least_recompute(setting: Setting, layout: Layout) -> Layout:
+    """Return the layout with as little recomputation as it fits with, or with all of it.
+
+    Published layouts are tuned to fill the memory, so that it takes more than a prediction's own
+    error to conclude that something was computed again.
+    """
+    policies: tuple[Recompute, ...] = ("none", "selective", "full")
+    tried = [layout.model_copy(update={"recompute": policy}) for policy in policies]
+    return next((one for one in tried if _nearly_fits(worst_memory(setting, one))), tried[-1])
+
+
+def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:
+    """Return the prediction of a row as a JSON object, or why it is refused."""
+    try:
+        case = read_row(row, calibration)
+        return as_json(row.get("id"), case, price(case.setting, case.layout))
+    except RowError as error:
+        return {"id": row.get("id"), "refused": str(error)}
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # Others' data: a value of another type or size than its field has.
+        return {"id": row.get("id"), "refused": f"the row cannot be read: {error!r}"}
+
+
+def as_json(name: object, case: Case, found: Prediction) -> dict[str, Any]:
+    """Return a prediction in the format of `predict --rows`."""
+    return {
+        "id": name,
+        "fits": found.memory.fits,
+        "peak_mem_gib": found.memory.total / GIB,
+        "worst_rank": worst_rank(found),
+        "step_time_s": found.time.total,
+        "tokens_per_s_per_gpu": found.tokens_per_s / found.devices,
+        "tflops_per_gpu": found.tflops_per_device,
+        "mfu": found.mfu,
+        "assumed": list(case.assumed),
+    }
+
+
+def worst_rank(found: Prediction) -> int:
+    """Return the first rank at the place in the pipeline that needs most memory."""
+    return found.memory.rank * (found.layout.world // found.layout.pp)

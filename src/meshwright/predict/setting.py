@@ -1,0 +1,110 @@
+"""`Setting`: what is the same for all layouts that are priced, and what a layout makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.layout import Layout
+from meshwright.predict.calibration import Calibration
+from meshwright.predict.catalogue import Cluster
+from meshwright.predict.kernels import Kernels
+from meshwright.predict.memory import Held
+from meshwright.predict.network import Network
+from meshwright.predict.stacks import Stack
+from meshwright.predict.work import LayoutWork, layout_work
+from meshwright.program.operations import ELEMENT_BYTES
+from meshwright.program.schedule import stage_ranks
+from meshwright.program.stages import Stage, split_stages
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all layouts: model, training, cluster, system, calibration.
+
+    `products` is the dtype in which products are computed, such as "fp8".
+    """
+
+    model: ModelSpec
+    train: TrainSpec
+    cluster: Cluster
+    stack: Stack
+    calibration: Calibration
+    products: str
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of activations."""
+        return ELEMENT_BYTES[self.train.precision]
+
+    def kernels(self) -> Kernels:
+        """Return what prices work on the cluster's device."""
+        network = Network(self.cluster, self.calibration)
+        return Kernels(
+            self.cluster.device,
+            self.stack,
+            self.calibration,
+            network,
+            self.train.precision,
+            self.products,
+        )
+
+
+@lru_cache(maxsize=4096)
+def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tuple[Stage, ...]:
+    """Return the stages: as the program splits them by cost, or by number alone."""
+    if not is_even:
+        return split_stages(model, count, seq_len)
+    size, more = divmod(model.n_layers, count)
+    bounds = [0]
+    for index in range(count):
+        bounds.append(bounds[-1] + size + (0 < index <= more if more < count - 1 else index < more))
+    return tuple(Stage(i, bounds[i], bounds[i + 1], i == 0, i == count - 1) for i in range(count))
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    model: ModelSpec, schedule: str, pp: int, virtual: int, seq_len: int, is_even: bool
+) -> tuple[Held, ...]:
+    stages = stages_of(model, pp * virtual, seq_len, is_even)
+    ranks = stage_ranks(schedule, pp, virtual)
+    found = []
+    for rank in range(pp):
+        own = [stage for stage in stages if ranks[stage.index] == rank]
+        found.append(
+            Held(
+                sum(len(stage.layers) for stage in own),
+                any(stage.is_first for stage in own),
+                any(stage.is_last for stage in own),
+            )
+        )
+    return tuple(found)
+
+
+def held_by(setting: Setting, layout: Layout) -> tuple[Held, ...]:
+    """Return what each pipeline rank holds."""
+    return _held(
+        setting.model,
+        layout.schedule,
+        layout.pp,
+        layout.virtual_stages,
+        setting.train.seq_len,
+        setting.stack.even_stages,
+    )
+
+
+def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> LayoutWork:
+    """Return the work of a microbatch of a layout."""
+    return layout_work(
+        setting.model,
+        setting.train.seq_len,
+        setting.train.precision,
+        layout.tp,
+        layout.sp,
+        layout.cp,
+        layout.cp_kind,
+        layout.microbatch,
+        recompute or layout.recompute,
+    )

@@ -1,0 +1,158 @@
+"""`Stack`: what differs between training systems that run one and the same layout.
+
+Facts only, each with its source; what had to be measured is in the calibration under the stack's
+name. Ours is `meshwright`. The others are here because most published measurements are of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a system keeps states, which kernels it has, and what it overlaps.
+
+    `keeps` "shards": fp32 shards are the weights, gathered in the dtype of the products (FSDP).
+    "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.
+    `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed.
+    `attention` is the kernel where a row names none.
+    `selective` recomputation makes whole blocks but for their products anew, attention alone, or
+    half of the products too. `fused_norm`: a norm is one kernel. `fused_activation`: a gated
+    activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss.
+    `gathers_again`: with sp, what products took is gathered again in the backward. `even_stages`:
+    layers are spread over stages by number rather than by cost.
+    """
+
+    name: str
+    keeps: Literal["shards", "whole"]
+    gradient_bytes: int = 4
+    reduced_bytes: int = 4
+    attention: str = "flash2"
+    even_stages: bool = True
+    overlaps_data: bool = True
+    selective: Literal["blocks", "attention", "half"] = "blocks"
+    fused_norm: bool = False
+    fused_activation: bool = False
+    splits_loss: bool = True
+    gathers_again: bool = False
+    source: str = ""
+
+
+STACKS: Final[Mapping[str, Stack]] = {
+    stack.name: stack
+    for stack in (
+        Stack("meshwright", "shards", even_stages=False, source="meshwright.execute"),
+        Stack(
+            "megatron",
+            "whole",
+            attention="scores",
+            reduced_bytes=2,
+            overlaps_data=False,
+            selective="attention",
+            fused_norm=True,
+            gathers_again=True,
+            source="github.com/NVIDIA/Megatron-LM of 2021 and 2022; arXiv:2205.05198",
+        ),
+        Stack(
+            "megatron-core",
+            "whole",
+            attention="cudnn",
+            selective="attention",
+            fused_norm=True,
+            fused_activation=True,
+            gathers_again=True,
+            source="github.com/NVIDIA/Megatron-LM, megatron/core, with Transformer Engine",
+        ),
+        Stack(
+            "nemo",
+            "whole",
+            attention="cudnn",
+            gradient_bytes=2,
+            reduced_bytes=2,
+            selective="attention",
+            fused_norm=True,
+            fused_activation=True,
+            gathers_again=True,
+            source="github.com/NVIDIA-NeMo: Megatron-Core with gradients in bf16",
+        ),
+        Stack(
+            "aleph-alpha",
+            "whole",
+            gradient_bytes=2,
+            reduced_bytes=2,
+            overlaps_data=False,
+            splits_loss=False,
+            source="arXiv:2311.05610, section 3",
+        ),
+        Stack(
+            "aleph-alpha-rms",
+            "whole",
+            gradient_bytes=2,
+            reduced_bytes=2,
+            overlaps_data=False,
+            splits_loss=False,
+            fused_norm=True,
+            source="arXiv:2311.05610, section 4: the later sweeps, with a kernel for norms",
+        ),
+        Stack(
+            "deepspeed",
+            "whole",
+            attention="scores",
+            reduced_bytes=2,
+            fused_norm=True,
+            source="github.com/microsoft/DeepSpeed, ZeRO-3; arXiv:2104.07857",
+        ),
+        Stack(
+            "composer",
+            "shards",
+            reduced_bytes=2,
+            source="github.com/mosaicml/llm-foundry, scripts/train/benchmarking",
+        ),
+        Stack(
+            "torchtitan",
+            "shards",
+            selective="half",
+            source="arXiv:2410.06511; activation checkpointing of every other product",
+        ),
+        Stack(
+            "torchtitan-compile",
+            "shards",
+            selective="half",
+            fused_norm=True,
+            source="arXiv:2410.06511, with torch.compile",
+        ),
+        Stack(
+            "fms",
+            "shards",
+            reduced_bytes=2,
+            fused_norm=True,
+            source="github.com/foundation-model-stack/fms-fsdp",
+        ),
+        Stack(
+            "jax",
+            "shards",
+            reduced_bytes=2,
+            attention="cudnn",
+            fused_norm=True,
+            fused_activation=True,
+            source="MaxText and Paxml, JAX with XLA",
+        ),
+    )
+}
+
+# Attention kernels: whether they skip what the causal mask hides, and whether they write scores.
+CAUSAL: Final[Mapping[str, bool]] = {
+    "flash1": True,
+    "flash2": True,
+    "cudnn": True,
+    "scores": False,
+    "softmax": False,
+}
+
+
+def with_attention(stack: Stack, attention: str | None) -> Stack:
+    """Return a stack with the attention kernel that a row names, if any."""
+    return replace(stack, attention=attention) if attention else stack

@@ -1,0 +1,224 @@
+"""The time of a step by cause: compute, messages, the pipeline, the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.layout.schedules import microbatch_rule
+from meshwright.predict.kernels import Kernels, Seconds
+from meshwright.predict.memory import Held
+from meshwright.predict.pipeline import by_events, closed_form
+from meshwright.predict.setting import Setting, held_by, stages_of, work_of
+from meshwright.predict.work import LayoutWork, weights
+from meshwright.program.lower import Program
+
+# An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
+_OPTIMIZER_BYTES = 28
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the dearest rank, by cause; they add up to `total`."""
+
+    causes: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.causes.values())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a microbatch in a layer and in the ends."""
+
+    layer: Seconds
+    first: Seconds
+    last: Seconds
+
+    def of(self, held: Held, cause: str) -> float:
+        """Return a cause's seconds of one microbatch on a pipeline rank."""
+        seconds: float = held.layers * getattr(self.layer, cause)
+        if held.has_embedding:
+            seconds += getattr(self.first, cause)
+        if held.has_head:
+            seconds += getattr(self.last, cause)
+        return seconds
+
+    def room(self, held: Held) -> float:
+        """Return the seconds of a microbatch that messages of data parallelism may hide behind."""
+        return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
+
+
+def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
+    """Return the seconds of a microbatch in a layer and in the ends of a layout."""
+    found = work_of(setting, layout)
+    first, last = kernels.ends(found, layout.tp)
+    layer = kernels.layer(found, layout.cp, layout.tp, layout.cp_kind, layout.recompute)
+    return Parts(layer, first, last)
+
+
+def step_time(
+    setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
+) -> StepTime:
+    """Return the time of a step; without `events` the pipeline is priced in closed form."""
+    found = work_of(setting, layout)
+    parts = parts_of(setting, kernels, layout)
+    ranks = held_by(setting, layout)
+    count = setting.train.batch // layout.dp // layout.microbatch
+    gathers = gather_waits(setting, kernels, layout, parts)
+    whole = [
+        sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers
+        for held in ranks
+    ]
+    dearest = max(range(layout.pp), key=whole.__getitem__)
+    transfer = transfer_seconds(kernels, layout, found)
+    pipeline = _pipeline(setting, layout, parts, gathers, whole, transfer, kernels, events)
+    held = ranks[dearest]
+    per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
+    causes = {
+        "compute": per_step["forward"] + per_step["backward"],
+        "recompute": per_step["recompute"],
+        "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
+        "cp": per_step["cp"],
+        "gathers": count * held.layers * gathers,
+        "bubble": kernels.idle * (pipeline - count * whole[dearest]),
+        "data": data_wait(
+            setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
+        ),
+        "optimizer": optimizer_seconds(setting, kernels, layout, held),
+        "host": kernels.fixed,
+    }
+    return StepTime(causes)
+
+
+def _pipeline(
+    setting: Setting,
+    layout: Layout,
+    parts: Parts,
+    gathers: float,
+    whole: list[float],
+    transfer: float,
+    kernels: Kernels,
+    events: bool,
+) -> float:
+    count = setting.train.batch // layout.dp // layout.microbatch
+    rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count)
+    if layout.pp == 1 or not events or rule is not None:  # other systems have other rules
+        return closed_form(
+            layout.schedule,
+            layout.pp,
+            layout.virtual_stages,
+            count,
+            max(whole),
+            sum(whole),
+            transfer,
+            kernels.exposed_pp,
+        )
+    stages = stages_of(
+        setting.model, layout.stages, setting.train.seq_len, setting.stack.even_stages
+    )
+    forward, backward = [], []
+    for stage in stages:
+        held = Held(len(stage.layers), stage.is_first, stage.is_last)
+        forward.append(
+            parts.of(held, "forward")
+            + parts.of(held, "tp_forward")
+            + (parts.of(held, "cp") + held.layers * gathers) / 3
+        )
+        backward.append(
+            sum(parts.of(held, cause) for cause in ("backward", "recompute", "tp_backward"))
+            + parts.of(held, "tp_recompute")
+            + (parts.of(held, "cp") + held.layers * gathers) * 2 / 3
+        )
+    exposed = 2 * layout.virtual_stages * count * transfer * kernels.exposed_pp
+    program = Program(setting.model, setting.train, layout, stages)
+    return by_events(program, forward, backward, transfer) + exposed
+
+
+def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> float:
+    """Return the seconds of one message between neighbours in the pipeline."""
+    if layout.pp == 1:
+        return 0.0
+    stride = layout.dp * layout.cp * layout.tp
+    return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride)
+
+
+def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[float, float]:
+    """Return the seconds of ZeRO's messages of a layer and microbatch: a gather, a sum."""
+    ranks, zero = layout.shard_ranks, layout.zero
+    if ranks == 1 or zero < 2:
+        return 0.0, 0.0
+    network, elements = kernels.network, weights(setting.model, layout.tp, ranks).layer
+    gather = 0.0
+    if zero == 3:
+        gather = network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
+    size = elements * setting.stack.reduced_bytes
+    return gather, network.seconds("reduce_scatter", size, ranks, layout.tp)
+
+
+def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Parts) -> float:
+    """Return what a layer of a microbatch waits for ZeRO: gathers, and sums of gradients.
+
+    A unit is gathered while the one before it computes, and reduced behind it, so the longer of
+    the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3.
+    """
+    gather, reduce = unit_messages(setting, kernels, layout)
+    if not gather and not reduce:
+        return 0.0
+    layer = parts.layer
+    forward = layer.forward + layer.tp_forward
+    backward = layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute
+    hidden = min(gather, forward) + min(gather + reduce, backward)
+    return 2 * gather + reduce - kernels.overlap * hidden
+
+
+def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
+    """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
+
+    A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
+    turn waits for the slowest of all nodes, each of which meets the messages of all others.
+    """
+    found = weights(setting.model, layout.tp, layout.shard_ranks)
+    elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
+    elements += found.head if held.has_head else 0
+    network, reduced = kernels.network, setting.stack.reduced_bytes
+    ranks = layout.shard_ranks
+    seconds = 0.0
+    if ranks > 1 and layout.zero <= 2:
+        if layout.zero == 1:
+            seconds += network.seconds("reduce_scatter", elements * reduced, ranks, layout.tp)
+        seconds += network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
+    replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
+    if replicas > 1:
+        size = elements * reduced / ranks
+        stride = layout.tp * (layout.dp_shard * layout.cp if layout.zero else 1)
+        seconds += network.seconds("all_reduce", size, replicas, stride)
+    turns = held.layers * (ranks * replicas - 1)
+    return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
+
+
+def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
+    """Return what a step waits for these messages.
+
+    They overlap with the backward of the last microbatch and the first forward, `room` seconds.
+    """
+    if not setting.stack.overlaps_data:
+        return seconds
+    return max(seconds - kernels.overlap * min(seconds, room), 0.0)
+
+
+def optimizer_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
+    """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
+    found = weights(setting.model, layout.tp, layout.shard_ranks)
+    whole = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
+    elements = (whole + (found.head if held.has_head else 0)) / layout.shard_ranks
+    if layout.offload == "none":
+        return elements * _OPTIMIZER_BYTES / kernels.bandwidth
+    host = setting.cluster.host.bandwidth
+    moved = elements * 2 * 4  # gradients down, weights up, in fp32
+    if layout.offload == "params":
+        count = setting.train.batch // layout.dp // layout.microbatch
+        moved += elements * 4 * 2 * count  # shards up for each forward and backward
+    return moved / host + elements * _OPTIMIZER_BYTES / kernels.host_bandwidth

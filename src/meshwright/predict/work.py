@@ -1,0 +1,232 @@
+"""What one microbatch asks of a device in one layer and in the model's ends: read from programs.
+
+A layer costs the same wherever it is, so a program of a model of one layer says what each costs,
+and one of two layers what comes with every further one. That makes pricing a layout a sum of a few
+numbers, the same for thousands of layouts; tests hold the sums against the whole program's tables.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import Program
+from meshwright.program.operations import Operation, Sizes, operations
+from meshwright.program.parts import Part, parts
+from meshwright.program.shards import shard
+from meshwright.program.stages import Stage
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+
+class Product(NamedTuple):
+    """A product `[rows, inner] x [inner, outer]`."""
+
+    rows: int
+    inner: int
+    outer: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one pass."""
+        return 2.0 * self.rows * self.inner * self.outer
+
+
+class Message(NamedTuple):
+    """A collective of one microbatch: its kind, axis and bytes, how often, and in which pass."""
+
+    kind: str
+    axis: str
+    bytes: int
+    times: int
+    phase: str
+
+
+class Work(NamedTuple):
+    """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
+
+    `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
+    once for each operation; `norm_moved` those of norms, `kept` what stays for the backward, by
+    kind of operation. `scores` are the pairs of query and key over all local heads.
+    """
+
+    products: tuple[Product, ...]
+    attention_flops: float
+    scores: int
+    moved: float
+    norm_moved: float
+    kept: tuple[tuple[str, float], ...]
+    messages: tuple[Message, ...]
+
+
+class Weights(NamedTuple):
+    """Elements on one tp rank: of one layer, of the embedding, of the last norm and head.
+
+    `layer_units` is what data parallelism sends: with the padding for its ranks.
+    """
+
+    layer: int
+    embedding: int
+    head: int
+
+
+class LayoutWork(NamedTuple):
+    """All that pricing needs of a layout's microbatch."""
+
+    sizes: Sizes
+    layer: Work
+    first: Work
+    last: Work
+
+
+@lru_cache(maxsize=8192)
+def layout_work(
+    model: ModelSpec,
+    seq_len: int,
+    precision: str,
+    tp: int,
+    sp: bool,
+    cp: int,
+    cp_kind: str,
+    microbatch: int,
+    recompute: str,
+) -> LayoutWork:
+    """Return the work of a microbatch; only what changes it is asked for, so that it is cached.
+
+    Sequences are alike, so that a microbatch is one of them, times their number.
+    """
+    if microbatch > 1:
+        one = layout_work(model, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+        return _times(one, microbatch)
+    train = TrainSpec.model_validate({"batch": 1, "seq_len": seq_len, "precision": precision})
+    layout = Layout.model_validate(
+        {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "microbatch": 1, "recompute": recompute}
+    )
+    one_layer, two_layers = (_probe(model, train, layout, count) for count in (1, 2))
+    sizes = Sizes.of(one_layer)
+    ops = operations(one_layer, one_layer.stages[0])
+    layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
+    first_ops = tuple(op for op in ops if op.kind == "embedding")
+    last_ops = tuple(op for op in ops if op not in layer_ops and op not in first_ops)
+    messages = _messages(one_layer)
+    layer_messages = _difference(_messages(two_layers), messages)
+    ends = _difference(messages, layer_messages)
+    first = tuple(m for m in ends if m.phase.startswith("embedding"))
+    last = tuple(m for m in ends if not m.phase.startswith("embedding"))
+    return LayoutWork(
+        sizes,
+        _work(one_layer, sizes, layer_ops, layer_messages),
+        _work(one_layer, sizes, first_ops, first),
+        _work(one_layer, sizes, last_ops, last),
+    )
+
+
+def _times(one: LayoutWork, rows: int) -> LayoutWork:
+    """Return the work of so many sequences at a time."""
+    sizes = one.sizes._replace(
+        rows=rows, tokens=one.sizes.tokens * rows, stream=one.sizes.stream * rows
+    )
+    works = (
+        Work(
+            tuple(Product(p.rows * rows, p.inner, p.outer) for p in work.products),
+            work.attention_flops * rows,
+            work.scores * rows,
+            work.moved * rows,
+            work.norm_moved * rows,
+            tuple((kind, size * rows) for kind, size in work.kept),
+            tuple(Message(m.kind, m.axis, m.bytes * rows, m.times, m.phase) for m in work.messages),
+        )
+        for work in (one.layer, one.first, one.last)
+    )
+    return LayoutWork(sizes, *works)
+
+
+def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> Program:
+    small = model.model_copy(update={"n_layers": layers})
+    return Program(small, train, layout, (Stage(0, 0, layers, True, True),))
+
+
+def _messages(program: Program) -> tuple[Message, ...]:
+    """Return the messages of one microbatch over tp and cp; data parallelism has its own terms."""
+    return tuple(
+        Message(found.kind, found.axis, found.bytes, found.count, found.reason)
+        for found in collectives(program, 0)
+        if found.axis in ("tp", "cp") and not found.reason.startswith("gradients of")
+    )
+
+
+def _difference(more: tuple[Message, ...], less: tuple[Message, ...]) -> tuple[Message, ...]:
+    known = {message._replace(times=0): message.times for message in less}
+    found = (
+        message._replace(times=message.times - known.get(message._replace(times=0), 0))
+        for message in more
+    )
+    return tuple(message for message in found if message.times)
+
+
+def _work(
+    program: Program,
+    sizes: Sizes,
+    ops: tuple[Operation, ...],
+    messages: tuple[Message, ...],
+) -> Work:
+    products = tuple(_product(program, sizes, op.name) for op in ops if op.kind == "product")
+    attention = sum(op.flops for op in ops if op.kind == "attention")
+    scores = 0
+    if any(op.kind == "attention" for op in ops):
+        scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
+    moved = sum(_moved(program, sizes, op) for op in ops)
+    if scores:
+        moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
+    norms = sum(2.0 * sizes.stream_bytes for op in ops if op.kind == "norm")
+    kept: dict[str, float] = {}
+    for op in ops:
+        kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
+    return Work(products, attention, scores, moved, norms, tuple(kept.items()), messages)
+
+
+def _product(program: Program, sizes: Sizes, name: str) -> Product:
+    """Return the shape of a product from the parameter that it multiplies with."""
+    weight = name.replace("layers.*", "layers.0") + ".weight"
+    if weight == "head.weight" and program.model.tie_embeddings:
+        weight = "embed.weight"
+    outer, inner = program.shardings[weight].tp_shape
+    return Product(sizes.tokens, inner, outer)
+
+
+def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
+    """Return the bytes that a forward of an operation moves if it reads and writes each once."""
+    heads = sizes.tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim * sizes.element
+    hidden = sizes.tokens * sizes.ffn * sizes.element
+    if op.kind == "dropout":
+        return 2.0 * sizes.stream_bytes
+    if op.kind == "rotation":
+        return 2.0 * heads
+    if op.kind == "activation":
+        return (3.0 if program.model.family == "llama" else 2.0) * hidden
+    if op.kind == "embedding":
+        return 2.0 * sizes.stream_bytes
+    if op.kind == "loss":  # logits read, fp32 softmax written and read
+        return float(sizes.tokens * sizes.vocab * (sizes.element + 8))
+    return 0.0
+
+
+@lru_cache(maxsize=1024)
+def weights(model: ModelSpec, tp: int, shard_ranks: int) -> Weights:
+    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them."""
+    layout = Layout(tp=tp)
+
+    def local(part: Part) -> int:
+        rows, *rest = shard(part, layout).tp_shape
+        size = -(-rows // shard_ranks) * shard_ranks
+        for number in rest:
+            size *= number
+        return size
+
+    found = parts(model.model_copy(update={"n_layers": 1}))
+    layer = sum(local(part) for part in found if part.name.startswith("layers."))
+    embedding = next(local(part) for part in found if part.name == "embed.weight")
+    rest = sum(local(part) for part in found) - layer - embedding
+    return Weights(layer, embedding, rest)

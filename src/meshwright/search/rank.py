@@ -1,0 +1,339 @@
+"""Ranks layouts by tokens per second among those that fit, and says why the others lose."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+from meshwright.layout import Layout, broken
+from meshwright.predict.kernels import Seconds
+from meshwright.predict.memory import activations, model_states
+from meshwright.predict.pipeline import closed_form
+from meshwright.predict.price import Memory, Prediction, price, worst_memory
+from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.step import (
+    Parts,
+    data_messages,
+    data_wait,
+    gather_waits,
+    optimizer_seconds,
+    parts_of,
+    transfer_seconds,
+    unit_messages,
+)
+from meshwright.search.space import (
+    Core,
+    Schedule,
+    Sharding,
+    cores,
+    offloads,
+    schedules,
+    shardings,
+    size_of,
+)
+from meshwright.spec.training import Offload
+
+# Share of a device's memory that a plan leaves free: a prediction is a few percent off.
+MARGIN = 0.05
+# What the lightest schedule holds on the first rank, in what 1F1B holds there.
+_LEAST_IN_FLIGHT = 0.9
+# Schedules that others beat by what they are, and why.
+_DOMINATED = {
+    "naive": "one microbatch at a time: 1F1B is never slower",
+    "gpipe": "GPipe holds all microbatches and takes as long as 1F1B",
+    "looped_bfs": "breadth-first holds all microbatches and takes as long as interleaved 1F1B",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A search's result: the best layout of each division of the devices, the best first.
+
+    `considered` counts all legal layouts, `reasons` those that were ruled out, by reason;
+    `unfit` is the one that came nearest to fitting, where none does.
+    """
+
+    setting: Setting
+    ranked: tuple[Prediction, ...]
+    considered: int
+    reasons: dict[str, int]
+    unfit: Memory | None
+    unfit_layout: Layout | None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A ZeRO stage with its shards and what is offloaded, priced for one division of the devices.
+
+    `sent` are the seconds of its messages once a step, `update` those of the optimizer, `gathers`
+    those of a layer's messages in each microbatch, `states` the
+    bytes of model states on the first and the last pipeline rank.
+    """
+
+    sharding: Sharding
+    offload: Offload
+    sent: float
+    update: float
+    gathers: float
+    states: tuple[float, float]
+
+
+class Search:
+    """One search: a setting, a number of devices, a margin.
+
+    What a layout costs falls into parts that depend on few choices each: the microbatch's time on
+    its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. So the parts
+    are priced once, and all layouts of a core are sums of them. The best are priced whole.
+    """
+
+    def __init__(self, setting: Setting, devices: int, margin: float = MARGIN) -> None:
+        self.setting, self.devices = setting, devices
+        self.limit = setting.cluster.device.memory * (1 - margin)
+        self.kernels = setting.kernels()
+        self.reasons: Counter[str] = Counter()
+        self.nearest: tuple[float, Layout] | None = None
+        self._parts: list[Parts] = []
+        self._choices: dict[tuple[object, ...], list[_Choice]] = {}
+
+    def run(self, top: int) -> Found:
+        """Return the best layouts of the `top` best divisions of the devices.
+
+        Cores come in the order of a bound from below, the time of their microbatches alone; what
+        cannot beat the worst of the best any more is left out without a price.
+        """
+        train, layers = self.setting.train, self.setting.model.n_layers
+        everything = list(cores(self.setting.model, train, self.devices))
+        self._parts = [parts_of(self.setting, self.kernels, core.layout) for core in everything]
+        order = sorted((self._bound(core, index), index) for index, core in enumerate(everything))
+        best = self._pass(everything, order, top, ("none",))
+        if not best:
+            best = self._pass(everything, order, top, ("optimizer", "params"))
+        else:
+            self.reasons["offload: layouts without it fit, and are faster"] += sum(
+                size_of(core, train, layers) - size_of(core, train, layers, ("none",))
+                for core in everything
+            )
+        ranked = sorted(
+            (price(self.setting, layout) for _, layout in best), key=lambda found: found.time.total
+        )
+        considered = sum(size_of(core, train, layers) for core in everything)
+        layout = self.nearest[1] if self.nearest and not ranked else None
+        held = worst_memory(self.setting, layout) if layout else None
+        reasons = dict(self.reasons.most_common())
+        return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _pass(
+        self,
+        everything: list[Core],
+        order: list[tuple[float, int]],
+        top: int,
+        offloaded: tuple[Offload, ...],
+    ) -> list[tuple[float, Layout]]:
+        """Return the best layouts with such offloads, the best of each division of the devices."""
+        train, layers = self.setting.train, self.setting.model.n_layers
+        best: dict[tuple[int, ...], tuple[float, Layout]] = {}
+        for bound, index in order:
+            core = everything[index]
+            own = best.get(core.degrees)
+            limit = min(_worst(best, top), own[0] if own else float("inf"))
+            if bound >= limit:
+                size = size_of(core, train, layers, offloaded)
+                self.reasons["slower by the time of its microbatches alone"] += size
+                continue
+            found = self._best_of(core, self._parts[index], limit, offloaded)
+            if found is not None:
+                best[core.degrees] = found
+        return heapq.nsmallest(top, best.values(), key=lambda pair: pair[0])
+
+    def _bound(self, core: Core, index: int) -> float:
+        """Return a time that no layout of a core beats: its microbatches, spread evenly."""
+        one = core.layout
+        parts = self._parts[index]
+        count = self.setting.train.batch // one.dp // one.microbatch
+        whole = self.setting.model.n_layers * parts.layer.total
+        return count * (whole + parts.first.total + parts.last.total) / one.pp
+
+    def _best_of(
+        self, core: Core, parts: Parts, limit: float, offloaded: tuple[Offload, ...]
+    ) -> tuple[float, Layout] | None:
+        """Return the fastest layout of a core that fits, if it beats a limit."""
+        one, setting = core.layout, self.setting
+        choices = self._priced_choices(one, offloaded)
+        count = setting.train.batch // one.dp // one.microbatch
+        lightest = min(choice.states[0] for choice in choices)
+        if _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest > self.limit:
+            self.reasons["does not fit"] += len(choices) * len(
+                schedules(one.pp, setting.model.n_layers, count)
+            )
+            if self.nearest is not None:
+                return None
+        room = parts.room(held_by(setting, one)[0])
+        priced = [
+            (
+                gather_waits(setting, self.kernels, self._with(one, None, choice), parts),
+                data_wait(setting, self.kernels, choice.sent, room) + choice.update,
+                choice,
+            )
+            for choice in choices
+        ]
+        candidates = []
+        for schedule in schedules(one.pp, setting.model.n_layers, count):
+            why = _dominated(schedule, setting.model.n_layers, one.pp)
+            if why is not None:
+                self.reasons[why] += len(priced)
+                continue
+            candidates += self._of_schedule(one, schedule, count, parts, priced, limit)
+        for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
+            layout = self._with(one, schedule, choice)
+            held = worst_memory(setting, layout)
+            if held.total <= self.limit:
+                # The rules have the last word; the space follows them already.
+                if broken(setting.model, setting.train, layout) is None:
+                    return seconds, layout
+                continue
+            self._note_unfit(held.total, one, schedule, choice)
+        return None
+
+    def _of_schedule(
+        self,
+        one: Layout,
+        schedule: Schedule,
+        count: int,
+        parts: Parts,
+        priced: list[tuple[float, float, _Choice]],
+        limit: float,
+    ) -> list[tuple[float, int, Schedule, _Choice]]:
+        """Return a schedule's layouts that beat the limit and may fit."""
+        setting, kernels = self.setting, self.kernels
+        layout = self._with(one, schedule, None)
+        ranks = Counter(held_by(setting, layout))
+        base = {held: sum(parts.of(held, c) for c in Seconds._fields) for held in ranks}
+        transfer = transfer_seconds(kernels, layout, work_of(setting, one))
+        kept = self._activations(layout, count)
+        found = []
+        for index, (gathers, once, choice) in enumerate(priced):
+            whole = {held: base[held] + held.layers * gathers for held in ranks}
+            dearest = max(whole.values())
+            pipeline = closed_form(
+                schedule.name,
+                one.pp,
+                schedule.virtual,
+                count,
+                dearest,
+                sum(times * whole[held] for held, times in ranks.items()),
+                transfer,
+                kernels.exposed_pp,
+            )
+            busy = count * dearest
+            seconds = once + busy + kernels.idle * (pipeline - busy)
+            if seconds >= limit:
+                self.reasons["slower"] += 1
+                continue
+            needed = max(a + b for a, b in zip(kept, choice.states, strict=True))
+            if needed > self.limit:
+                self._note_unfit(needed, one, schedule, choice)
+                continue
+            found.append((seconds, index, schedule, choice))
+        return found
+
+    def _activations(self, layout: Layout, count: int) -> tuple[float, float]:
+        setting, held = self.setting, held_by(self.setting, layout)
+        found, plain = work_of(setting, layout), work_of(setting, layout, "none")
+        first, last = (
+            sum(
+                term.bytes
+                for term in activations(
+                    layout,
+                    setting.stack,
+                    found,
+                    plain,
+                    held[rank],
+                    rank,
+                    count,
+                    setting.calibration,
+                )
+            )
+            for rank in (0, layout.pp - 1)
+        )
+        return first, last
+
+    def _priced_choices(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[_Choice]:
+        """Return the ZeRO stages of a division of the devices, with what each costs."""
+        key = (one.pp, one.dp_replicate, one.cp, one.tp, offloaded)
+        if key not in self._choices:
+            found = [
+                self._priced(one, sharding, offload)
+                for sharding in shardings(one.dp_replicate, one.cp)
+                for offload in offloads(sharding.zero)
+                if offload in offloaded
+            ]
+            self._choices[key] = [
+                choice
+                for place, choice in enumerate(found)
+                if not any(
+                    _is_worse(choice, other, found.index(other) < place)
+                    for other in found
+                    if other is not choice
+                )
+            ]
+        return self._choices[key]
+
+    def _priced(self, one: Layout, sharding: Sharding, offload: Offload) -> _Choice:
+        setting, kernels = self.setting, self.kernels
+        bare = _Choice(sharding, offload, 0.0, 0.0, 0.0, (0.0, 0.0))
+        layout = self._with(one, None, bare)
+        held = held_by(setting, layout)
+        first, last = (
+            sum(
+                term.bytes
+                for term in model_states(
+                    setting.model, layout, setting.stack, held[rank], setting.element
+                )
+            )
+            for rank in (0, one.pp - 1)
+        )
+        return _Choice(
+            sharding,
+            offload,
+            data_messages(setting, kernels, layout, held[0]),
+            optimizer_seconds(setting, kernels, layout, held[0]),
+            sum(unit_messages(setting, kernels, layout)),
+            (first, last),
+        )
+
+    def _with(self, one: Layout, schedule: Schedule | None, choice: _Choice | None) -> Layout:
+        changes: dict[str, object] = {}
+        if schedule is not None:
+            changes |= {"schedule": schedule.name, "virtual_stages": schedule.virtual}
+        if choice is not None:
+            zero, shards = choice.sharding
+            replicas = one.dp_replicate // shards
+            changes |= {"zero": zero, "dp_shard": shards, "dp_replicate": replicas}
+            changes["offload"] = choice.offload
+        return one.model_copy(update=changes)
+
+    def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: _Choice) -> None:
+        self.reasons["does not fit"] += 1
+        if self.nearest is None or needed < self.nearest[0]:
+            self.nearest = (needed, self._with(one, schedule, choice))
+
+
+def _is_worse(one: _Choice, other: _Choice, is_before: bool) -> bool:
+    """Whether a choice is nowhere better than another; of equal ones the first stays."""
+    mine = (one.sent + one.update, one.gathers, *one.states)
+    others = (other.sent + other.update, other.gathers, *other.states)
+    return all(a >= b for a, b in zip(mine, others, strict=True)) and (mine != others or is_before)
+
+
+def _dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
+    """Return why a schedule need not be priced, if another is never worse."""
+    if schedule.virtual > 1 and layers % (pp * schedule.virtual):
+        return "stages of unequal numbers of layers"
+    return _DOMINATED.get(schedule.name)
+
+
+def _worst(best: dict[tuple[int, ...], tuple[float, Layout]], top: int) -> float:
+    if len(best) < top:
+        return float("inf")
+    return heapq.nsmallest(top, (seconds for seconds, _ in best.values()))[-1]

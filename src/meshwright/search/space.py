@@ -1,0 +1,121 @@
+"""The layouts of a number of devices: what there is to choose, as far as the rules allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.layout import Layout, broken
+from meshwright.layout.rules import divisors
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec, Zero
+
+# A microbatch of more tokens fills a device no better, and larger ones only need more memory.
+_MICROBATCH_TOKENS = 131072
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class Core(NamedTuple):
+    """What a microbatch's time depends on; `layout` has the rest at its simplest."""
+
+    layout: Layout
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Degrees of pp, dp, cp and tp: how the devices are divided."""
+        one = self.layout
+        return one.pp, one.dp_replicate, one.cp, one.tp
+
+
+class Schedule(NamedTuple):
+    """A pipeline schedule with its stages a rank."""
+
+    name: str
+    virtual: int
+
+
+class Sharding(NamedTuple):
+    """A ZeRO stage, and over how many of the data-parallel ranks it shards."""
+
+    zero: Zero
+    shards: int
+
+
+def cores(model: ModelSpec, train: TrainSpec, devices: int) -> Iterator[Core]:
+    """Yield the legal cores: degrees, kind of cp, microbatch and recomputation."""
+    for tp in divisors(devices):
+        for cp in divisors(devices // tp):
+            for pp in divisors(devices // tp // cp):
+                dp = devices // tp // cp // pp
+                if pp > model.n_layers or train.batch % dp:
+                    continue
+                yield from _of_degrees(model, train, pp, dp, cp, tp)
+
+
+def _of_degrees(
+    model: ModelSpec, train: TrainSpec, pp: int, dp: int, cp: int, tp: int
+) -> Iterator[Core]:
+    kinds: tuple[ContextKind, ...] = ("ring", "ulysses") if cp > 1 else ("ring",)
+    for kind in kinds:
+        plain = Layout(
+            dp_replicate=dp, cp=cp, tp=tp, cp_kind=kind, sp=tp > 1 and not train.seq_len // cp % tp
+        )
+        if broken(model, train, plain) is not None:
+            continue
+        for microbatch in divisors(train.batch // dp):
+            if microbatch > 1 and microbatch * train.seq_len // cp > _MICROBATCH_TOKENS:
+                break
+            for recompute in RECOMPUTES:
+                changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute}
+                yield Core(plain.model_copy(update=changes))
+
+
+@lru_cache(maxsize=4096)
+def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
+    """Return the legal schedules of a pipeline; a single rank needs none."""
+    if pp == 1:
+        return (Schedule("1f1b", 1),)
+    most = layers // pp
+    return tuple(
+        Schedule(traits.name, virtual)
+        for traits in SCHEDULES.values()
+        for virtual in range(traits.min_virtual, min(most, traits.max_virtual or most) + 1)
+        if microbatch_rule(traits.name, pp, virtual, microbatches) is None
+    )
+
+
+@lru_cache(maxsize=4096)
+def shardings(dp: int, cp: int) -> tuple[Sharding, ...]:
+    """Return the ZeRO stages with each number of ranks that they may shard over."""
+    found = [Sharding(0, 1)]
+    stages: tuple[Zero, ...] = (1, 2, 3)
+    for zero in stages:
+        found += (Sharding(zero, shards) for shards in divisors(dp) if shards * cp > 1)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def offloads(zero: int) -> tuple[Offload, ...]:
+    """Return what may lie on the host: parameters only where they are sharded."""
+    return ("none", "optimizer", "params") if zero else ("none", "optimizer")
+
+
+@lru_cache(maxsize=4096)
+def _kept(dp: int, cp: int, offloaded: tuple[Offload, ...] | None) -> int:
+    return sum(
+        sum(offloaded is None or one in offloaded for one in offloads(choice.zero))
+        for choice in shardings(dp, cp)
+    )
+
+
+def size_of(
+    core: Core, train: TrainSpec, layers: int, offloaded: tuple[Offload, ...] | None = None
+) -> int:
+    """Return how many legal layouts a core stands for, with such offloads or with all."""
+    one = core.layout
+    count = train.batch // one.dp // one.microbatch
+    kept = _kept(one.dp_replicate, one.cp, offloaded)
+    # With sequence parallelism or without, where there is a choice.
+    return len(schedules(one.pp, layers, count)) * kept * (2 if one.sp else 1)

@@ -1,0 +1,158 @@
+"""`meshwright plan` and `predict`: quick, without torch, and every number accounted for."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.layout import Layout
+from meshwright.search.plan import digest
+
+SEVENTY = [
+    "model.preset=llama-3-70b",
+    "cluster.preset=h100-sxm",
+    "cluster.nodes=64",
+    "train.batch=1024",
+    "train.seq_len=8192",
+    "train.precision=bf16",
+]
+SEVEN = [
+    "model.preset=llama-2-7b",
+    "cluster.preset=a40",
+    "train.batch=64",
+    "train.seq_len=2048",
+    "train.precision=bf16",
+]
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    return code, capsys.readouterr()
+
+
+def test_seventy_billion_on_512_devices_without_torch():
+    code = (
+        "import sys, time\n"
+        "from meshwright.cli.main import main\n"
+        f"code = main(['plan', '--json', *{SEVENTY!r}])\n"
+        "print('torch' in sys.modules, time.process_time(), file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    has_torch, seconds = done.stderr.split()
+    assert has_torch == "False"
+    found = json.loads(done.stdout)
+    assert found["considered"] > 1_000_000
+    assert found["ledger"]["fits"]
+    assert 0.3 < found["ledger"]["mfu"] < 0.6
+    assert Layout(**found["layout"]).world == 512
+    # Imports and all, 1.4 s of an idle core; a busy one's caches are worth some more.
+    assert float(seconds) < 3
+
+
+def test_the_table_the_winner_and_the_losers(capsys):
+    code, out = run(capsys, "plan", *SEVEN, "--top", "3", "--fewest")
+    assert code == 0
+    text = out.out
+    for word in (
+        "legal layouts considered",
+        "best:",
+        "step time:",
+        "pipeline rank 0",
+        "ruled out:",
+    ):
+        assert word in text
+    assert "fewest devices that fit" in text
+
+
+def test_json_is_alone_on_stdout_and_saved(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    code, out = run(capsys, "plan", *SEVEN, "--top", "2", "--json", "--save", str(path))
+    assert code == 0
+    found = json.loads(out.out)
+    assert json.loads(path.read_text()) == found
+    assert len(found["ranked"]) == 2
+    assert found["ranked"][0]["why"] == "best"
+    ledger = found["ledger"]
+    assert sum(ledger["seconds"].values()) == pytest.approx(ledger["step_time_s"])
+    total = sum(ledger["memory_bytes"].values())
+    assert total == pytest.approx(ledger["peak_memory_bytes"], abs=20)
+    config = mw.load_config(overrides=SEVEN)
+    layout = Layout(**found["layout"])
+    assert found["digest"] == digest(config, layout)
+    assert digest(config, layout.model_copy(update={"zero": 0})) != found["digest"]
+
+
+def test_the_terms_of_a_layout(capsys):
+    code, out = run(capsys, "plan", *SEVEN, "--explain", "shard8 zero3 mb1")
+    assert code == 0
+    assert "elements x 4 B" in out.out
+    code, out = run(capsys, "plan", *SEVEN, "--explain", "shard8 zero3 mb1", "--json")
+    found = json.loads(out.out)
+    assert sum(size for _, size, _ in found["terms"]) == pytest.approx(
+        found["peak_memory_bytes"], abs=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.preset=h100-smx"], "h100-sxm"),
+        (["--top", "0"], "--top 0"),
+        (["--margin", "1"], "--margin"),
+        (["--explain", "tq2"], "unknown word"),
+        (["--explain", "dp3 mb1"], "must be a multiple"),
+    ],
+)
+def test_what_is_wrong_is_refused(capsys, words, message):
+    base = [word for word in SEVEN if not words[0].startswith(word.partition("=")[0])]
+    code, out = run(capsys, "plan", *base, *words)
+    assert code == 2
+    assert message in out.err
+
+
+def test_no_layout_fits(capsys):
+    code, out = run(capsys, "plan", *SEVEN, "cluster.memory=1GiB")
+    assert code == 1
+    assert "no layout fits" in out.out
+    assert "nearest:" in out.out
+
+
+def test_the_default_config_is_planned_on_the_machine_at_hand(capsys):
+    code, out = run(capsys, "plan", "cluster.device=cpu", "--json")
+    assert code == 0
+    assert json.loads(out.out)["cluster"]["device"] == "cpu"
+
+
+def test_plan_from_python():
+    made = mw.plan(mw.load_config(overrides=SEVEN), top=2)
+    assert made.best.memory.fits
+    assert made.best.layout.world == 8
+
+
+def test_rows_are_predicted_one_for_one(capsys, tmp_path):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    row = {"gpu": "H100", "n_gpus": 8, "layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008}
+    row |= {"model": "llama", "seq": 4096, "gbs": 64, "zero_stage": 3, "framework": "torchtitan"}
+    rows.write_text(json.dumps({"id": "a", **row}) + "\n\n" + json.dumps({"id": "b"}) + "\n")
+    code, printed = run(capsys, "predict", "--rows", str(rows), "--out", str(out), "--json")
+    assert code == 0
+    assert json.loads(printed.out)["refused"] == 1
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert (first["id"], second["id"]) == ("a", "b")
+    assert first["step_time_s"] > 0
+    assert "lacks" in second["refused"]
+
+
+@pytest.mark.parametrize("text", ["no json\n", "[1]\n"])
+def test_rows_that_are_no_objects_are_refused(capsys, tmp_path, text):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text)
+    code, printed = run(capsys, "predict", "--rows", str(rows), "--out", str(tmp_path / "o"))
+    assert code == 2
+    assert "rows.jsonl:1" in printed.err
+    code, _ = run(capsys, "predict", "--rows", str(tmp_path / "none"), "--out", str(tmp_path / "o"))
+    assert code == 2

@@ -1,0 +1,361 @@
+"""Predictions: the program's bytes and messages, forms against events, published measurements."""
+
+import json
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+from benchmarks import published
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.predict.calibration import parse_calibration, shipped_calibration
+from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
+from meshwright.predict.memory import Held, in_flight, kept_per_layer, model_states
+from meshwright.predict.network import Network, place
+from meshwright.predict.pipeline import by_events, closed_form
+from meshwright.predict.price import price, worst_memory
+from meshwright.predict.rows import RowError, predict_row, read_row
+from meshwright.predict.setting import Setting, work_of
+from meshwright.predict.stacks import STACKS
+from meshwright.predict.work import layout_work, weights
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import lower
+from meshwright.program.operations import operations
+from meshwright.program.parts import parameter_count
+from meshwright.program.schedule import compute_tables, peak_in_flight
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+
+ROWS = Path(
+    os.environ.get("MESHWRIGHT_PUBLISHED", Path(__file__).parents[2] / "shared" / "published")
+)
+needs_rows = pytest.mark.skipif(
+    not (ROWS / "rows.jsonl").is_file(), reason="the published measurements are missing"
+)
+SEVEN = model_spec(preset="llama-2-7b")
+OURS = STACKS["meshwright"]
+SMALL = model_spec(
+    dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=128, context=32
+)
+
+
+def setting(model=SEVEN, device="h100-sxm", devices=8, stack=OURS, **train):
+    values = {"batch": 64, "seq_len": 4096, "precision": "bf16"} | train
+    cluster = cluster_of(find_device(device), devices)
+    spec = TrainSpec(**values)
+    return Setting(model, spec, cluster, stack, shipped_calibration(), spec.precision)
+
+
+def states(layout, element=2, stack=OURS):
+    held = Held(SEVEN.n_layers, True, True)
+    sums = {}
+    for term in model_states(SEVEN, layout, stack, held, element):
+        sums[term.category] = sums.get(term.category, 0) + term.bytes
+    return sums
+
+
+def test_model_states_to_the_byte():
+    count = parameter_count(SEVEN)
+    assert count == 6_738_415_616
+    unit = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096  # a block, the largest unit
+    assert states(Layout(dp_replicate=8)) == {
+        "weights": 4 * count,
+        "gathered": 2 * count,
+        "gradients": 4 * count,
+        "optimizer": 8 * count,
+    }
+    shards = {"weights": 4 * count // 8, "optimizer": 8 * count // 8}
+    one = states(Layout(dp_shard=8, zero=1))
+    assert one == {**shards, "gathered": 2 * count, "gradients": 4 * count}
+    two = states(Layout(dp_shard=8, zero=2))
+    assert two["gradients"] == 4 * count // 8 + 2 * unit * 4
+    three = states(Layout(dp_shard=8, zero=3))
+    assert three == {**two, "gathered": 2 * unit * 2}
+    # In fp32 there is no compute copy without sharding; a system with whole weights has masters.
+    assert "gathered" not in states(Layout(dp_replicate=8), element=4)
+    megatron = states(Layout(dp_shard=8, zero=1), stack=STACKS["megatron-core"])
+    assert megatron == {
+        "weights": 2 * count,
+        "gradients": 4 * count,
+        "optimizer": 12 * count // 8,
+    }
+
+
+LAYOUTS = (
+    "tp2 mb2",
+    "tp4 sp mb1",
+    "tp2 sp cp2-ring mb1 recompute-full",
+    "cp4-ulysses mb1 recompute-selective",
+    "dp2 shard2 zero3 tp2 sp mb1",
+    "shard4 zero1 mb2",
+    "shard2 zero2 cp2-ring mb1",
+    "dp4 mb1",
+)
+
+
+@pytest.mark.parametrize("label", LAYOUTS)
+def test_messages_are_those_of_the_program(label):
+    layout = Layout.parse(label)
+    train = TrainSpec(batch=8, seq_len=32, precision="bf16")
+    program = lower(SMALL, train, layout)
+    found = layout_work(
+        SMALL,
+        train.seq_len,
+        train.precision,
+        layout.tp,
+        layout.sp,
+        layout.cp,
+        layout.cp_kind,
+        layout.microbatch,
+        layout.recompute,
+    )
+    predicted = {}
+    for work, times in ((found.layer, SMALL.n_layers), (found.first, 1), (found.last, 1)):
+        for one in work.messages:
+            size = one.bytes * one.times * times * program.microbatches
+            predicted[one.kind, one.axis] = predicted.get((one.kind, one.axis), 0) + size
+    real = {}
+    for one in collectives(program, 0):
+        if one.axis in ("tp", "cp") and not one.reason.startswith("gradients of"):
+            at = (one.kind, one.axis)
+            real[at] = real.get(at, 0) + one.bytes * one.count
+    assert predicted == real
+
+
+@pytest.mark.parametrize("label", [label for label in LAYOUTS if "shard" in label])
+def test_what_data_parallelism_sends_is_that_of_the_program(label):
+    layout = Layout.parse(label)
+    train = TrainSpec(batch=8, seq_len=32, precision="bf16")
+    program = lower(SMALL, train, layout)
+    found = weights(SMALL, layout.tp, layout.shard_ranks)
+    elements = SMALL.n_layers * found.layer + found.embedding + found.head
+    real = {}
+    for one in collectives(program, 0):
+        if one.axis == "shard":
+            real[one.kind] = real.get(one.kind, 0) + one.bytes * one.count
+    count = program.microbatches
+    assert real["all_gather"] == 2 * elements * (2 * count if layout.zero == 3 else 1)
+    assert real["reduce_scatter"] == 4 * elements * (count if layout.zero >= 2 else 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_kept_activations_are_those_of_the_program(recompute):
+    layout = Layout(tp=2, sp=True, microbatch=4, recompute=recompute)
+    program = lower(SMALL, TrainSpec(batch=8, seq_len=32, precision="bf16"), layout)
+    ops = operations(program, program.stages[0])
+    real = sum(op.saved_bytes for op in ops if op.name.startswith("layers."))
+    one = setting(SMALL, batch=8, seq_len=32)
+    kept = kept_per_layer(layout, OURS, work_of(one, layout), 0.0)
+    assert sum(kept.values()) == pytest.approx(real, rel=1e-6)
+
+
+def tables():
+    """Yield schedules with a number of ranks and stages."""
+    for name, traits in SCHEDULES.items():
+        for pp in (2, 4, 8):
+            for virtual in {traits.min_virtual, min(traits.max_virtual or 3, 3)}:
+                if microbatch_rule(name, pp, virtual, 4 * pp) is None:
+                    yield name, pp, virtual
+
+
+@pytest.mark.parametrize(("name", "pp", "virtual"), list(tables()))
+def test_forms_of_schedules_hold_against_their_tables(name, pp, virtual):
+    count = 4 * pp
+    layout = Layout(pp=pp, schedule=name, virtual_stages=virtual)
+    for rank, table in enumerate(compute_tables(name, pp, virtual, count)):
+        assert in_flight(layout, rank, count) == peak_in_flight(table)
+    model = SMALL.model_copy(update={"n_layers": pp * virtual})
+    program = lower(model, TrainSpec(batch=count, seq_len=32), layout)
+    stages = pp * virtual
+    events = by_events(program, [1.0] * stages, [2.0] * stages, 0.0)
+    form = closed_form(name, pp, virtual, count, 3.0 * virtual, 3.0 * virtual * pp, 0.0, 0.0)
+    assert form == pytest.approx(events, rel=0.02)
+
+
+def test_many_microbatches_add_the_same_each():
+    layout = Layout(pp=4, schedule="interleaved_1f1b", virtual_stages=2)
+    model = SMALL.model_copy(update={"n_layers": 8})
+    forward, backward = [1.0] * 7 + [1.5], [2.0] * 7 + [3.0]
+    times = [
+        by_events(lower(model, TrainSpec(batch=n, seq_len=32), layout), forward, backward, 0.01)
+        for n in (32, 128)
+    ]
+    dearest = 2 * 3.0 + 1.5
+    assert times[1] - times[0] == pytest.approx(96 * dearest, rel=0.02)
+
+
+def test_catalogue_has_sources():
+    devices, links = catalogue()
+    assert {"v100-32gb", "a100-80gb", "h100-sxm", "b200", "rtx4090", "mi300x"} <= set(devices)
+    for one in (*devices.values(), *links.values()):
+        assert len(one.source) > 10
+        assert one.bandwidth > 0
+    for device in devices.values():
+        assert device.memory > 0
+        for link in device.links:
+            find_link(link)
+        assert device.peaks["bf16"] >= device.peaks["fp32"] * 0.5
+    with pytest.raises(ConfigError, match="h100-sxm"):
+        find_device("h100-smx")
+
+
+def test_messages_cross_the_links_that_they_span():
+    network = Network(cluster_of(find_device("h100-sxm"), 64), shipped_calibration())
+    assert place(8, 1, 8) == (8, 8, 1)
+    assert place(8, 8, 8) == (8, 1, 8)
+    assert place(16, 2, 8) == (16, 4, 4)
+    inside = network.seconds("all_gather", 1e9, 8, 1)
+    assert network.seconds("all_gather", 1e9, 8, 8) > 5 * inside
+    assert network.seconds("all_reduce", 1e9, 8, 1) == pytest.approx(2 * inside)
+    assert network.seconds("all_gather", 1e9, 1, 1) == 0
+    # A ring with four ranks in each node has four network devices to leave it by.
+    across = network.seconds("all_gather", 1e9, 16, 2)
+    assert across < network.seconds("all_gather", 1e9, 16, 8) / 3
+
+
+@pytest.mark.parametrize("category", ["weights", "gradients", "optimizer", "gathered"])
+def test_more_ranks_never_hold_more(category):
+    sizes = [states(Layout(tp=tp))[category] for tp in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 7 * sizes[3]
+    totals = [sum(states(Layout(dp_shard=8, zero=zero)).values()) for zero in (1, 2, 3)]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_memory_and_time_follow_the_sizes():
+    one = setting(devices=8)
+    plain = Layout(dp_shard=8, zero=3)
+    memory = [
+        worst_memory(one, plain.model_copy(update={"recompute": policy})).total
+        for policy in ("none", "selective", "full")
+    ]
+    assert memory == sorted(memory, reverse=True)
+    found = price(one, plain)
+    longer = price(setting(seq_len=8192), plain)
+    assert longer.memory.total > found.memory.total
+    assert longer.time.total > 2 * found.time.total
+    assert sum(found.time.causes.values()) == pytest.approx(found.time.total)
+    assert 0 < found.mfu < 1
+    for term in found.memory.terms:
+        assert term.formula
+
+
+def test_constants_fall_back_from_a_kind_to_its_family():
+    found = parse_calibration("[any]\nx = 1\ny = 2\n[h100]\nx = 3\n[about]\ndate = 'now'\n")
+    assert (found.find("x", "h100-500w"), found.find("y", "h100"), found.date) == (3, 2, "now")
+    with pytest.raises(KeyError, match="no calibration of z"):
+        found.find("z", "h100")
+    assert shipped_calibration().source
+
+
+ROW = {
+    "id": "one",
+    "gpu": "A100-80GB",
+    "n_gpus": 64,
+    "framework": "Megatron-LM",
+    "model": "GPT",
+    "layers": 48,
+    "hidden": 6144,
+    "heads": 48,
+    "vocab": 51200,
+    "seq": 2048,
+    "gbs": 256,
+    "mbs": 2,
+    "tp": 8,
+    "pp": 2,
+    "recompute": "full",
+    "precision": "fp16",
+}
+
+
+def test_a_row_is_predicted_whatever_was_measured():
+    found = predict_row(ROW, shipped_calibration())
+    keys = {"id", "fits", "peak_mem_gib", "worst_rank", "step_time_s", "tokens_per_s_per_gpu"}
+    assert set(found) == keys | {"tflops_per_gpu", "mfu", "assumed"}
+    assert found["fits"] is True
+    assert 0.3 < found["mfu"] < 0.6
+    measured = {"step_time_s": 1.0, "status": "oom", "oom": True, "mfu": 0.1, "peak_mem_gib": 1}
+    assert predict_row({**ROW, **measured}, shipped_calibration()) == found
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layers": None}, "lacks layers"),
+        ({"tp": 7}, "does not divide n_gpus"),
+        ({"gpu": "TPUv4"}, "not in the catalogue"),
+        ({"task": "LoRA"}, "LoRA"),
+        ({"gbs": 3}, "no multiple"),
+        ({"seq": "long"}, "valid integer"),
+        ({"precision": "fp8"}, "cannot be read"),
+    ],
+)
+def test_rows_that_say_too_little_are_refused(change, why):
+    assert why in predict_row({**ROW, **change}, shipped_calibration())["refused"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gbs": 16, "mbs": 2, "pp": 8, "tp": 1},  # fewer microbatches than stages
+        {"zero_stage": None, "dp": None, "sp": None, "vp": None},
+        {"gpu": "NVIDIA L40S"},
+        {"gpu": "H800-80GB", "framework": "NeMo", "pp": 4, "recompute": None},
+    ],
+)
+def test_rows_of_other_systems_are_priced(change):
+    found = predict_row({**ROW, **change}, shipped_calibration())
+    assert found["step_time_s"] > 0
+
+
+def test_what_a_row_leaves_out_is_said():
+    row = {key: value for key, value in ROW.items() if key not in ("mbs", "precision")}
+    assumed = read_row(row, shipped_calibration()).assumed
+    assert {"microbatch 1", "precision bf16"} <= set(assumed)
+    with pytest.raises(RowError):
+        read_row({}, shipped_calibration())
+
+
+def test_accuracy_is_counted_right(tmp_path):
+    rows = []
+    for number, mbs in enumerate((1, 2, 4, 8, 1, 2, 4, 8)):
+        row = {**ROW, "id": str(number), "mbs": mbs, "pp": 1 + number // 4}
+        found = predict_row(row, shipped_calibration())
+        rows.append(row | {"status": "ok", "tier": "A", "source_key": "own", "group": "g"})
+        rows[-1]["step_time_s"] = found["step_time_s"] * 2
+    rows.append({**ROW, "status": "oom", "tier": "A", "source_key": "own"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measured, refused = published.read(path, shipped_calibration())
+    assert not refused
+    stated = [one for one in measured if published.is_stated(one)]
+    errors = published.time_errors(stated, shipped_calibration())
+    assert list(errors.values()) == pytest.approx([-0.5] * 8)
+    (ranking,) = published.rankings(stated, errors)
+    assert (ranking.layouts, ranking.loss, ranking.correlation) == (8, 0.0, pytest.approx(1))
+    verdicts = published.verdicts(measured, shipped_calibration())
+    assert (verdicts.total, len(verdicts.dangerous)) == (9, 1)
+
+
+@needs_rows
+def test_published_measurements():
+    calibration = shipped_calibration()
+    rows, _ = published.read(ROWS / "rows.jsonl", calibration)
+    stated = [one for one in rows if published.is_stated(one)]
+    assert len(stated) > 800
+    errors = published.time_errors(stated, calibration)
+    sizes = [abs(error) for error in errors.values()]
+    assert statistics.median(sizes) < 0.06
+    assert statistics.fmean(sizes) < 0.10
+    found = published.rankings(stated, errors)
+    assert statistics.fmean(one.loss for one in found) < 0.03
+    assert statistics.median(one.correlation for one in found) > 0.9
+    swept = [one for one in rows if one.source == "hagemann2023"]
+    verdicts = published.verdicts(swept, calibration)
+    assert verdicts.total > 700
+    assert verdicts.right >= 0.97
+    assert max(verdicts.dangerous.values()) < 0.02
