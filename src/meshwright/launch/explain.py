@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from meshwright.errors import MeshwrightError
 from meshwright.execute.ledger_file import Reading, Record, read_ledger
-from meshwright.train.run_folder import RunFolder
-from meshwright.units import format_seconds
+from meshwright.predict.price import memory
+from meshwright.search.plan import setting_of
+from meshwright.train.run_folder import RunFolder, read_job
+from meshwright.units import format_bytes, format_seconds
 
 # The letters of /proc/PID/status.
 _STATES: Final = {
@@ -105,6 +110,28 @@ def _waiting(found: Sequence[Witness]) -> Iterator[str]:
 
 def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
+
+
+def memory_words(folder: RunFolder, rank: int) -> str:
+    """Say in brackets which peak of a rank was predicted and which measured last; empty if neither.
+
+    The prediction is of its tensors; on a CPU what is measured is the whole process.
+    """
+    words = []
+    with contextlib.suppress(MeshwrightError, OSError, ValueError):
+        job = read_job(folder.path)
+        setting = setting_of(job.config, local_devices=job.layout.world)
+        place = job.layout.mesh.coordinates(rank)["pp"]
+        found = memory(setting, job.layout, place).allocated
+        words.append(f"predicted {format_bytes(found)} of tensors")
+    with contextlib.suppress(OSError):
+        for line in reversed(folder.events.read_text(encoding="utf-8").splitlines()):
+            if '"peak_memory_bytes"' in line:
+                event = json.loads(line)
+                peak = format_bytes(event["peak_memory_bytes"][str(rank)])
+                words.append(f"measured {peak} at step {event['step']}")
+                break
+    return f" ({', '.join(words)})" if words else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -25,10 +25,9 @@ from meshwright.errors import (
     StoppedOnRequest,
     refusal,
 )
-from meshwright.launch.explain import mismatch, ranks_text, witnesses
+from meshwright.launch.explain import memory_words, mismatch, ranks_text, witnesses
 from meshwright.launch.watchdog import Watchdog
 from meshwright.train.run_folder import RunFolder
-from meshwright.units import format_bytes
 
 LOOPBACK = "127.0.0.1"
 
@@ -232,7 +231,7 @@ def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
         name = signal.Signals(-code).name
         hint = ""
         if name == "SIGKILL":
-            hint = f", possibly by the system for want of memory{_last_peak(folder, rank)}"
+            hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
         return Failure(rank, f"rank {rank} was killed by {name}{hint}, in {place}")
     return Failure(
         rank, f"rank {rank} exited with code {code}, in {place}", _tail(folder.log(rank))
@@ -243,19 +242,6 @@ def _deed(rank: int, said: Mapping[str, Any]) -> str:
     if said["out_of_memory"]:
         return f"rank {rank}, {said['place']}: out of memory"
     return f"rank {rank}, {said['place']}: {said['message']}" if said["expected"] else ""
-
-
-def _last_peak(folder: RunFolder, rank: int) -> str:
-    """Say which peak of memory the last step event has of a rank, if there is one."""
-    if not folder.events.is_file():
-        return ""
-    for line in reversed(folder.events.read_text(encoding="utf-8").splitlines()):
-        if '"peak_memory_bytes"' in line:
-            with contextlib.suppress(ValueError, KeyError):
-                event = json.loads(line)
-                peak = format_bytes(event["peak_memory_bytes"][str(rank)])
-                return f" (its peak was {peak} at step {event['step']})"
-    return ""
 
 
 def _tail(log: Path, lines: int = 20) -> str:
