@@ -90,11 +90,14 @@ def test_commands(page, workplace, capsys):
             if has_run or (page.parent.name == "commands" and page.name != "train.md"):
                 continue  # one run a page is enough
             words, has_run = overridden(words), True
-        if command in ("generate", "checkpoint") and code == 0 and not has_run:
+        of_a_run = command in ("generate", "checkpoint") or rest[:1] == ["runs/latest"]
+        if of_a_run and code == 0 and not has_run:
             assert main(overridden(["train", "run.toml"])) == 0
             has_run = True
         if command == "generate":
             words = [*words, "--max-tokens", "8"]
+        if command == "doctor" and rest[:1] == ["run.toml"]:
+            words = [*words, *TINY]
         assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"
         shown = capsys.readouterr()
         assert shown.err if code else shown.out

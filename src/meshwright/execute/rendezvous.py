@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,3 +49,8 @@ class Rendezvous:
             ),
             job=environ.get("TORCHELASTIC_RUN_ID"),
         )
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback interface: gloo binds to an interface, not an address."""
+    return "lo0" if os.uname().sysname in ("Darwin", "FreeBSD") else "lo"

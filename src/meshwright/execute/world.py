@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.ledger import Ledger
-from meshwright.execute.rendezvous import Rendezvous
+from meshwright.execute.rendezvous import Rendezvous, loopback_interface
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,6 @@ def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:
     # torchrun keeps one store for all attempts: without a prefix of its own each would read where
     # dead ranks of the one before have listened.
     return dist.PrefixStore(f"meshwright/{at.attempt}", found)  # type: ignore[attr-defined]
-
-
-def loopback_interface() -> str:
-    """Return the name of the loopback interface: gloo binds to an interface, not an address."""
-    return "lo0" if os.uname().sysname in ("Darwin", "FreeBSD") else "lo"
 
 
 def leave() -> None:

@@ -6,10 +6,10 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.ledger_file import Reading, Record, read_ledger
@@ -28,6 +28,22 @@ _STATES: Final = {
     "Z": "gone",
     "X": "gone",
 }
+
+
+# What gloo, NCCL and the store say when a peer is gone: a consequence, not a cause.
+_SECOND_HAND: Final = ("DistNetworkError", "DistBackendError", "DistStoreError")
+_SECOND_HAND_WORDS: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
+
+
+def lost_a_peer(failure: Mapping[str, Any]) -> bool:
+    """Whether a rank's record of its failure tells of another rank that was gone before."""
+    return failure["type"] in _SECOND_HAND or any(
+        words in failure["message"] for words in _SECOND_HAND_WORDS
+    )
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,12 @@ def run_attempts(job: Job, run: Callable[[int], int], stop: Callable[[], bool]) 
             failure = error.first
             is_again = bool(failure.deed) and failure.deed == deed
             if limit == 0 or not failure.can_retry or is_again or stop():
+                append(job, failed_event(error))
                 raise
             deed, before, far = failure.deed, far, max(far, reached(job))
             row = 0 if far > before else row
             if row == limit:
+                append(job, failed_event(error))
                 times = "once" if limit == 1 else f"{limit} times"
                 raise NoProgress(
                     f"no progress beyond step {far} though the ranks were started again {times} "
@@ -88,6 +90,16 @@ def restart_event(
         "detect_s": detect_s,
         "from_step": from_step,
         "lost_steps": max(0, last_step(job) - from_step),
+    }
+
+
+def failed_event(error: RanksFailed) -> dict[str, Any]:
+    """Return the event of a failure after which the ranks are not started again."""
+    return {
+        "event": "failed",
+        "time": error.noticed,
+        "cause": error.first.cause,
+        "detect_s": error.detect_s,
     }
 
 

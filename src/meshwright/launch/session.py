@@ -174,7 +174,7 @@ def prepare_job(
     """
     machine = detect(config.cluster, environ, at)
     layout = resolve_layout(config, machine)
-    _check_extras(config)
+    check_extras(config)
     if resume is None:
         folder = choose_folder(config, datetime.datetime.now())
     else:
@@ -226,7 +226,8 @@ def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
     return Path(base) / "meshwright"
 
 
-def _check_extras(config: Config) -> None:
+def check_extras(config: Config) -> None:
+    """Refuse a tracker whose package is not installed."""
     wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb}
     wanted["trackio"] = config.log.trackio
     for name, value in wanted.items():

@@ -25,7 +25,13 @@ from meshwright.errors import (
     StoppedOnRequest,
     refusal,
 )
-from meshwright.launch.explain import memory_words, mismatch, ranks_text, witnesses
+from meshwright.launch.explain import (
+    lost_a_peer,
+    memory_words,
+    mismatch,
+    ranks_text,
+    witnesses,
+)
 from meshwright.launch.watchdog import Watchdog
 from meshwright.train.run_folder import RunFolder
 
@@ -203,28 +209,21 @@ class LocalRanks:
                 os.close(descriptor)
 
 
-# What gloo, NCCL and the store say when a peer is gone: a consequence, not a cause.
-_SECOND_HAND = ("DistNetworkError", "DistBackendError", "DistStoreError")
-_SECOND_HAND_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-
-
 def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
     """Return a rank's failure from its own record, or from how the process ended."""
     path = folder.failure(rank)
     if path.is_file():
         said = json.loads(path.read_text(encoding="utf-8"))
-        lost_peer = said["type"] in _SECOND_HAND or any(
-            words in said["message"] for words in _SECOND_HAND_WORDS
-        )
+        is_lost = lost_a_peer(said)
         cause = said["message"] if said["expected"] else f"{said['type']}: {said['message']}"
         return Failure(
             rank,
             f"rank {rank} raised {cause}",
             "" if said["expected"] else said["traceback"],
             said["time"],
-            is_first_hand=not lost_peer,
+            is_first_hand=not is_lost,
             can_retry=said["exit_code"] != EXIT_REFUSED,
-            deed="" if lost_peer else _deed(rank, said),
+            deed="" if is_lost else _deed(rank, said),
         )
     place = witnesses(folder, rank + 1)[rank].place
     if code < 0:

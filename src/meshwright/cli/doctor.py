@@ -1,0 +1,98 @@
+"""`meshwright doctor`: the machine, a config before its start, or a run that hangs or failed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.common import add_json, print_json, read_config
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.diagnosis import Diagnosis, diagnose
+from meshwright.launch.doctor import Finding, examine_config, examine_machine
+from meshwright.spec.loading import Config
+from meshwright.units import format_seconds
+
+EXAMPLE = """\
+examples:
+  meshwright doctor                            this machine
+  meshwright doctor run.toml layout.tp=2       could this start here?
+  meshwright doctor runs/latest                why does it hang, why did it end?
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
+    parser.description = "Examine the machine, a config before its start, or a run."
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN | CONFIG.toml | section.key=value",
+        help="a run folder, or a config with overrides; without them, the machine alone",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine what the arguments name; the exit code is 1 where something is wrong."""
+    folders = [word for word in args.words if "=" not in word and Path(word).is_dir()]
+    if folders:
+        if len(args.words) > 1:
+            raise ConfigError(f"a run folder stands alone: {' '.join(args.words)}")
+        return _examine_run(Path(folders[0]), as_json=args.json)
+    config = read_config(args)
+    found = list(examine_machine(os.environ, Path(config.log.dir)))
+    if args.words:
+        found += examine_config(config, os.environ)
+    is_well = all(finding.state != "bad" for finding in found)
+    if args.json:
+        print_json({"ok": is_well, "findings": [finding.as_dict() for finding in found]})
+    else:
+        _print_findings(found, config if args.words else None)
+    return EXIT_DONE if is_well else EXIT_CHECK_FAILED
+
+
+def _print_findings(found: Sequence[Finding], config: Config | None) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    styles = {"ok": "green", "note": "yellow", "bad": "bold red"}
+    for finding in found:
+        table.add_row(Text(finding.state, styles[finding.state]), finding.name, Text(finding.text))
+    Console().print(table)
+    bad = [finding.name for finding in found if finding.state == "bad"]
+    what = "this machine can train" if config is None else "this config can start here"
+    if bad:
+        print(f"meshwright doctor: in the way of a run: {', '.join(bad)}", file=sys.stderr)
+    else:
+        print(what)
+
+
+def _examine_run(path: Path, *, as_json: bool) -> int:
+    found = diagnose(path)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _print_diagnosis(found)
+    return EXIT_DONE if found.is_well else EXIT_CHECK_FAILED
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    print(f"{found.run}: {found.state}. {found.why}")
+    for one in found.witnesses:
+        waits = "" if one.waits_in is None else f", waits in {one.waits_in}"
+        print(f"rank {one.rank}: {one.process}, last in {one.place}{waits}")
+    for event in found.slow:
+        print(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
+    for cost in found.costs:
+        known = {"noticed": cost.detect_s, "ready again": cost.restart_s, "done again": cost.lost_s}
+        parts = [f"{name} {format_seconds(s)}" for name, s in known.items() if s is not None]
+        print(f"restart {cost.attempt}: {cost.cause} ({', '.join(parts)})")
+    print(f"last step {found.last_step}; newest checkpoint: {found.good}")
+    if not found.is_well:
+        print(f"what the ranks printed is in {found.run}/logs/rank-*.log")

@@ -1,0 +1,232 @@
+"""`doctor`: what this machine has, and whether a config could start on it. No torch here."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from meshwright.data import open_data
+from meshwright.errors import MeshwrightError
+from meshwright.execute.rendezvous import loopback_interface
+from meshwright.launch.machine import detect
+from meshwright.launch.session import cache_folder, check_extras
+from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
+from meshwright.layout import Layout, resolve_layout
+from meshwright.predict.price import worst_memory
+from meshwright.program.parts import parameter_count
+from meshwright.search.plan import setting_of
+from meshwright.spec.loading import Config
+from meshwright.spec.training import ClusterSpec
+from meshwright.units import format_bytes, format_count
+from meshwright.version import __version__
+
+State = Literal["ok", "note", "bad"]
+# Packages that something needs, and the extra that brings them.
+_EXTRAS: Final[Mapping[str, str]] = {
+    "tiktoken": "tiktoken",
+    "datasets": "hf",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
+_FEW_FILES: Final = 1024
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; "bad" is in the way of a run, a "note" is not."""
+
+    name: str
+    text: str
+    state: State = "ok"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        return asdict(self)
+
+
+def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Finding]:
+    """Yield what there is to say of this machine, for runs under `log_dir`."""
+    yield Finding("meshwright", f"{__version__}, Python {platform.python_version()}")
+    torch = _version("torch")
+    yield Finding("torch", torch or "not installed", "ok" if torch else "bad")
+    for package, extra in _EXTRAS.items():
+        found = _version(package)
+        text = found or f"not installed: pip install 'meshwright[{extra}]'"
+        yield Finding(package, text, "ok" if found else "note")
+    yield Finding("system", platform.platform())
+    yield _looked_at("devices", lambda: _devices(environ))
+    yield _load()
+    yield _memory()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft < _FEW_FILES
+    hint = ": each rank has a connection to every other in every group; see ulimit -n"
+    yield Finding("open files", f"{soft}{hint if few else ''}", "note" if few else "ok")
+    yield _interface()
+    yield _looked_at("port", lambda: _port(None))
+    yield _looked_at("log.dir", lambda: _folder(log_dir))
+
+
+def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what a start of a config would find; no process is started, nothing is left behind.
+
+    The data is prepared, as a start would.
+    """
+    layout: Layout | None = None
+
+    def resolved() -> str:
+        nonlocal layout
+        layout = resolve_layout(config, detect(config.cluster, environ))
+        parameters = format_count(parameter_count(config.model))
+        return f"{layout.label} on {layout.world} rank(s), {parameters} parameters"
+
+    yield _looked_at("layout", resolved)
+    yield _looked_at("data", lambda: _data(config, environ))
+    yield _looked_at("trackers", lambda: _trackers(config))
+    if config.cluster.port is not None:
+        yield _looked_at("cluster.port", lambda: _port(config.cluster.port))
+    own = config.checkpoint.dir
+    root = Path(config.log.dir if own is None else own)
+    yield _looked_at("checkpoints", lambda: _room(config, root))
+    if layout is not None and config.cluster.preset == "local":
+        yield _fits(config, layout, detect(config.cluster, environ).device)
+
+
+def _looked_at(name: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, look())
+    except MeshwrightError as error:
+        return Finding(name, str(error), "bad")
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return Finding(name, f"{error.strerror}{where}", "bad")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices(environ: Mapping[str, str]) -> str:
+    machine = detect(ClusterSpec(), environ)
+    if machine.device == "cpu":
+        return f"{machine.name}; {machine.devices} ranks share them by default"
+    models = set()
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        found = re.search(r"Model:\s*(.+)", path.read_text(encoding="utf-8", errors="replace"))
+        models.add(found[1] if found else "NVIDIA GPU")
+    return f"{machine.devices} x {' and '.join(sorted(models)) or 'CUDA GPU'}"
+
+
+def _load() -> Finding:
+    """Return how busy the machine is: one rank that is slowed slows all."""
+    cores, load = detect(ClusterSpec(device="cpu"), {}).cores, os.getloadavg()[0]
+    busy = load > cores / 2
+    hint = "; other processes take time from the ranks" if busy else ""
+    return Finding("load", f"{load:.1f} on {cores} cores{hint}", "note" if busy else "ok")
+
+
+def _memory() -> Finding:
+    total, free = memory_of_machine()
+    if not total:
+        return Finding("memory", "not known on this system", "note")
+    return Finding("memory", f"{format_bytes(free)} of {format_bytes(total)} available")
+
+
+def memory_of_machine() -> tuple[int, int]:
+    """Return the bytes of memory in all and available, 0 where the system does not say."""
+    path = Path("/proc/meminfo")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
+    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
+    return total, free
+
+
+def _interface() -> Finding:
+    name = loopback_interface()
+    if name in [known for _, known in socket.if_nameindex()]:
+        return Finding("interface", f"local ranks meet on {name} ({LOOPBACK})")
+    return Finding("interface", f"there is no {name}: local ranks cannot meet", "bad")
+
+
+def _port(port: int | None) -> str:
+    with listen_on_loopback(port) as listener:
+        address, found = listener.getsockname()
+    return f"{address}:{found} can be listened on"
+
+
+def _folder(path: Path) -> str:
+    """Try in the nearest folder that is there what a run needs of it: files, and locks on them."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    with tempfile.TemporaryFile(dir=there) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    usage = shutil.disk_usage(there)
+    free, total = format_bytes(usage.free), format_bytes(usage.total)
+    return f"{path} can be written; {free} of {total} free"
+
+
+def _data(config: Config, environ: Mapping[str, str]) -> str:
+    dataset = open_data(
+        config.data,
+        cache_folder(config, environ),
+        vocab_size=config.model.vocab_size,
+        progress=lambda text: print(text, file=sys.stderr),
+    )
+    sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
+    if config.train.eval_every:
+        dataset.sampler("validation", config.train.seq_len, config.train.batch)
+    passes = config.train.steps * config.train.batch / sampler.samples
+    tokens = format_count(dataset.tokens("train"))
+    return f"{tokens} training tokens, of which train.steps reads {passes:.2g} times all"
+
+
+def _trackers(config: Config) -> str:
+    check_extras(config)
+    wanted = [name for name in ("tensorboard", "wandb", "trackio") if getattr(config.log, name)]
+    return ", ".join(wanted) or "none"
+
+
+def _room(config: Config, root: Path) -> str:
+    """Compare what the steps of a run take with what the disk has."""
+    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    one = 4 * parameter_count(config.model) * (1 + states)
+    needed = one * (config.checkpoint.keep + 1)  # the newest is there before the oldest goes
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    text = (
+        f"{config.checkpoint.keep + 1} steps of {format_bytes(one)} need {format_bytes(needed)}; "
+        f"{format_bytes(free)} are free"
+    )
+    if needed > free:
+        raise MeshwrightError(f"{text}; checkpoint.dir or log.dir sets where")
+    return text
+
+
+def _fits(config: Config, layout: Layout, device: str) -> Finding:
+    """Compare the predicted peak of all ranks of this machine with its memory."""
+    setting = setting_of(config, local_devices=layout.world)
+    found = worst_memory(setting, layout).allocated
+    _, free = memory_of_machine()
+    limit = config.cluster.memory
+    text = f"predicted {format_bytes(found)} of tensors on the worst rank"
+    if limit is not None and found > limit:
+        return Finding("peak", f"{text}, but cluster.memory = {format_bytes(limit)}", "bad")
+    if device == "cpu" and free and found * layout.world > free:
+        return Finding(
+            "peak", f"{text}, {layout.world} ranks; {format_bytes(free)} are free", "bad"
+        )
+    return Finding("peak", text)

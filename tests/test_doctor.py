@@ -1,0 +1,231 @@
+"""Who waits for whom, from ledgers alone; and what `doctor` says of machines, configs and runs."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.errors import RankFailed
+from meshwright.execute.ledger import Ledger
+from meshwright.launch import diagnosis
+from meshwright.launch.diagnosis import diagnose
+from meshwright.launch.doctor import examine_config, examine_machine
+from meshwright.launch.explain import Witness, explain, mismatch
+from meshwright.launch.session import train
+from meshwright.launch.watchdog import Watchdog
+from meshwright.train.events import JsonLines
+from meshwright.train.run_folder import RunFolder
+from runs import clean_environ, rank_pids
+from test_launch_faults import start_train, wait_for_steps
+
+
+@pytest.fixture
+def ledgers(tmp_path):
+    """Two ranks in step 4 that have done the same three collectives."""
+    (tmp_path / "logs").mkdir()
+    folder = RunFolder(tmp_path)
+    made = [Ledger.open(folder.ledger(rank), rank, 2) for rank in (0, 1)]
+    for ledger in made:
+        for name, label in (("1", "tp"), ("2", "data")):
+            ledger.group(name, (0, 1), label)
+        ledger.step(4)
+        for _ in range(3):
+            ledger.end(ledger.begin("all_reduce", 0, 64, waits=True))
+    return folder, made
+
+
+def said(folder, *processes):
+    from meshwright.execute.ledger_file import read_ledger
+
+    found = [
+        Witness(rank, read_ledger(folder.ledger(rank)), process)
+        for rank, process in enumerate(processes)
+    ]
+    return explain(found), found
+
+
+def test_ranks_that_wait_for_each_other_are_both_named(ledgers):
+    folder, (first, second) = ledgers
+    first.begin("all_gather", 0, 128, waits=True)
+    second.begin("all_reduce", 1, 8, waits=True)
+    text, found = said(folder, "sleeping", "sleeping")
+    assert text == (
+        "rank 0 waits in all_gather #4 of tp (128 bytes), which rank 1 has not begun; "
+        "rank 1 waits in all_reduce #1 of data (8 bytes), which rank 0 has not begun"
+    )
+    assert mismatch(found) == ""
+
+
+def test_the_first_collective_that_differs_is_named_though_later_ones_do_too(ledgers):
+    folder, (first, second) = ledgers
+    first.phase("reduce")
+    for kind, size in (("all_reduce", 8), ("all_gather", 16)):
+        first.end(first.begin(kind, 0, size, waits=True))
+        second.end(second.begin("all_reduce", 0, 16, waits=True))
+    _, found = said(folder, "sleeping", "sleeping")
+    assert mismatch(found) == (
+        "ranks disagree: rank 0 is in all_reduce #4 of tp (8 bytes) in step 4, reduce, "
+        "but rank 1 is in all_reduce #4 of tp (16 bytes) in step 4, data"
+    )
+
+
+def test_a_receive_names_the_sender_that_has_not_sent(ledgers):
+    folder, (first, second) = ledgers
+    second.begin("send", 0, 32, peer=0)
+    second.action("B", 1, 0)
+    for _ in range(2):
+        entry = first.begin("recv", 0, 32, peer=1)
+    first.end(entry - 1)
+    first.wait(entry)
+    text, _ = said(folder, "sleeping", "stopped")
+    assert text == (
+        "rank 1 is stopped (SIGSTOP) in step 4, backward of microbatch 0 on stage 1; "
+        "rank 0 waits in recv #2 of tp from rank 1 (32 bytes), which rank 1 has not begun"
+    )
+
+
+def test_silent_gone_and_late_ranks_are_told_apart(ledgers, tmp_path):
+    folder, (first, second) = ledgers
+    second.phase("update")
+    text, _ = said(folder, "running", "gone")
+    assert "rank 0 is silent for" in text
+    assert "in step 4, data (running)" in text
+    assert "rank 1 is gone, last seen in step 4, update" in text
+    first.begin("all_reduce", 0, 8, waits=True)
+    folder.ledger(1).unlink()
+    text, _ = said(folder, "sleeping", "running")
+    assert text == "rank 1 has not begun; rank 0 waits in all_reduce #4 of tp (8 bytes)"
+
+
+def test_the_watchdog_waits_for_the_last_move_of_any_rank(ledgers):
+    folder, (first, _) = ledgers
+    watchdog = Watchdog(folder, 2, hang_s=0.3)
+    pids = [os.getpid(), os.getpid()]
+    assert watchdog.look(pids) is None
+    time.sleep(0.2)
+    first.phase("update")
+    assert watchdog.look(pids) is None
+    time.sleep(0.2)
+    assert watchdog.look(pids) is None
+    time.sleep(0.2)
+    hang = watchdog.look(pids)
+    assert hang.silent_s >= 0.3
+    assert hang.cause.startswith("no rank has done anything for ")
+    off = Watchdog(folder, 2, hang_s=0)
+    time.sleep(0.1)
+    assert off.look(pids) is None
+
+
+def test_a_slow_rank_is_the_one_that_does_not_wait(ledgers):
+    folder, (first, second) = ledgers
+    watchdog = Watchdog(folder, 2, hang_s=0)
+    watchdog.look([1, 1])
+
+    def steps(begin, count, waits):
+        for step in range(begin, begin + count):
+            for ledger, waiting in zip((first, second), waits, strict=True):
+                ledger.step(step)
+                entry = ledger.begin("all_reduce", 0, 8, waits=waiting)
+                time.sleep(0.002)
+                ledger.end(entry)
+        first.step(begin + count)
+        second.step(begin + count)
+
+    steps(5, 1, (True, True))
+    assert watchdog.slow() is None  # where the comparison begins
+    steps(6, 10, (True, True))
+    assert watchdog.slow() is None  # both wait alike
+    # A step lasts two waits here, of which the first rank waits in one.
+    steps(17, 10, (True, False))
+    event = watchdog.slow()
+    assert event is None or event["rank"] == 1
+
+
+def test_the_machine_is_examined(tmp_path):
+    found = {one.name: one for one in examine_machine(clean_environ(), tmp_path)}
+    assert [one for one in found.values() if one.state == "bad"] == []
+    for name in ("meshwright", "torch", "devices", "load", "memory", "open files", "interface"):
+        assert found[name].text
+    assert found["port"].text.startswith("127.0.0.1:")
+    assert "can be written" in found["log.dir"].text
+
+
+def test_a_config_is_examined_and_leaves_nothing_behind(config, tmp_path):
+    found = {one.name: one for one in examine_config(config(), clean_environ())}
+    assert {one.state for one in found.values()} == {"ok"}
+    assert found["layout"].text == "dp2 mb2 on 2 rank(s), 51.4k parameters"
+    assert "training tokens" in found["data"].text
+    assert found["checkpoints"].text.startswith("3 steps of 601.88 KiB need 1.76 MiB; ")
+    assert not (tmp_path / "runs").exists()
+    broken = config(
+        *("layout.tp=2", "data.source=/no/such.txt", "log.wandb=x", "cluster.memory=1KiB"),
+        "checkpoint.keep=1000000000",
+    )
+    found = {one.name: one for one in examine_config(broken, clean_environ())}
+    assert found["layout"].text.startswith("layout.tp = 2 must divide model.n_kv_heads = 1")
+    assert found["data"].text.startswith("no such file or folder: /no/such.txt")
+    assert "wandb is not installed" in found["trackers"].text
+    assert found["checkpoints"].text.endswith("checkpoint.dir or log.dir sets where")
+    assert {one.state for one in found.values()} == {"bad"}
+    tight = {one.name: one for one in examine_config(config("cluster.memory=1KiB"), {})}
+    assert "but cluster.memory = 1.00 KiB" in tight["peak"].text
+
+
+def test_a_run_that_is_done_and_one_whose_rank_was_killed(config, tmp_path, capsys):
+    words = ["layout.dp_replicate=2", "checkpoint.every=2", "checkpoint.restarts=0"]
+    environ = clean_environ() | {"FAULT": "1:backward:3:kill"}
+    with pytest.raises(RankFailed):
+        train(config(*words), environ)
+    folder = tmp_path / "runs" / "run"
+    found = diagnose(folder)
+    assert (found.state, found.last_step, found.is_well) == ("failed", 2, False)
+    assert found.why.startswith("rank 1 was killed by SIGKILL, possibly by the system for want of")
+    assert found.why.endswith("in step 3, backward of microbatch 0 on stage 0")
+    assert found.good == f"step 2, {folder}/checkpoints/step-00000002"
+    capsys.readouterr()
+    assert main(["doctor", str(folder)]) == 1
+    assert "failed. " in capsys.readouterr().out
+    events = (folder / "events.jsonl").read_text().splitlines()
+    (folder / "events.jsonl").write_text("\n".join(events[:-1]) + "\n")  # no supervisor told of it
+    assert diagnose(folder).why.startswith(
+        "rank 0 is gone, last seen in step 3, backward of microbatch 0 on stage 0, inside "
+    )
+    JsonLines(folder / "events.jsonl").write({"event": "end", "step": 4, "stopped": True})
+    for rank in (0, 1):
+        (folder / "logs" / f"rank-{rank}.failure.json").unlink(missing_ok=True)
+    assert main(["doctor", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["state"] == "stopped"
+    assert [rank["place"] for rank in said["ranks"]][1].startswith("step 3, backward")
+
+
+def test_doctor_refuses_what_is_no_run(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path), "layout.tp=2"]) == 2
+
+
+@pytest.mark.faults
+def test_a_run_that_hangs_is_explained_while_it_does(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis, "SILENT_S", 1.0)
+    monkeypatch.setenv("FAULT", "1:forward:5:stop")
+    process = start_train(corpus, tmp_path, "train.steps=100000", "layout.dp_replicate=2")
+    folder = tmp_path / "runs" / "run"
+    try:
+        wait_for_steps(folder, process)
+        deadline = time.monotonic() + 30
+        while (found := diagnose(folder)).state == "running" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert found.state == "silent"
+        assert "rank 1 is stopped (SIGSTOP) in step 5, forward" in found.why
+        assert "rank 0 waits in all_reduce #" in found.why
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while rank_pids(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert diagnose(folder).state == "failed"
