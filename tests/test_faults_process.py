@@ -357,6 +357,16 @@ def test_a_mismatched_collective_is_named_on_both_ranks(go):
     ) in text
 
 
+@pytest.mark.faults
+def test_a_time_out_names_the_rank_that_was_waited_for(go):
+    limits = ["cluster.timeout=4", "cluster.hang=0", "checkpoint.restarts=0"]
+    _, text, events = go("1:forward:4:stop", *limits, error=RankFailed)
+    assert text.startswith("rank 0 raised RuntimeError: ")
+    assert "Timed out waiting 4000ms" in text
+    assert "rank 1 is stopped (SIGSTOP) in step 4, forward of microbatch 0 on stage 0" in text
+    assert "rank 1 is stopped" in of(events, "failed")[0]["cause"]
+
+
 # --- 20: two runs in one folder --------------------------------------------------------------
 
 

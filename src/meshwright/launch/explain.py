@@ -37,6 +37,7 @@ _SECOND_HAND_WORDS: Final = (
     "Connection reset by peer",
     "Broken pipe",
 )
+TIMED_OUT: Final = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +26,8 @@ from meshwright.errors import (
     refusal,
 )
 from meshwright.launch.explain import (
+    TIMED_OUT,
+    explain,
     lost_a_peer,
     memory_words,
     mismatch,
@@ -296,13 +298,16 @@ def supervise(
 def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
     """Let the other ranks report for a moment, then raise what the first one to fail says."""
     noticed, deadline = time.time(), time.monotonic() + timing.settle_s
+    found = witnesses(ranks.folder, len(ranks.codes()), ranks.pids())
     while None in ranks.codes() and time.monotonic() < deadline:
         time.sleep(0.02)
     failures = ranks.failures()
     first = failures[0]
+    # A rank whose collective took too long says nothing of the one that it waited for.
+    why = explain(found) if TIMED_OUT.search(first.cause) else mismatch(found)
+    if why:
+        first = replace(first, cause=f"{first.cause}\n{why}")
     text = first.cause
-    if apart := mismatch(witnesses(ranks.folder, len(ranks.codes()), ranks.pids())):
-        text += f"\n{apart}"
     if first.traceback:
         text += f"\n\n{first.traceback.rstrip()}"
     if len(failures) > 1:
