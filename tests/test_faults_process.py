@@ -192,8 +192,9 @@ def test_what_another_attempt_cannot_help_is_not_tried(go):
         "def refuse(*a, **k):\n    raise DataError('the data is gone')\n"
         "worker.open_data = refuse"
     )
-    with pytest.raises(FileNotFoundError):  # no rank got as far as an event
-        go(None, error=RankFailed, body=body)
+    folder, text, _ = go(None, error=RankFailed, body=body)
+    assert "the data is gone" in text
+    assert '"restart"' not in (folder / "events.jsonl").read_text()
 
 
 # --- 6: SIGTERM ------------------------------------------------------------------------------
