@@ -271,3 +271,11 @@ def test_steps_are_listed_verified_and_pruned(started, capsys):
     assert "removed 2 steps, kept 1" in capsys.readouterr().out
     assert [p.name for p in steps(job.checkpoints)] == [step_name(3)]
     assert main(["checkpoint", "inspect", str(job.cache)]) == 2
+
+
+def test_a_new_run_does_not_write_among_the_steps_of_another(started, config):
+    job = started("layout.dp_replicate=2", "train.steps=2")
+    go(job)
+    other = config("log.name=other", f"checkpoint.dir={job.checkpoints}")
+    with pytest.raises(ConfigError, match="holds steps of another run"):
+        prepare_job(other, clean_environ())

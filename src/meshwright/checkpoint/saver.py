@@ -87,7 +87,7 @@ class Saver:
         """
         self.finish()
         started = time.perf_counter()
-        running = _Running(step, started)
+        running = _Running(step)
 
         def work() -> None:
             try:
@@ -226,8 +226,8 @@ class Saver:
 class _Running:
     """A save under way."""
 
-    def __init__(self, step: int, started: float) -> None:
-        self.step, self.started = step, started
+    def __init__(self, step: int) -> None:
+        self.step = step
         self.copied = threading.Event()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None

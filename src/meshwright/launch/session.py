@@ -190,7 +190,14 @@ def prepare_job(
     file = None if found.file is None else str(found.file)
     record = TokenizerRecord(found.name, found.eos_token, file)
     job = Job(config, layout, machine, cache, folder, record)
-    return job if resume is None else _resumed(job, dataset, resume)
+    if resume is not None:
+        return _resumed(job, dataset, resume)
+    if steps(job.checkpoints):  # a committed step is never written again: its own would be lost
+        raise ConfigError(
+            f"checkpoint.dir = {job.checkpoints} holds steps of another run; choose another "
+            "folder, or go on with that run by --resume"
+        )
+    return job
 
 
 def _resumed(job: Job, dataset: Dataset, resume: Resume) -> Job:

@@ -20,6 +20,7 @@ from meshwright.models.transformer import Transformer, build_model
 from meshwright.program.shards import Region
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.stored import read_object
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
@@ -275,12 +276,9 @@ def _list(names: Iterable[str]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
+        return read_object(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ def check_replicas(parallel: Parallel, world: World) -> None:
 
 
 def bits(shard: Tensor) -> int:
-    """Return a number that any changed bit of an fp32 tensor changes, and most changes do."""
+    """Return a number that any one flipped bit of an fp32 tensor changes, and nearly all else."""
     flat = shard.contiguous().view(-1).view(torch.int32)
     place = torch.arange(len(flat), device=flat.device, dtype=torch.int64) % 8191 + 1
     return int((flat.to(torch.int64) * place).sum())
