@@ -44,13 +44,18 @@ class _Linear(torch.autograd.Function):
         if ctx.deferral.pending is None:
             return x_grad, rows.t() @ x.flatten(0, -2), bias_grad, None, None
         owner = ctx.owner
-        ctx.deferral.pending.append(lambda: _accumulate(owner, rows.t() @ x.flatten(0, -2)))
+        ctx.deferral.pending.append(lambda: _accumulate(owner, rows, x.flatten(0, -2)))
         return x_grad, None, bias_grad, None, None
 
 
 @torch.no_grad()
-def _accumulate(owner: Tensor, grad: Tensor) -> None:
-    """Add a gradient to a parameter's, as autograd would have done."""
+def _accumulate(owner: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Add the gradient `rows.T @ inputs` to a parameter's, as autograd would have done.
+
+    The product belongs in here: outside, the gradient would have a graph of its own, which keeps
+    both of its factors until the next microbatch.
+    """
+    grad = rows.t() @ inputs
     if isinstance(owner, DTensor):
         grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
     owner.grad = grad if owner.grad is None else owner.grad + grad

@@ -58,11 +58,23 @@ class Stages(Protocol):
         """Return a stage's output: the stream, or the last one's summed loss."""
 
 
+class Departure(NamedTuple):
+    """A transfer on its way out."""
+
+    work: Pending
+    tensor: Tensor
+
+
 class Arrival(NamedTuple):
-    """A transfer on its way in."""
+    """A transfer on its way in.
+
+    Both sides have the transfers of a pair of ranks in one order, so that it proves the arrival of
+    those that were `sent` to its sender before.
+    """
 
     work: Pending
     buffer: Tensor
+    sent: list[Departure]
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ class Pipeline:
         self._edges: dict[Key, Edge] = {}
         self._gradients: dict[Key, Tensor] = {}  # of outputs
         self._arriving: dict[Action, Arrival] = {}
-        self._leaving: list[tuple[Pending, Tensor]] = []
+        self._leaving: dict[int, list[Departure]] = {}  # by the peer's rank in the pipeline
         self._deferred: dict[Key, list[Work]] = {}
         self._ends = _last_backwards(table)
 
@@ -114,8 +126,8 @@ class Pipeline:
                 perform[action.kind](action)
                 if observe is not None:
                     observe(action, started, time.perf_counter())
-        for work, _ in self._leaving:
-            work.wait()
+        for departures in self._leaving.values():
+            _wait(departures)
         total = torch.zeros((), device=self.stages.device)
         return sum(self.losses, total)
 
@@ -176,15 +188,20 @@ class Pipeline:
 
     def _arrived(self, arrival: Arrival) -> Tensor:
         arrival.work.wait()
+        # Only waiting for a send lets go of what was sent: gloo never says that it is over.
+        _wait(arrival.sent)
         return arrival.buffer
 
     def _receive(self, action: Action) -> None:
         shape, dtype = self.stages.stream(self.microbatches[action.microbatch])
         buffer = torch.empty(shape, dtype=dtype, device=self.stages.device)
-        peer = action.stage - 1 if action.kind == "RECV_F" else action.stage + 1
-        pp = self.stages.pp
-        work = dist.irecv(buffer, pp.ranks[self.stages.stage_ranks[peer]], pp.group)
-        self._arriving[action] = Arrival(Pending(self.stages.ledger, work), buffer)
+        pp, stage = (
+            self.stages.pp,
+            action.stage - 1 if action.kind == "RECV_F" else action.stage + 1,
+        )
+        peer = self.stages.stage_ranks[stage]
+        work = Pending(self.stages.ledger, dist.irecv(buffer, pp.ranks[peer], pp.group))
+        self._arriving[action] = Arrival(work, buffer, self._leaving.pop(peer, []))
 
     def _send_output(self, action: Action) -> None:
         self._send(self._outputs.pop((action.stage, action.microbatch)), action.stage + 1)
@@ -194,9 +211,15 @@ class Pipeline:
 
     def _send(self, tensor: Tensor, to_stage: int) -> None:
         pp, tensor = self.stages.pp, tensor.contiguous()
-        work = dist.isend(tensor, pp.ranks[self.stages.stage_ranks[to_stage]], pp.group)
-        self._leaving = [(w, t) for w, t in self._leaving if not w.is_completed()]
-        self._leaving.append((Pending(self.stages.ledger, work), tensor))
+        peer = self.stages.stage_ranks[to_stage]
+        work = Pending(self.stages.ledger, dist.isend(tensor, pp.ranks[peer], pp.group))
+        self._leaving.setdefault(peer, []).append(Departure(work, tensor))
+
+
+def _wait(departures: list[Departure]) -> None:
+    """Wait until transfers are over, and let go of what they carried."""
+    while departures:
+        departures.pop().work.wait()
 
 
 def _last_backwards(table: Table) -> dict[int, Action]:
