@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.memory_profile import Held, measure
+from meshwright.bench.memory import Held, measure
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import Program, lower
+from meshwright.prove.case import Case
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -99,7 +100,7 @@ def row(world: World, setting: Setting, label: str) -> dict[str, Any]:
     """Return what the rank with the highest peak holds, beside the theory; a collective."""
     layout = Layout.parse(f"{label} mb1")
     train = TrainSpec(batch=MICROBATCHES * layout.dp, seq_len=setting.seq_len)
-    found = measure(world, setting.model, train, layout)
+    found = measure(world, Case(setting.model, train, layout))
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, (found.peak, found.start))
     rank = max(range(world.size), key=lambda rank: everyone[rank][0].total)

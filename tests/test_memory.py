@@ -1,17 +1,21 @@
 """What each ZeRO stage really keeps: counted at the moments that matter, and the peaks' order."""
 
+import weakref
+
 import pytest
 import torch
-from benchmarks.memory_profile import measure
 
+from meshwright.bench.memory import measure
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data import _param_groups, _state, wrapped
+from meshwright.execute.deferred import Deferral, linear
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.program.parts import parts
+from meshwright.prove.case import Case
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale
@@ -113,7 +117,7 @@ def test_what_each_stage_keeps(label):
 
 
 def peak(world, label):
-    return measure(world, MODEL, TRAIN, Layout.parse(label)).peak
+    return measure(world, Case(MODEL, TRAIN, Layout.parse(label))).peak
 
 
 def test_peaks_fall_with_the_stage():
@@ -130,3 +134,19 @@ def test_peaks_fall_with_the_stage():
     assert first.gradients >= 4 * (LAYERS - 1) * BLOCK
     assert second.gradients <= 4 * (WHOLE // RANKS + 2 * BLOCK)
     assert third.gathered <= 4 * (WHOLE - (LAYERS - 2) * BLOCK)
+
+
+def test_a_deferred_weight_gradient_lets_go_of_its_factors():
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4, requires_grad=True)
+    deferral = Deferral()
+    deferral.pending = works = []
+    inputs = x * 2
+    linear(inputs, weight, None, deferral).sum().backward()
+    alive = weakref.ref(inputs)
+    del inputs
+    assert alive() is not None  # the work still needs it
+    while works:
+        works.pop()()
+    assert alive() is None
+    assert not weight.grad.requires_grad
+    assert weight.grad.equal(torch.full((4, 4), 4.0))

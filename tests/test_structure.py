@@ -24,6 +24,7 @@ ORDER = [
     "checkpoint",
     "train",
     "prove",
+    "bench",
     "launch",
     "cli",
 ]

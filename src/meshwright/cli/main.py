@@ -17,6 +17,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "plan": "rank the layouts that fit, by speed, without running anything",
     "predict": "predict memory and step time of rows of measurements",
     "prove": "prove that a layout computes what one device does",
+    "bench": "measure the machine, and layouts side by side on it",
     "generate": "sample text from a run or a Hugging Face folder",
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",

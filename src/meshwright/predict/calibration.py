@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,12 +32,17 @@ class Calibration:
     def find(self, what: str, *kinds: str) -> float:
         """Return a constant of the first of the kinds that has it, else that of any.
 
-        Raises `KeyError` where no kind has it.
+        Where none has it, its name without the last part is looked for: what holds for "moves"
+        holds for "moves.fp32". Raises `KeyError` where no kind has it.
         """
-        for kind in (*kinds, *(kind.partition("-")[0] for kind in kinds), ANY):
-            found = self.constants.get(f"{kind}.{what}")
-            if found is not None:
-                return found
+        names = what.split(".")
+        everywhere = (*kinds, *(kind.partition("-")[0] for kind in kinds), ANY)
+        for length in range(len(names), 0, -1):
+            name = ".".join(names[:length])
+            for kind in everywhere:
+                found = self.constants.get(f"{kind}.{name}")
+                if found is not None:
+                    return found
         raise KeyError(f"no calibration of {what} for {' or '.join(kinds)}")
 
 
@@ -70,3 +76,13 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError(f"calibration {path} cannot be read: {error}") from None
     shipped = shipped_calibration().constants
     return Calibration({**shipped, **own.constants}, own.date, own.source)
+
+
+def as_toml(constants: Mapping[str, Mapping[str, float]], date: str, source: str) -> str:
+    """Return constants by kind as a TOML text that `parse_calibration` reads."""
+    lines = ["[about]", f"date = {json.dumps(date)}", f"source = {json.dumps(source)}"]
+    for kind, values in constants.items():
+        lines += ["", f"[{kind}]"]
+        # A name may be the beginning of another: quoted, it is a key of its own.
+        lines += [f"{json.dumps(name)} = {value:.6g}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
@@ -21,6 +21,8 @@ _SCORE_PASSES = {"scores": 6.0, "softmax": 4.0}
 _EAGER_NORM = 9.0
 # What moves backward beside products: the incoming gradient, the kept input, the outgoing one.
 _MOVED_BACKWARD = 2.0
+# A forward and a backward of twice its size.
+PASSES: Final = 1 + PRODUCT_BACKWARD
 
 
 class Seconds(NamedTuple):
@@ -62,15 +64,21 @@ class Kernels:
         self.network, self.stack = network, stack
         self.peak = device.peaks[products.split("-")[0]] * find(f"products.{products}", *kinds)
         self.head_peak = device.peaks[precision] * find(f"products.{precision}", *kinds)
-        self.half = find("products.half", *kinds)
+        self.half = find(f"products.half.{precision}", *kinds)
         self.bandwidth = device.bandwidth * find("memory", *kinds)
-        self.moves = find("moves", *kinds)
+        self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
+        self.moves = find(f"moves.{precision}", *kinds)
+        self.loss_moves = find(f"moves.loss.{precision}", *kinds)
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
-        self.attention_peak = peak * find(f"attention.{stack.attention}", *kinds)
+        self.attention_peak = peak * find(f"attention.{stack.attention}.{precision}", *kinds)
+        # What the host adds where it does not run ahead of the device: of a layer, and so on.
+        self.per_layer = find("overhead.layer", *kinds)
+        self.per_microbatch = find("overhead.microbatch", *kinds)
+        self.per_unit = find("overhead.unit", *kinds)
         self.launch = find("launch", *kinds)
         self.exposed_pp = find("exposed.pp", *kinds)
         self.overlap = find("overlap", *kinds)
-        self.fixed = find("fixed", *kinds)
+        self.fixed = find("fixed", *kinds) + find("overhead.step", *kinds)
         self.host_bandwidth = find("host_bandwidth", *kinds)
         self.idle = find("idle", *kinds)
         self.data_latency = find("data.latency", *kinds)
@@ -94,10 +102,11 @@ class Kernels:
         attention = self._attention(work, element)
         moved = self._moved(work)
         host = (len(work.products) + _SMALL_KERNELS) * self.launch
-        forward = max(products + attention[0] + moved, host)
+        forward = max(products + attention[0] + moved, host) + self.per_layer / PASSES
         backward = max(
             PRODUCT_BACKWARD * products + attention[1] + _MOVED_BACKWARD * moved, 2 * host
         )
+        backward += self.per_layer * PRODUCT_BACKWARD / PASSES
         again = {
             "none": 0.0,
             "full": forward,
@@ -137,7 +146,7 @@ class Kernels:
             products = sum(
                 self.product(shape, self.head_peak, found.sizes.element) for shape in work.products
             )
-            moved = self._moved(work)
+            moved = self._moved(work) + self._loss(work)
             tp_forward, tp_backward, _ = self._borders(work, tp)
             ends.append(
                 Seconds(
@@ -156,6 +165,10 @@ class Kernels:
         """Return the seconds of a forward beside products and attention."""
         norms = work.norm_moved * (1 if self.stack.fused_norm else _EAGER_NORM)
         return self.moves * (work.moved + norms) / self.bandwidth
+
+    def _loss(self, work: Work) -> float:
+        """Return the seconds of the loss's forward."""
+        return self.loss_moves * work.loss_moved / self.bandwidth
 
     def _borders(self, work: Work, tp: int) -> tuple[float, float, float]:
         """Return the exposed seconds of tensor parallelism, forward, backward and again."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Cluster
+
+# The kinds of collectives, and messages from one rank to another.
+KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
 
 
 class Placement(NamedTuple):
@@ -33,11 +36,18 @@ class Network:
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
-        kinds = [cluster.device.kind]
+        kind = cluster.device.kind
+        kinds = [kind]
         self.per_node = cluster.per_node
-        self.inner = cluster.inner.bandwidth * calibration.find("inner.share", *kinds)
+        # Measured on the machine at hand, or a share of what the catalogue says.
+        measured = calibration.constants.get(f"{kind}.inner.rate")
+        share = calibration.find("inner.share", *kinds)
+        self.inner = cluster.inner.bandwidth * share if measured is None else measured
         self.outer = cluster.outer.bandwidth * calibration.find("outer.share", *kinds)
-        self.inner_latency = calibration.find("inner.latency", *kinds)
+        self.inner_latency = {
+            kind: calibration.find(f"inner.latency.{kind}", *kinds) for kind in KINDS
+        }
+        self.times = {kind: calibration.find(f"times.{kind}", *kinds) for kind in KINDS}
         self.outer_latency = calibration.find("outer.latency", *kinds)
 
     def seconds(self, kind: str, size_bytes: float, size: int, stride: int) -> float:
@@ -48,15 +58,17 @@ class Network:
         if kind in ("send", "recv"):
             crosses = stride >= self.per_node
             rate = self.outer if crosses else self.inner
-            return size_bytes / rate + (self.outer_latency if crosses else self.inner_latency)
+            latency = self.outer_latency if crosses else self.inner_latency[kind]
+            return self.times[kind] * size_bytes / rate + latency
         passed = size_bytes * (size - 1) / size
-        turns = (at.inside - 1) * self.inner_latency
+        turns = (at.inside - 1) * self.inner_latency[kind]
         rate = self.inner
         if at.nodes > 1:
             rate = min(self.inner, at.inside * self.outer)
             turns += min(at.nodes - 1, 2 * (at.nodes - 1).bit_length()) * self.outer_latency
         if kind == "all_to_all":  # each rank talks to all others, most of them in other nodes
             across = passed * (1 - (at.inside - 1) / max(size - 1, 1))
-            return max((passed - across) / self.inner, across / self.outer) + turns
-        times = 2 if kind == "all_reduce" else 1
-        return times * (passed / rate + turns)
+            within = self.times[kind] * (passed - across) / self.inner
+            return max(within, across / self.outer) + turns
+        turns_again = 2 if kind == "all_reduce" else 1
+        return turns_again * (self.times[kind] * passed / rate + turns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.layout import Layout
@@ -50,6 +50,17 @@ class Setting:
             self.train.precision,
             self.products,
         )
+
+
+def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """Return a cluster with the peaks and the bandwidth measured of its device, if any."""
+    device, known = cluster.device, calibration.constants
+    peaks = {
+        dtype: known.get(f"{device.kind}.peak.{dtype}", peak)
+        for dtype, peak in device.peaks.items()
+    }
+    bandwidth = known.get(f"{device.kind}.bandwidth", device.bandwidth)
+    return replace(cluster, device=replace(device, peaks=peaks, bandwidth=bandwidth))
 
 
 @lru_cache(maxsize=4096)

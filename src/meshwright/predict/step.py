@@ -14,7 +14,7 @@ from meshwright.predict.work import LayoutWork, weights
 from meshwright.program.lower import Program
 
 # An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
-_OPTIMIZER_BYTES = 28
+OPTIMIZER_BYTES = 28
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def step_time(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
         ),
         "optimizer": optimizer_seconds(setting, kernels, layout, held),
-        "host": kernels.fixed,
+        "host": kernels.fixed + count * kernels.per_microbatch,
     }
     return StepTime(causes)
 
@@ -171,7 +171,7 @@ def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Part
     forward = layer.forward + layer.tp_forward
     backward = layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute
     hidden = min(gather, forward) + min(gather + reduce, backward)
-    return 2 * gather + reduce - kernels.overlap * hidden
+    return 2 * gather + reduce - kernels.overlap * hidden + kernels.per_unit
 
 
 def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
@@ -215,10 +215,10 @@ def optimizer_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: 
     whole = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
     elements = (whole + (found.head if held.has_head else 0)) / layout.shard_ranks
     if layout.offload == "none":
-        return elements * _OPTIMIZER_BYTES / kernels.bandwidth
+        return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32
     if layout.offload == "params":
         count = setting.train.batch // layout.dp // layout.microbatch
         moved += elements * 4 * 2 * count  # shards up for each forward and backward
-    return moved / host + elements * _OPTIMIZER_BYTES / kernels.host_bandwidth
+    return moved / host + elements * OPTIMIZER_BYTES / kernels.host_bandwidth

@@ -48,8 +48,9 @@ class Work(NamedTuple):
     """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
 
     `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
-    once for each operation; `norm_moved` those of norms, `kept` what stays for the backward, by
-    kind of operation. `scores` are the pairs of query and key over all local heads.
+    once for each operation; `norm_moved` those of norms, `loss_moved` of the loss, `kept` what
+    stays for the backward, by kind of operation. `scores` are the pairs of query and key over all
+    local heads.
     """
 
     products: tuple[Product, ...]
@@ -57,6 +58,7 @@ class Work(NamedTuple):
     scores: int
     moved: float
     norm_moved: float
+    loss_moved: float
     kept: tuple[tuple[str, float], ...]
     messages: tuple[Message, ...]
 
@@ -135,6 +137,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             work.scores * rows,
             work.moved * rows,
             work.norm_moved * rows,
+            work.loss_moved * rows,
             tuple((kind, size * rows) for kind, size in work.kept),
             tuple(Message(m.kind, m.axis, m.bytes * rows, m.times, m.phase) for m in work.messages),
         )
@@ -181,10 +184,13 @@ def _work(
     if scores:
         moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
     norms = sum(2.0 * sizes.stream_bytes for op in ops if op.kind == "norm")
+    # Logits read, the fp32 softmax written and read.
+    has_loss = any(op.kind == "loss" for op in ops)
+    loss = float(sizes.tokens * sizes.vocab * (sizes.element + 8)) if has_loss else 0.0
     kept: dict[str, float] = {}
     for op in ops:
         kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
-    return Work(products, attention, scores, moved, norms, tuple(kept.items()), messages)
+    return Work(products, attention, scores, moved, norms, loss, tuple(kept.items()), messages)
 
 
 def _product(program: Program, sizes: Sizes, name: str) -> Product:
@@ -208,8 +214,6 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
         return (3.0 if program.model.family == "llama" else 2.0) * hidden
     if op.kind == "embedding":
         return 2.0 * sizes.stream_bytes
-    if op.kind == "loss":  # logits read, fp32 softmax written and read
-        return float(sizes.tokens * sizes.vocab * (sizes.element + 8))
     return 0.0
 
 

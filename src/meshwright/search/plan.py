@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration, shipped_calibration
 from meshwright.predict.catalogue import resolve_cluster
 from meshwright.predict.price import Memory, Prediction, memory, price
-from meshwright.predict.setting import Setting
+from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.rank import MARGIN, Found, Search
@@ -42,13 +42,14 @@ def setting_of(
     local_devices: int = _LOCAL_DEVICES,
 ) -> Setting:
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
-    cluster = resolve_cluster(config.cluster, local_devices)
+    calibration = calibration or shipped_calibration()
+    cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
     return Setting(
         config.model,
         config.train,
         cluster,
         STACKS["meshwright"],
-        calibration or shipped_calibration(),
+        calibration,
         config.train.precision,
     )
 

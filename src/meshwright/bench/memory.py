@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
@@ -21,16 +20,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.execute.batch import Batch
 from meshwright.execute.build import build, seeded
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import open_groups
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
-from meshwright.layout import Layout, broken
+from meshwright.layout import broken
 from meshwright.program.lower import lower
-from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import OptimizerSpec, TrainSpec
+from meshwright.prove.case import Case
+from meshwright.prove.compare import mine
+from meshwright.prove.reference import make_batch
+from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.update import update
@@ -38,12 +39,15 @@ from meshwright.train.update import update
 STEPS: Final = 4
 # How the profile names the operations in which a collective's memory is used.
 COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
+ACTION: Final = "action "
+HOST: Final = "host"
 
 
 @dataclass
 class Held:
     """Bytes of a rank: its shards of the weights, whole weights gathered from shards, gradients,
-    optimizer state, buffers of FSDP2 and gloo for collectives, and the rest: activations.
+    optimizer state, buffers of FSDP2 and gloo for collectives, and the rest: activations. What is
+    offloaded does not count.
     """
 
     parameters: float = 0
@@ -56,7 +60,7 @@ class Held:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass
@@ -87,7 +91,7 @@ def marked_by_fsdp() -> Iterator[None]:
     allocate = DefaultAllocMixin.allocate
 
     def gathered(self: FSDPParam) -> None:
-        gather(self)
+        gather(self)  # type: ignore[no-untyped-call]
         for output in self.all_gather_outputs:
             mark("gathered", output)
 
@@ -119,62 +123,110 @@ def marked_by_fsdp() -> Iterator[None]:
 
 @dataclass
 class Measured:
-    """What a rank held at the peak of a step and at its start, and the pieces of the peak."""
+    """What a rank held at the peak of a step and at its start, and the pieces of the peak.
+
+    `moment` is the action, or the phase after the last of them, in which the peak was.
+    """
 
     peak: Held
     start: Held
+    moment: str
     pieces: list[Piece] = field(repr=False)
 
 
-def measure(world: World, model: ModelSpec, train: TrainSpec, layout: Layout) -> Measured:
+def measure(world: World, case: Case) -> Measured:
     """Return the memory of this rank in one step of training after the first; a collective."""
+    model, train, layout = case.model, case.train, case.layout
     broken_rule = broken(model, train, layout)
     assert broken_rule is None, broken_rule
-    groups = open_groups(layout, world)
-    generator = torch.Generator().manual_seed(1)
-    size = (train.batch // layout.dp, train.seq_len + 1)
-    tokens = torch.randint(0, model.vocab_size, size, generator=generator)
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    with marked_by_fsdp(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        parallel = build(lower(model, train, layout), groups, world.device, seeded(model, 0))
-        shards = Shards(parallel.held, on_host=False)
+    groups, program = open_groups(layout, world), lower(model, train, layout)
+    batch = mine(make_batch(case, 0), program, world)
+    states = "optimizer" if layout.offload == "none" else HOST
+    on_host = layout.offload == "params"
+    with (
+        marked_by_fsdp(),
+        marked_by_action(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
+    ):
+        parallel = build(program, groups, world.device, seeded(model, 0))
+        shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
         optimizer = build_optimizer(shards.leaves, OptimizerSpec())
         take = shards.take
 
         def take_marked() -> None:
             take()
             for held in parallel.held:
-                mark("gradients", held.parameter.grad)
+                mark(HOST if on_host else "gradients", held.parameter.grad)
 
         with mock.patch.object(shards, "take", take_marked):
             for step in range(STEPS):
                 with record_function("measured" if step else "first"):
                     update(parallel, batch, world, shards, optimizer, LossScale.of(train), 1.0)
                 for held in parallel.held:
-                    mark("parameters", held.parameter)
+                    mark(HOST if on_host else "parameters", held.parameter)
+                if shards.on_host:
+                    for leaf in shards.leaves:
+                        mark(HOST, leaf)
                 for state in optimizer.state.values():
                     for tensor in state.values():
-                        mark("optimizer", tensor)
+                        mark(states, tensor)
     return sorted(_peaks(seen), key=lambda found: found.peak.total)[(STEPS - 1) // 2]
 
 
-def _events(nodes: Sequence[Any], maker: str = "") -> Iterator[tuple[Any, str]]:
+@contextmanager
+def marked_by_action() -> Iterator[None]:
+    """Have the profile say when each action of the table, and each phase after it, begins."""
+    action, phase = Ledger.action, Ledger.phase
+
+    def begin(self: Ledger, kind: str, stage: int, microbatch: int) -> None:
+        with record_function(f"{ACTION}{kind} {stage} {microbatch}"):
+            action(self, kind, stage, microbatch)
+
+    def enter(self: Ledger, name: str) -> None:
+        with record_function(f"{ACTION}{name}"):
+            phase(self, name)
+
+    with mock.patch.object(Ledger, "action", begin), mock.patch.object(Ledger, "phase", enter):
+        yield
+
+
+class _Frame(NamedTuple):
+    """An operation, and the one that it is in."""
+
+    name: str
+    outer: _Frame | None
+
+    def __str__(self) -> str:
+        names: list[str] = []
+        at: _Frame | None = self
+        while at is not None:
+            names.append(at.name)
+            at = at.outer
+        return " < ".join(names)
+
+
+def _events(
+    nodes: Sequence[Any], outer: _Frame | None = None
+) -> Iterator[tuple[Any, _Frame | None]]:
     """Yield all events of a profile, and the operations that each is in."""
     for node in nodes:
-        yield node, maker
-        inner = maker if node.typed[0] == _EventType.Allocation else f"{node.name} < {maker}"
-        yield from _events(node.children, inner)
+        yield node, outer
+        is_allocation = node.typed[0] == _EventType.Allocation
+        yield from _events(node.children, outer if is_allocation else _Frame(node.name, outer))
 
 
 def _peaks(seen: profile) -> Iterator[Measured]:
     """Yield what each of the measured steps held at its peak."""
     assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
     roots = seen.profiler.kineto_results.experimental_event_tree()
     events = sorted(_events(roots), key=lambda event: event[0].start_time_ns)
     pieces = _pieces(events)
+    pieces = [piece for piece in pieces if piece.kind != HOST]
     changes = [(piece.start, piece.size) for piece in pieces]
     changes += [(piece.end, -piece.size) for piece in pieces if piece.end is not None]
     changes.sort()
+    moments = [(e.start_time_ns, e.name) for e, _ in events if e.name.startswith(ACTION)]
     for node, _ in events:
         if node.name != "measured":
             continue
@@ -185,10 +237,12 @@ def _peaks(seen: profile) -> Iterator[Measured]:
             if node.start_time_ns < time < node.end_time_ns and total > peak:
                 peak, at = total, time
         alive = _alive(pieces, at)
-        yield Measured(_sum(alive), _sum(_alive(pieces, node.start_time_ns)), alive)
+        before = [name for time, name in moments if node.start_time_ns < time <= at]
+        moment = before[-1].removeprefix(ACTION) if before else ""
+        yield Measured(_sum(alive), _sum(_alive(pieces, node.start_time_ns)), moment, alive)
 
 
-def _pieces(events: Sequence[tuple[Any, str]]) -> list[Piece]:
+def _pieces(events: Sequence[tuple[Any, _Frame | None]]) -> list[Piece]:
     """Return all allocations of a profile with their ends.
 
     The profiler sees what its own thread frees. Where a thread of gloo is the last to let go of a
@@ -213,8 +267,9 @@ def _pieces(events: Sequence[tuple[Any, str]]) -> list[Piece]:
             elif before is not None:
                 end_unseen(before, node.start_time_ns)
             if size > 0:
-                kind = "buffers" if "c10d::" in maker else "rest"  # gloo's own copies
-                live[address] = Piece(size, node.start_time_ns, None, kind, maker)
+                made_in = str(maker or "")
+                kind = "buffers" if "c10d::" in made_in else "rest"  # gloo's own copies
+                live[address] = Piece(size, node.start_time_ns, None, kind, made_in)
                 pieces.append(live[address])
         elif node.name.startswith("mark "):
             _, kind, address = node.name.split()

@@ -1,0 +1,95 @@
+"""`calibrate`: all measurements of a machine as the constants that `predict` reads."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from meshwright.bench import device as on_device
+from meshwright.bench.links import collectives, overlap
+from meshwright.bench.overheads import overheads
+from meshwright.execute.world import World
+from meshwright.predict.step import OPTIMIZER_BYTES
+
+_PRECISIONS: Final = ("fp32", "bf16")
+
+
+def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
+    """Return constants by name, without the kind of the device, and the curves behind them.
+
+    `budget_s` is about what each of the measurements takes. All ranks call it; constants are
+    medians over them.
+    """
+    constants: dict[str, float] = {}
+    curves: dict[str, Any] = {}
+    halves = []
+    for precision in _PRECISIONS:
+        found = on_device.products(world.device, precision, budget_s)
+        peak, half = on_device.saturation(found)
+        halves.append(half)
+        best = max(shape.flops / seconds for shape, seconds in found)
+        constants[f"peak.{precision}"] = best
+        constants[f"products.{precision}"] = peak / best
+        constants[f"products.half.{precision}"] = half
+        curves[f"products.{precision}"] = [(*shape, seconds) for shape, seconds in found]
+        core = on_device.attention(world.device, precision, budget_s / 2)
+        constants[f"attention.flash2.{precision}"] = core / best
+        slope, _ = on_device.rest_of_blocks(world.device, precision, budget_s, peak, half, core)
+        constants[f"moves.{precision}"] = slope
+        constants[f"moves.loss.{precision}"] = 1 / on_device.loss_rate(
+            world.device, precision, budget_s
+        )
+    bandwidth = on_device.copy_rate(world.device, budget_s / 3)
+    constants["bandwidth"] = bandwidth
+    for precision in _PRECISIONS:  # of the copy's rate
+        constants[f"moves.{precision}"] *= bandwidth
+        constants[f"moves.loss.{precision}"] *= bandwidth
+    rate = on_device.optimizer_rate(world.device, budget_s / 3, OPTIMIZER_BYTES)
+    constants["optimizer"] = rate / bandwidth
+    cost = overheads(world)
+    constants |= {f"overhead.{name}": seconds for name, seconds in cost._asdict().items()}
+    if world.size > 1:
+        sent = collectives(world)
+        constants |= _links(sent, world.size)
+        constants["overlap"] = overlap(world)
+        curves |= sent
+    everyone = world.gather_on_host(list(constants.values()))
+    medians = [statistics.median(row) for row in zip(*everyone, strict=True)]
+    return {
+        "constants": dict(zip(constants, medians, strict=True)),
+        "curves": curves,
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "ranks": world.size,
+    }
+
+
+def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
+    """Return rate and latency of an all-gather, and by how much other kinds take longer.
+
+    In the form of `predict.network`: `(n - 1) / n` of the bytes at the rate, `n - 1` turns.
+    """
+    small, large = _line(sent["all_gather"])
+    rate = (ranks - 1) / ranks / large
+    found = {"inner.rate": rate, "inner.latency": small / (ranks - 1)}
+    for kind, times in (
+        ("all_reduce", 2 * (ranks - 1) / ranks),
+        ("reduce_scatter", (ranks - 1) / ranks),
+        ("all_to_all", (ranks - 1) / ranks),
+        ("send", 1.0),
+    ):
+        base, per_byte = _line(sent[kind])
+        found[f"times.{kind}"] = per_byte * rate / times
+        turns = {"all_reduce": 2 * (ranks - 1), "send": 1}.get(kind, ranks - 1)
+        found[f"inner.latency.{kind}"] = base / turns
+    return found
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return latency, that of the smallest message, and the seconds per byte of the largest."""
+    (_, least), *_, (size, most) = points
+    return least, max(most - least, 0.0) / size

@@ -1,0 +1,192 @@
+"""What a device does: products, attention, memory, the optimizer, as constants of a calibration.
+
+All ranks of a machine measure at the same time, since they share its memory and its clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.bench.timing import seconds_of
+from meshwright.execute.data import DTYPES
+from meshwright.models.blocks import Block
+from meshwright.models.rope import Rope
+from meshwright.predict.kernels import PASSES
+from meshwright.predict.work import Product, layout_work
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.resolve import model_spec
+
+# Tokens, inner and outer dims of products as small and large layers have them.
+_SHAPES: Final = (
+    Product(256, 256, 256),
+    Product(512, 256, 1024),
+    Product(1024, 256, 256),
+    Product(512, 512, 512),
+    Product(512, 512, 1408),
+    Product(1024, 1024, 1024),
+    Product(1024, 768, 2048),
+    Product(2048, 1024, 2816),
+)
+_ATTENTION: Final = ((4, 256, 32), (8, 512, 64), (8, 1024, 64), (8, 2048, 64))
+_COPIED: Final = 2**26  # bytes, beyond any cache
+_ELEMENTS: Final = 2**22
+
+
+class Measured(NamedTuple):
+    """One measurement: what, how large, and its seconds."""
+
+    what: str
+    size: str
+    seconds: float
+    rate: float
+    unit: str
+
+
+def products(device: torch.device, precision: str, budget_s: float) -> list[tuple[Product, float]]:
+    """Return the seconds of a pass of a product by its shape: a third of forward and backward."""
+    dtype = DTYPES[precision]
+    found = []
+    for shape in _SHAPES:
+        x = torch.randn(shape.rows, shape.inner, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.randn(
+            shape.outer, shape.inner, dtype=dtype, device=device, requires_grad=True
+        )
+        grad = torch.randn(shape.rows, shape.outer, dtype=dtype, device=device)
+
+        def work(x: Tensor = x, weight: Tensor = weight, grad: Tensor = grad) -> None:
+            torch.autograd.grad(F.linear(x, weight), (x, weight), grad)
+
+        found.append((shape, seconds_of(work, budget_s / len(_SHAPES), device) / PASSES))
+    return found
+
+
+def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
+    """Return the peak rate in FLOP/s and the dim at which a side of a product reaches half of it.
+
+    The form of `predict.kernels`: each side d lowers the rate by `d / (d + half)`. For each half of
+    a grid the peak follows; the smallest squared error of the logarithms wins.
+    """
+    best = (math.inf, 0.0, 0.0)
+    for half in (0.0, *(2.0 ** (step / 4) for step in range(33))):
+        logs = []
+        for shape, seconds in found:
+            share = math.prod(side / (side + half) for side in shape)
+            logs.append(math.log(shape.flops / seconds / share))
+        mean = sum(logs) / len(logs)
+        error = sum((value - mean) ** 2 for value in logs)
+        best = min(best, (error, math.exp(mean), half))
+    return best[1], best[2]
+
+
+def attention(device: torch.device, precision: str, budget_s: float) -> float:
+    """Return the rate of causal attention in FLOP/s, forward and backward, half a square counted.
+
+    The mean over lengths and heads as small and large models have them.
+    """
+    rates = []
+    for heads, length, head_dim in _ATTENTION:
+        shape = (1, heads, length, head_dim)
+        q, k, v = (
+            torch.randn(shape, dtype=DTYPES[precision], device=device, requires_grad=True)
+            for _ in range(3)
+        )
+        grad = torch.randn(shape, dtype=DTYPES[precision], device=device)
+
+        def work(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), grad)
+
+        flops = 2.0 * heads * length**2 * head_dim * 3.5
+        rates.append(flops / seconds_of(work, budget_s / len(_ATTENTION), device))
+    return math.exp(sum(map(math.log, rates)) / len(rates))
+
+
+def copy_rate(device: torch.device, budget_s: float) -> float:
+    """Return the bytes/s that a copy beyond the caches reads and writes."""
+    source = torch.ones(_COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED / seconds_of(lambda: target.copy_(source), budget_s, device)
+
+
+def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
+    """Return the bytes/s of a fused AdamW step that moves so many bytes an element."""
+    leaf = torch.nn.Parameter(torch.randn(_ELEMENTS, device=device))
+    leaf.grad = torch.randn_like(leaf)
+    adam = torch.optim.AdamW([leaf], fused=True)
+    return moved * _ELEMENTS / seconds_of(adam.step, budget_s, device)
+
+
+def _models() -> Iterator[tuple[ModelSpec, int]]:
+    """Yield models of one layer, and the lengths that their blocks are timed with."""
+    for dim, length in ((256, 128), (256, 512), (512, 512), (512, 1024)):
+        spec = model_spec(
+            dim=dim, n_layers=1, n_heads=dim // 64, n_kv_heads=dim // 64, ffn_dim=2 * dim
+        )
+        yield spec, length
+
+
+def rest_of_blocks(
+    device: torch.device, precision: str, budget_s: float, peak: float, half: float, core: float
+) -> tuple[float, float]:
+    """Return seconds per byte that a block moves beside products and attention, and per block.
+
+    A block's forward and backward, less its products and its attention at their measured rates, is
+    a line over the bytes that `predict.work` counts.
+    """
+    points = []
+    for spec, length in _models():
+        rope = Rope(spec, length)
+        rope.reach(length, device)
+        block: nn.Module = Block(spec, rope, "0").to(device, DTYPES[precision])
+        x = torch.randn(
+            1, length, spec.dim, device=device, dtype=DTYPES[precision], requires_grad=True
+        )
+
+        def work(block: nn.Module = block, x: Tensor = x) -> None:
+            block.zero_grad()
+            block(x).backward(x)
+
+        seconds = seconds_of(work, budget_s / 4, device)
+        found = layout_work(spec, length, precision, 1, False, 1, "ring", 1, "none").layer
+        known = 0.0
+        for shape in found.products:
+            share = math.prod(side / (side + half) for side in shape)
+            known += PASSES * shape.flops / (peak * share)
+        known += 3.5 * found.attention_flops / core
+        points.append((PASSES * (found.moved + found.norm_moved), seconds - known))
+    return _line(points)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return slope and intercept, neither below zero, of the line with least relative squares."""
+    weights = [1 / max(y, 1e-9) ** 2 for _, y in points]
+    total = sum(weights)
+    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    along = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True))
+    slope = max(0.0, along / spread)
+    level = y_mean - slope * x_mean
+    if level < 0:
+        return max(0.0, y_mean / x_mean), 0.0
+    return slope, level
+
+
+def loss_rate(device: torch.device, precision: str, budget_s: float) -> float:
+    """Return the bytes/s of cross-entropy, forward and backward, as `predict.work` counts them."""
+    tokens, vocab = 256, 8192
+    logits = torch.randn(tokens, vocab, dtype=DTYPES[precision], device=device, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device=device)
+
+    def work() -> None:
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum")
+        torch.autograd.grad(loss, logits)
+
+    moved = PASSES * tokens * vocab * (logits.element_size() + 8)
+    return moved / seconds_of(work, budget_s, device)

@@ -1,0 +1,98 @@
+"""What links do: the latency and rate of each kind of collective between the ranks at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.bench.timing import seconds_together
+from meshwright.execute.world import World
+
+# Bytes of messages: an activation of a small model, a layer of one, a layer of a larger one.
+_SIZES: Final = (2**14, 2**20, 2**24)
+_TIMES: Final = 12
+
+
+def collectives(world: World) -> dict[str, list[tuple[int, float]]]:
+    """Return the seconds of each kind of collective at several sizes; all ranks call it.
+
+    Sizes are what the program counts: the whole of what is gathered, reduced or exchanged.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for kind, make in _KINDS.items():
+        for size in _SIZES:
+            work = make(world, size // 4)
+            found.setdefault(kind, []).append((size, seconds_together(work, _TIMES)))
+    return found
+
+
+def overlap(world: World) -> float:
+    """Return which share of the shorter of a product and an all-reduce hides behind the other."""
+    factor = torch.randn(768, 768, device=world.device)
+    message = torch.ones(2**21, device=world.device)
+
+    def compute() -> None:
+        for _ in range(8):
+            factor @ factor
+
+    def together() -> None:
+        work = dist.all_reduce(message, async_op=True)
+        compute()
+        assert work is not None
+        work.wait()
+
+    alone = seconds_together(compute, _TIMES)
+    sent = seconds_together(lambda: dist.all_reduce(message), _TIMES)
+    both = seconds_together(together, _TIMES)
+    return min(1.0, max(0.0, (alone + sent - both) / min(alone, sent)))
+
+
+def _all_reduce(world: World, count: int) -> Callable[[], object]:
+    tensor = torch.ones(count, device=world.device)
+    return lambda: dist.all_reduce(tensor)
+
+
+def _all_gather(world: World, count: int) -> Callable[[], object]:
+    part, whole = _part_and_whole(world, count)
+    return lambda: dist.all_gather_into_tensor(whole, part)
+
+
+def _reduce_scatter(world: World, count: int) -> Callable[[], object]:
+    part, whole = _part_and_whole(world, count)
+    return lambda: dist.reduce_scatter_tensor(part, whole)
+
+
+def _all_to_all(world: World, count: int) -> Callable[[], object]:
+    sent, received = torch.ones(count, device=world.device), torch.empty(count, device=world.device)
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+def _send(world: World, count: int) -> Callable[[], object]:
+    """A message from rank 0 to rank 1 and back; half of it is one way."""
+    tensor = torch.ones(count // 2, device=world.device)
+
+    def there_and_back() -> None:
+        if world.rank < 2:
+            order = (dist.send, dist.recv) if world.rank == 0 else (dist.recv, dist.send)
+            for act in order:
+                act(tensor, 1 - world.rank)
+
+    return there_and_back
+
+
+def _part_and_whole(world: World, count: int) -> tuple[Tensor, Tensor]:
+    part = torch.ones(count // world.size, device=world.device)
+    return part, torch.ones(count // world.size * world.size, device=world.device)
+
+
+_KINDS: Final[Mapping[str, Callable[[World, int], Callable[[], object]]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send": _send,
+}

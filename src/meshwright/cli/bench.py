@@ -1,0 +1,241 @@
+"""`meshwright bench`: what the machine at hand does, and layouts side by side on it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.data.files import write_atomic
+from meshwright.errors import EXIT_DONE, ConfigError, refusal
+from meshwright.launch.benchmark import measure_on_ranks
+from meshwright.launch.machine import detect
+from meshwright.layout import Layout, Machine, broken
+from meshwright.predict.calibration import as_toml, read_calibration
+from meshwright.predict.price import Prediction, price
+from meshwright.predict.timeline import timeline
+from meshwright.program.lower import lower
+from meshwright.prove.case import Case
+from meshwright.search.plan import plan, setting_of
+from meshwright.spec.loading import Config
+from meshwright.units import format_bytes, format_seconds
+
+EXAMPLE = """\
+examples:
+  meshwright bench device --out here.toml
+  meshwright bench layouts --layout "dp2 mb2" "tp2 mb2" --calibration here.toml
+  meshwright bench layouts run.toml --top 4 --memory
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `bench`."""
+    parser.description = "Measure the machine at hand, and layouts side by side on it."
+    parser.epilog = EXAMPLE
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    device = actions.add_parser(
+        "device", help="products, attention, memory and collectives: writes a calibration"
+    )
+    device.add_argument("--out", type=Path, metavar="FILE", help="the calibration to write, TOML")
+    device.add_argument(
+        "--budget", type=float, default=2.0, metavar="S", help="seconds of each measurement"
+    )
+    add_config_arguments(device)
+    add_json(device)
+
+    layouts = actions.add_parser(
+        "layouts", help="a step's time and memory under several layouts, beside the prediction"
+    )
+    layouts.add_argument(
+        "--layout", nargs="+", default=[], metavar="LABEL", help="such as 'dp2 mb1'"
+    )
+    layouts.add_argument("--top", type=int, metavar="N", help="the planner's best instead")
+    layouts.add_argument("--rounds", type=int, default=3, help="how often each takes its turn")
+    layouts.add_argument("--steps", type=int, default=3, help="steps that count, in each turn")
+    layouts.add_argument("--memory", action="store_true", help="also the peak of each rank")
+    layouts.add_argument("--calibration", type=Path, help="what `bench device` has written")
+    layouts.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document there")
+    add_config_arguments(layouts)
+    add_json(layouts)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    return _device(args) if args.action == "device" else _layouts(args)
+
+
+def _device(args: argparse.Namespace) -> int:
+    config = read_config(args)
+    machine = detect(config.cluster, os.environ)
+    request = {"what": "device", "budget_s": args.budget, "device": machine.device}
+    found: list[dict[str, Any]] = []
+    measure_on_ranks(request, machine.devices, os.environ, found.append)
+    (measured,) = found
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    source = (
+        f"meshwright bench device: {machine.name}, {measured['ranks']} ranks, "
+        f"torch {measured['torch']}"
+    )
+    text = as_toml({machine.device: measured["constants"]}, date, source)
+    if args.out:
+        write_atomic(args.out, text.encode())
+    if args.json:
+        print_json({"date": date, "source": source, **measured})
+    elif not args.out:
+        print(text, end="")
+    else:
+        _print_device(measured["constants"], source)
+    return EXIT_DONE
+
+
+def _print_device(constants: Mapping[str, float], source: str) -> None:
+    print(source)
+    for name, value in constants.items():
+        if name.startswith("peak."):
+            print(f"  {name:28} {value / 1e9:10.1f} GFLOP/s")
+        elif name in ("bandwidth", "inner.rate"):
+            print(f"  {name:28} {value / 1e9:10.2f} GB/s")
+        elif "latency" in name or "overhead" in name:
+            print(f"  {name:28} {value * 1e6:10.1f} us")
+        else:
+            print(f"  {name:28} {value:10.3f}")
+
+
+@dataclass
+class Row:
+    """A layout: what was predicted, and what was measured."""
+
+    layout: Layout
+    predicted: Prediction
+    predicted_bytes: list[int]
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median step in seconds."""
+        return statistics.median(self.seconds)
+
+    def as_dict(self, tokens: int) -> dict[str, Any]:
+        """Return the row as JSON."""
+        return {
+            "layout": self.layout.label,
+            "step_time_s": self.median,
+            "step_times_s": self.seconds,
+            "tokens_per_s": tokens / self.median,
+            "predicted_step_time_s": self.predicted.time.total,
+            "predicted_seconds": self.predicted.time.causes,
+            "peak_bytes": self.peak_bytes,
+            "predicted_peak_bytes": self.predicted_bytes if self.peak_bytes else [],
+        }
+
+
+def _layouts(args: argparse.Namespace) -> int:
+    config = read_config(args)
+    machine = detect(config.cluster, os.environ)
+    calibration = read_calibration(args.calibration) if args.calibration else None
+    if args.top:
+        made = plan(config, args.top, calibration, local_devices=machine.devices)
+        layouts = [one.layout for one in made.found.ranked]
+    else:
+        layouts = [Layout.parse(label) for label in args.layout]
+    _refuse(config, layouts, machine)
+    setting = setting_of(config, calibration, layouts[0].world)
+    rows = [
+        Row(
+            layout,
+            price(setting, layout),
+            [
+                timeline(lower(config.model, config.train, layout), rank).peak.total
+                for rank in range(layout.world)
+            ],
+        )
+        for layout in layouts
+    ]
+    request = {
+        "what": "layouts",
+        "device": machine.device,
+        "cases": [Case(config.model, config.train, layout).as_json() for layout in layouts],
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "memory": args.memory,
+    }
+
+    def take(said: Mapping[str, Any]) -> None:
+        row = rows[said["case"]]
+        row.seconds += said.get("seconds", [])
+        row.peak_bytes = said.get("peak_bytes", row.peak_bytes)
+
+    measure_on_ranks(request, layouts[0].world, os.environ, take)
+    rows.sort(key=lambda row: row.median)
+    tokens = config.train.batch * config.train.seq_len
+    document = {"machine": machine.name, "rows": [row.as_dict(tokens) for row in rows]}
+    if args.out:
+        write_atomic(args.out, (json.dumps(document, indent=1) + "\n").encode())
+    if args.json:
+        print_json(document)
+    else:
+        Console().print(_table(rows, tokens))
+    return EXIT_DONE
+
+
+def _refuse(config: Config, layouts: Sequence[Layout], machine: Machine) -> None:
+    """Raise `ConfigError` for layouts that cannot be run here."""
+    if not layouts:
+        raise ConfigError("nothing to measure: name layouts by --layout, or --top N of the plan")
+    world = layouts[0].world
+    for layout in layouts:
+        if layout.world != world:
+            raise ConfigError(
+                refusal(
+                    f"--layout {layout.label!r} has {layout.world} ranks, and the first one "
+                    f"{world}: side by side they have the same ranks",
+                    legal=[world],
+                )
+            )
+        if machine.is_fixed and world > machine.devices:
+            raise ConfigError(
+                refusal(
+                    f"--layout {layout.label!r} has {world} ranks, but there are "
+                    f"{machine.devices} devices",
+                    legal=[machine.devices],
+                )
+            )
+        rule = broken(config.model, config.train, layout)
+        if rule is not None:
+            raise ConfigError(f"--layout {layout.label!r}: {rule}")
+
+
+def _table(rows: Sequence[Row], tokens: int) -> Table:
+    table = Table("layout", "step", "spread", "predicted", "", "tokens/s", box=None, pad_edge=False)
+    has_memory = any(row.peak_bytes for row in rows)
+    if has_memory:
+        table.add_column("peak")
+        table.add_column("predicted")
+    for row in rows:
+        spread = (max(row.seconds) - min(row.seconds)) / row.median
+        cells = [
+            row.layout.label,
+            format_seconds(row.median),
+            f"{spread:.0%}",
+            format_seconds(row.predicted.time.total),
+            f"{row.predicted.time.total / row.median - 1:+.0%}",
+            f"{tokens / row.median:,.0f}",
+        ]
+        if has_memory:
+            worst = max(range(len(row.peak_bytes)), key=row.peak_bytes.__getitem__)
+            measured, expected = row.peak_bytes[worst], row.predicted_bytes[worst]
+            cells += [format_bytes(measured), f"{expected / measured - 1:+.1%}"]
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,62 @@
+"""Measuring on local ranks: starts them with a request and hands on what rank 0 says.
+
+No torch here: the ranks are processes of `launch.bench_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.errors import StoppedOnRequest
+from meshwright.launch.supervisor import (
+    LocalRanks,
+    StopSignals,
+    Timing,
+    listen_on_loopback,
+    supervise,
+)
+from meshwright.launch.view import EventTail
+from meshwright.train.run_folder import RunFolder
+
+REQUEST: Final = "request.json"
+FOUND: Final = "found.jsonl"
+
+
+def measure_on_ranks(
+    request: Mapping[str, Any],
+    ranks: int,
+    environ: Mapping[str, str],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Have local ranks measure what a request asks for; `show` gets each line of rank 0.
+
+    Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM.
+    """
+    timing = Timing()
+    with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="meshwright-bench-") as path:
+        folder = Path(path)
+        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        tail = EventTail(folder / FOUND)
+
+        def look() -> None:
+            for said in tail.new():
+                show(said)
+            if signals.asked:
+                raise StoppedOnRequest("stopped on request")
+
+        processes = LocalRanks(
+            [sys.executable, "-m", "meshwright.launch.bench_worker", path],
+            ranks,
+            RunFolder(folder),
+            {**environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            listen_on_loopback(None),
+            timing,
+        )
+        with processes:
+            supervise(processes, look, timing, lambda: False)
+        look()

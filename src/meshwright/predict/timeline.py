@@ -1,0 +1,243 @@
+"""`timeline`: what one rank holds through a step, operation by operation, in bytes by category.
+
+A walk over the rank's action table, with what our engine allocates and lets go of as it performs
+it. The bytes that operations keep are the program's; what they need while they work is in
+`predict.needs`, and what data parallelism gathers and reduces in `predict.units`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from meshwright.predict.needs import Need, backward_needs
+from meshwright.predict.tally import Moment, Tally
+from meshwright.predict.units import Units
+from meshwright.program.lower import Program
+from meshwright.program.operations import Operation, Sizes, operations
+from meshwright.program.schedule import Action, Kind
+from meshwright.program.stages import Stage
+
+_WIDE: Final = 4
+STREAM: Final = "pipeline"
+LOSS: Final = "logits and loss"
+TABLES: Final = "rotary tables"
+DEFERRED: Final = "deferred gradients"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of a step on one rank, in order."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment at which most is held."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def timeline(
+    program: Program, rank: int, *, packed: bool = False, on_host: bool = True
+) -> Timeline:
+    """Return what a rank of the world holds through a step after the first, in bytes.
+
+    `packed` says that rows hold several documents; `on_host` that gloo carries the messages.
+    """
+    return _Walk(program, rank, packed, on_host).run()
+
+
+class _Layer(NamedTuple):
+    """A layer's operations: what it keeps after its forward, and what its backward does."""
+
+    kept: Mapping[str, int]
+    again: Mapping[str, int]
+    needs: Sequence[Need]
+
+
+class _Walk:
+    """The state of a walk."""
+
+    def __init__(self, program: Program, rank: int, packed: bool, on_host: bool) -> None:
+        self.program, self.packed = program, packed
+        self.at = program.layout.mesh.coordinates(rank)
+        self.sizes = Sizes.of(program)
+        self.tally = Tally()
+        self.stages = {stage.index: stage for stage in program.held(self.at["pp"])}
+        self.units = {
+            index: Units(program, stage, self.at, self.tally, on_host)
+            for index, stage in self.stages.items()
+        }
+        self.last = len(program.stages) - 1
+        self.ends = {
+            action.stage: action
+            for action in program.tables[self.at["pp"]]
+            if action.kind in ("B", "W")
+        }
+        self.sent: dict[int, int] = {}  # bytes on their way, by peer
+        self.proves: dict[Action, int] = {}  # those that a receive proves to have arrived
+        self.deferred: dict[tuple[int, int], int] = {}
+
+    def run(self) -> Timeline:
+        """Return the timeline."""
+        tally, program = self.tally, self.program
+        for units in self.units.values():
+            units.hold()
+        # Cosines and sines of every position, for each stage: fp32.
+        table = 2 * program.train.seq_len * program.model.rotary_dim * _WIDE
+        tally.add(TABLES, table * len(self.stages))
+        for action in program.tables[self.at["pp"]]:
+            tally.action = f"{action.kind} {action.stage} {action.microbatch}"
+            self._perform(action)
+        tally.action = "update"
+        for units in self.units.values():
+            units.finish()
+        tally.note("update")
+        return Timeline(tuple(tally.moments))
+
+    def _perform(self, action: Action) -> None:
+        if action.kind == "F":
+            self._forward(action)
+        elif action.kind in ("B", "I"):
+            self._backward(action, defers=action.kind == "I")
+        elif action.kind == "W":
+            self._weights(action)
+        elif action.kind in ("RECV_F", "RECV_B"):
+            peer = self._peer(action)
+            self.proves[action] = self.sent.pop(peer, 0)
+            self.tally.add(STREAM, self.sizes.stream_bytes)
+            self.tally.note("receive")
+        else:
+            peer = self._peer(action)
+            self.sent[peer] = self.sent.get(peer, 0) + self.sizes.stream_bytes
+
+    def _peer(self, action: Action) -> int:
+        """Return the rank of the pipeline that a transfer comes from or goes to."""
+        step = 1 if action.kind in ("SEND_F", "RECV_B") else -1
+        return self.program.stage_ranks[action.stage + step]
+
+    def _arrive(self, kind: Kind, action: Action) -> None:
+        """Let go of what was sent before the receive that an action waits for."""
+        sent = self.proves.pop(Action(kind, action.stage, action.microbatch), 0)
+        self.tally.drop(STREAM, sent)
+
+    def _forward(self, action: Action) -> None:
+        tally, stage = self.tally, self.stages[action.stage]
+        units = self.units[action.stage]
+        if action.stage > 0:  # the first operation keeps it
+            self._arrive("RECV_F", action)
+            tally.drop(STREAM, self.sizes.stream_bytes)
+        units.enter_root()
+        ops = self._operations(stage)
+        self._keep(op for op in ops if op.kind in ("embedding", "mask"))
+        layer = [op for op in ops if op.name.startswith("layers.")]
+        for index in range(len(stage.layers)):
+            units.enter(index)
+            self._keep(layer)
+            tally.note(f"layer {stage.layers[index]}")
+            units.leave(index)
+        if stage.is_last:
+            self._keep(op for op in ops if op.name in ("norm", "head"))
+            logits = self._logits()
+            tally.add(LOSS, logits)
+            if self.sizes.element < _WIDE:
+                tally.add(LOSS, self._logits(_WIDE))
+            self._keep(op for op in ops if op.name == "loss")
+            tally.note("loss")
+            tally.drop(LOSS, tally.held[LOSS])
+        else:
+            tally.add(STREAM, self.sizes.stream_bytes)
+        units.leave_root()
+
+    def _logits(self, element: int | None = None) -> int:
+        sizes = self.sizes
+        return sizes.tokens * sizes.vocab * (element or sizes.element)
+
+    def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
+        program = self.program
+        if again:
+            layout = program.layout.model_copy(update={"recompute": "none"})
+            program = Program(program.model, program.train, layout, program.stages)
+        return operations(program, stage, packed=self.packed, cp_rank=self.at["cp"])
+
+    def _keep(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
+        for op in ops:
+            self.tally.add(f"activations: {op.kind}", op.saved_bytes)
+
+    def _free(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
+        for op in ops:
+            self.tally.drop(f"activations: {op.kind}", op.saved_bytes)
+
+    def _backward(self, action: Action, defers: bool) -> None:
+        tally, stage = self.tally, self.stages[action.stage]
+        units, sizes = self.units[action.stage], self.sizes
+        units.begin_backward(is_last=action == self.ends[action.stage], defers=defers)
+        self._arrive("RECV_B", action)
+        ops = self._operations(stage)
+        if stage.is_last:
+            self._end(ops, units, action if defers else None)
+        # The gradient of the stream goes down through the layers.
+        tally.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
+        layer = [op for op in ops if op.name.startswith("layers.")]
+        whole = [op for op in self._operations(stage, again=True) if op.name.startswith("layers.")]
+        needs = backward_needs(self.program, sizes)
+        for index in reversed(range(len(stage.layers))):
+            units.enter_backward(index)
+            if self.program.layout.recompute != "none":
+                self._free(layer)
+                self._keep(whole)
+                tally.add("activations: block", sizes.stream_bytes)
+            tally.note(f"layer {stage.layers[index]}")
+            alive = list(whole)
+            for need in needs:
+                own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
+                with tally.spike("gradients of activations", need.bytes):
+                    units.grow(index, need.weights)
+                    tally.note(need.op)
+                if defers and need.deferred:
+                    self._defer(action, need.deferred + sum(op.saved_bytes for op in own))
+                self._free(own)
+                alive = [op for op in alive if op not in own]
+            self._free(alive)
+            if self.program.layout.recompute != "none":
+                tally.drop("activations: block", sizes.stream_bytes)
+            units.leave_backward(index)
+        self._free(op for op in ops if op.kind in ("embedding", "mask"))
+        units.leave_root_backward()
+        tally.drop("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
+        if action.stage > 0:
+            tally.add(STREAM, sizes.stream_bytes)
+        if action.stage < self.last:
+            tally.drop(STREAM, sizes.stream_bytes)
+
+    def _end(self, ops: Sequence[Operation], units: Units, deferred: Action | None) -> None:
+        """Go back through the loss, the head and the last norm."""
+        tally = self.tally
+        wide = self._logits(_WIDE)
+        with tally.spike(LOSS, 2 * wide):
+            tally.note("loss")
+        self._free(op for op in ops if op.name == "loss")
+        with tally.spike(LOSS, self._logits()):
+            tally.add("gradients of activations", self.sizes.whole_bytes)
+            units.grow_root(("head.weight",))
+            tally.note("head")
+        if deferred is not None:
+            self._defer(deferred, self._logits() + self.sizes.whole_bytes)
+        self._free(op for op in ops if op.name == "head")
+        with tally.spike(
+            "gradients of activations", 3 * self.sizes.stream * self.sizes.dim * _WIDE
+        ):
+            tally.note("norm")
+        self._free(op for op in ops if op.name == "norm")
+        tally.drop("gradients of activations", self.sizes.whole_bytes)
+
+    def _defer(self, action: Action, size: int) -> None:
+        """Count what the weights' gradients wait with: products' inputs, gradients of results."""
+        key = (action.stage, action.microbatch)
+        self.deferred[key] = self.deferred.get(key, 0) + size
+        self.tally.add(DEFERRED, size)
+
+    def _weights(self, action: Action) -> None:
+        self.units[action.stage].finish_deferred(is_last=action == self.ends[action.stage])
+        self.tally.drop(DEFERRED, self.deferred.pop((action.stage, action.microbatch)))
