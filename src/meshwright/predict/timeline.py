@@ -90,6 +90,8 @@ class _Walk:
         for action in program.tables[self.at["pp"]]:
             tally.action = f"{action.kind} {action.stage} {action.microbatch}"
             self._perform(action)
+        for left in (*self.sent.values(), *self.proves.values()):
+            tally.drop(STREAM, left)
         tally.action = "update"
         for units in self.units.values():
             units.finish()
@@ -172,9 +174,11 @@ class _Walk:
     def _backward(self, action: Action, defers: bool) -> None:
         tally, stage = self.tally, self.stages[action.stage]
         units, sizes = self.units[action.stage], self.sizes
-        units.begin_backward(is_last=action == self.ends[action.stage], defers=defers)
         self._arrive("RECV_B", action)
         ops = self._operations(stage)
+        if stage.is_last:  # the loss is outside of what is gathered
+            self._loss(ops)
+        units.begin_backward(is_last=action == self.ends[action.stage], defers=defers)
         if stage.is_last:
             self._end(ops, units, action if defers else None)
         # The gradient of the stream goes down through the layers.
@@ -186,8 +190,7 @@ class _Walk:
             units.enter_backward(index)
             if self.program.layout.recompute != "none":
                 self._free(layer)
-                self._keep(whole)
-                tally.add("activations: block", sizes.stream_bytes)
+                self._keep(whole)  # its first norm keeps the block's input
             tally.note(f"layer {stage.layers[index]}")
             alive = list(whole)
             for need in needs:
@@ -200,8 +203,6 @@ class _Walk:
                 self._free(own)
                 alive = [op for op in alive if op not in own]
             self._free(alive)
-            if self.program.layout.recompute != "none":
-                tally.drop("activations: block", sizes.stream_bytes)
             units.leave_backward(index)
         self._free(op for op in ops if op.kind in ("embedding", "mask"))
         units.leave_root_backward()
@@ -211,13 +212,15 @@ class _Walk:
         if action.stage < self.last:
             tally.drop(STREAM, sizes.stream_bytes)
 
-    def _end(self, ops: Sequence[Operation], units: Units, deferred: Action | None) -> None:
-        """Go back through the loss, the head and the last norm."""
-        tally = self.tally
-        wide = self._logits(_WIDE)
-        with tally.spike(LOSS, 2 * wide):
-            tally.note("loss")
+    def _loss(self, ops: Sequence[Operation]) -> None:
+        """Go back through the loss: its gradient and that of the softmax, in fp32."""
+        with self.tally.spike(LOSS, 2 * self._logits(_WIDE)):
+            self.tally.note("loss")
         self._free(op for op in ops if op.name == "loss")
+
+    def _end(self, ops: Sequence[Operation], units: Units, deferred: Action | None) -> None:
+        """Go back through the head and the last norm."""
+        tally = self.tally
         with tally.spike(LOSS, self._logits()):
             tally.add("gradients of activations", self.sizes.whole_bytes)
             units.grow_root(("head.weight",))

@@ -1,0 +1,88 @@
+"""Measurements: what is fitted to curves, the calibration that is written, layouts side by side."""
+
+import json
+
+import pytest
+
+from meshwright.bench.device import saturation
+from meshwright.cli.main import main
+from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
+from meshwright.predict.work import Product
+from meshwright.search.plan import plan, setting_of
+from meshwright.spec.loading import load_config
+
+SMALL = [
+    *("model.dim=64", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2"),
+    *("model.ffn_dim=128", "model.vocab_size=128", "train.batch=8", "train.seq_len=32"),
+]
+
+
+def test_saturation_finds_the_rate_and_the_half_that_made_the_curve():
+    shapes = [Product(d, e, f) for d in (64, 512) for e in (64, 1024) for f in (128, 2048)]
+    made = []
+    for shape in shapes:
+        share = 1.0
+        for side in shape:
+            share *= side / (side + 64)
+        made.append((shape, shape.flops / (2e11 * share)))
+    peak, half = saturation(made)
+    assert peak == pytest.approx(2e11)
+    assert half == 64
+
+
+def test_a_calibration_is_read_as_it_was_written():
+    constants = {"cpu": {"moves": 1.5, "moves.fp32": 0.25, "inner.latency.send": 1e-5}}
+    found = parse_calibration(as_toml(constants, "2026-01-01", 'a "machine"'))
+    assert (found.date, found.source) == ("2026-01-01", 'a "machine"')
+    assert found.find("moves.bf16", "cpu") == 1.5  # what holds for moves
+    assert found.find("moves.fp32", "cpu") == 0.25
+    assert found.find("inner.latency.send", "cpu") == 1e-5
+
+
+def test_what_was_measured_takes_the_place_of_the_catalogue(tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml({"cpu": {"peak.fp32": 3e11, "bandwidth": 7e9}}, "", ""))
+    setting = setting_of(load_config(None, []), read_calibration(path))
+    assert setting.cluster.device.peaks["fp32"] == 3e11
+    assert setting.cluster.device.bandwidth == 7e9
+
+
+def test_bench_device_writes_what_plan_reads(tmp_path, capsys):
+    path = tmp_path / "here.toml"
+    assert main(["bench", "device", "--budget", "0.01", "--out", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ranks"] == 2
+    calibration = read_calibration(path)
+    for name in ("peak.fp32", "products.half.bf16", "overhead.layer", "inner.rate"):
+        assert calibration.constants[f"cpu.{name}"] == pytest.approx(
+            document["constants"][name], rel=1e-5
+        )
+    assert plan(load_config(None, SMALL), calibration=calibration).best is not None
+
+
+def test_layouts_are_measured_side_by_side(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    words = ["--rounds", "1", "--steps", "2", "--memory", "--json", "--out", str(out)]
+    labels = ["dp2 mb2", "pp2 1f1b mb2"]
+    assert main(["bench", "layouts", *SMALL, "--layout", *labels, *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads(out.read_text())
+    rows = document["rows"]
+    assert sorted(row["layout"] for row in rows) == sorted(labels)
+    assert rows[0]["step_time_s"] <= rows[1]["step_time_s"]
+    for row in rows:
+        assert len(row["step_times_s"]) == 2
+        assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to measure: name layouts by --layout, or --top N of the plan"),
+        (["--layout", "dp2 mb1", "dp4 mb1"], "has 4 ranks, and the first one 2"),
+        (["--layout", "tp4 mb1"], "'tp4 mb1': "),
+    ],
+)
+def test_layouts_that_cannot_be_measured_are_refused(words, message, capsys):
+    assert main(["bench", "layouts", *SMALL, *words]) == 2
+    assert message in capsys.readouterr().err
