@@ -1,6 +1,5 @@
-"""Census: what a program says against what its ranks hold, send, multiply and keep."""
+"""Census: what a program says against what its ranks hold, send and multiply."""
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -8,111 +7,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from census_cases import CASES, labelled, make
 from meshwright.execute.build import build, seeded
-from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import open_groups
 from meshwright.execute.wire import Message, Wire, Work
-from meshwright.layout import Layout, broken
+from meshwright.layout import Layout
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
-from meshwright.program.operations import attention_flops, matmul_flops, operations
+from meshwright.program.operations import attention_flops, matmul_flops
 from meshwright.program.parts import flops_per_token
 from meshwright.program.schedule import SCHEDULES, compute_tables, microbatch_rule
 from meshwright.prove import census
-from meshwright.prove.case import Case
 from meshwright.prove.census import prove_census, torch_order
 from meshwright.prove.compare import mine
 from meshwright.prove.matrix import matrix
 from meshwright.prove.reference import make_batch
-from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import TrainSpec
 from meshwright.train.update import gradients
 from ranks import on_ranks, ranks
-
-SIZES = {"dim": 64, "n_layers": 4, "n_heads": 8, "head_dim": 8, "vocab_size": 128}
-MODELS = {
-    "llama": {"n_kv_heads": 4, "ffn_dim": 128},
-    "biased": {"n_kv_heads": 2, "ffn_dim": 96, "attention_bias": True, "mlp_bias": True},
-    "tied": {"n_kv_heads": 4, "ffn_dim": 128, "tie_embeddings": True},
-    "dropout": {"n_kv_heads": 4, "ffn_dim": 128, "dropout": 0.1},
-    "neox": {"family": "neox", "rotary_pct": 0.25, "parallel_residual": True},
-    "sequential neox": {"family": "neox", "rotary_pct": 0.0, "tie_embeddings": True},
-}
-
-
-def make(layout, model="llama", precision="fp32", packed=False, **train):
-    """A case: the label of its layout, a model of `MODELS` and what differs from the defaults."""
-    spec = model_spec(**SIZES, **MODELS[model])
-    train = TrainSpec(**{"batch": 8, "seq_len": 32, "precision": precision, **train})
-    case = Case(spec, train, Layout.parse(layout), packed=packed)
-    assert broken(case.model, case.train, case.layout) is None
-    return case
-
-
-CASES = [
-    # One rank.
-    make("mb2"),
-    make("mb4", "neox", "bf16", packed=True),
-    make("mb4 recompute-full", "biased"),
-    make("mb4 recompute-full", "dropout", "bf16"),
-    make("mb4 recompute-selective", "sequential neox", packed=True),
-    make("zero3 mb4", "tied", "fp16"),
-    # Data.
-    make("dp2 mb2", "neox"),
-    make("dp2 mb1", "tied", "bf16", reduce_dtype="same"),
-    make("shard2 zero1 mb2", "biased", "bf16"),
-    make("shard2 zero2 mb2 recompute-selective"),
-    make("shard2 zero3 mb2 recompute-full offload-params", packed=True),
-    make("dp2 zero3 mb2"),
-    make("dp2 shard2 zero2 mb1", "tied", "bf16"),
-    make("shard4 zero3 mb1", "biased"),
-    # Tensors and the sequence.
-    make("tp2 mb4", "biased"),
-    make("tp2 mb4 recompute-full", "dropout"),
-    make("tp2 sp mb2", "sequential neox", packed=True),
-    make("tp2 sp mb4 recompute-full", "neox", "bf16"),
-    make("tp2 sp mb1 recompute-selective", "tied"),
-    make("tp4 sp mb4 recompute-full", "dropout", "fp16"),
-    # Context.
-    make("cp2-ring mb4", packed=True),
-    make("cp2-ring mb4 recompute-full zero3", "neox"),
-    make("cp2-ring mb4 recompute-selective", "biased", packed=True),
-    make("cp4-ring mb4 recompute-selective", "tied", "bf16"),
-    make("cp2-ring mb4", "neox", "fp16", packed=True),
-    make("cp2-ulysses mb4 zero2", "neox", packed=True),
-    make("cp2-ulysses mb4 recompute-selective"),
-    # Pipelines.
-    make("pp2 naive mb4", "neox"),
-    make("pp2 gpipe mb2", "tied", "bf16"),
-    make("pp2 1f1b mb1 recompute-full", packed=True),
-    make("pp2 interleaved_1f1b v2 mb2", "dropout"),
-    make("pp2 looped_bfs v2 mb2", "neox"),
-    make("pp2 interleaved_zero_bubble v2 mb1 recompute-selective", "biased"),
-    make("pp2 zbv v2 mb1", "sequential neox", "bf16"),
-    make("pp2 dualpipev v2 mb1 recompute-full", "tied"),
-    make("pp4 1f1b mb2", "tied"),
-    # All together.
-    make("dp2 tp2 sp mb2 recompute-full", "neox"),
-    make("shard2 zero3 cp2-ring mb4 recompute-full", "biased", "bf16", packed=True),
-    make("shard2 zero1 pp2 1f1b mb1", "biased"),
-    make("shard2 zero2 pp2 zbv v2 mb1", "neox", "bf16"),
-    make("shard2 zero3 pp2 interleaved_zero_bubble v2 mb1", "biased"),
-    make("dp2 zero2 pp2 zbv v2 mb1", "tied", "bf16"),
-    make("tp2 sp pp2 zbv v2 mb1", "neox"),
-    make("cp2-ulysses pp2 1f1b mb4 zero3", "tied"),
-    make("zero2 tp2 sp cp2-ring mb4", "sequential neox", packed=True),
-    make("shard2 zero2 tp2 sp pp2 1f1b mb2", "tied", "bf16"),
-    make("dp2 shard2 zero3 tp2 sp mb2 recompute-full", "neox"),
-    make("cp2-ring tp2 pp2 zbv v2 mb2", packed=True),
-]
-
-
-def labelled(cases):
-    return [pytest.param(case, id=f"{case.layout.world}: {case.label}") for case in cases]
 
 
 def counted(world, case, parallel=None, groups=None):
@@ -331,89 +243,3 @@ def test_a_whole_table_adds_up(world):
         for (kind, axis, size), count in found.items():
             if kind == "send":
                 assert found["recv", axis, size] == count, case.label
-
-
-# What operations keep until the backward.
-
-KEPT = [case for case in CASES if case.layout.world <= 4]
-
-
-class Made(TorchDispatchMode):
-    """Notes the storages that operations make, and which of them are still there."""
-
-    def __init__(self):
-        super().__init__()
-        self.found, self.given = {}, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for x in tensors((args, kwargs)):
-            if x.untyped_storage()._cdata not in self.found:
-                self.given.add(x.untyped_storage()._cdata)
-        out = func(*args, **(kwargs or {}))
-        for x in tensors(out):
-            storage = x.untyped_storage()
-            if storage._cdata not in self.given:
-                self.found[storage._cdata] = StorageWeakRef(storage)
-        return out
-
-    def sizes(self):
-        """Bytes of those that are still there; gathered weights may be empty by now."""
-        left = {
-            key: torch.UntypedStorage._new_with_weak_ptr(r.cdata) for key, r in self.found.items()
-        }
-        return {key: storage.nbytes() for key, storage in left.items() if storage is not None}
-
-
-def tensors(values):
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-@pytest.mark.parametrize("case", labelled(KEPT))
-def test_operations_keep_what_autograd_keeps(case):
-    """To the byte, and where nothing is recomputed also by the hooks of saved tensors."""
-    for stages in on_ranks(case.layout.world, kept, case=case):
-        for expected, left, saved in stages:
-            assert left == expected
-            if case.layout.recompute == "none":
-                assert saved == expected
-
-
-def kept(world, case):
-    """For each stage of this rank: the program's bytes, those left after a forward, those saved."""
-    groups = open_groups(case.layout, world)
-    program = lower(case.model, case.train, case.layout)
-    parallel = build(program, groups, world.device, seeded(case.model, 0))
-    batch = mine(make_batch(case, 0), program, world)
-    if batch.segments is not None:
-        batch = batch._replace(segments=batch.segments.long())  # as the sampler gives them
-    batch = batch.at(parallel.positions).split(case.layout.microbatch)[0]
-    found = []
-    for stage in program.held(groups.at["pp"]):
-        ops = operations(program, stage, packed=case.packed, cp_rank=groups.at["cp"])
-        expected = sum(op.saved_bytes * op.count for op in ops)
-        hidden, arrived = None, 0
-        if not stage.is_first:
-            shape, dtype = parallel.stream(batch)
-            hidden = torch.zeros(shape, dtype=dtype).requires_grad_()
-            arrived = hidden.untyped_storage().nbytes()
-        saved = set()
-
-        def keep(x, saved=saved):
-            saved.add(x.untyped_storage()._cdata)
-            return x
-
-        with Made() as made, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = parallel.forward(stage.index, hidden, batch)
-            edge = torch.autograd.graph.get_gradient_edge(out)
-            zeros = torch.zeros_like(out)
-            del out
-        gc.collect()
-        weights = {
-            local_shard(p.detach()).untyped_storage()._cdata
-            for p in parallel.modules[stage.index].parameters()
-        } | {zeros.untyped_storage()._cdata}
-        sizes = {key: size for key, size in made.sizes().items() if key not in weights}
-        left, own = sum(sizes.values()), sum(sizes.get(key, 0) for key in saved)
-        torch.autograd.backward((edge,), (zeros,))
-        found.append((expected, left + arrived, own + arrived))
-    return found

@@ -9,77 +9,35 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer as Backend
 
+from hf_folders import (
+    assert_same,
+    each_model,
+    export,
+    hf_folder,
+    model_of,
+    nothing_but,
+    stored,
+    write_run,
+)
 from meshwright.checkpoint import hf_check, hf_exchange
-from meshwright.checkpoint.weights import load_model, weights_from, write_weights
+from meshwright.checkpoint.weights import load_model, weights_from
 from meshwright.cli import main
-from meshwright.data import load_tokenizer, train_bpe
-from meshwright.data.byte_level import byte_characters, byte_level_json
+from meshwright.data import train_bpe
 from meshwright.data.hf_tokenizer import hf_tokenizer
 from meshwright.data.tokenizers import BYTES_EOS
 from meshwright.errors import ConfigError
-from meshwright.models import build_model, init_model
 from meshwright.models.hf import load_hf, save_hf
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.stored import find_step, stored_spec
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "data" / "golden"
-SIZES = {"vocab_size": 320, "dim": 32, "n_layers": 2, "n_heads": 4, "context": 64, "init_std": 0.1}
-MODELS = {
-    "llama": {"n_kv_heads": 2, "rope_theta": 500.0},
-    "llama tied": {"tie_embeddings": True},
-    "llama scaled": {
-        "rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 16},
-        "attention_bias": True,
-    },
-    "neox": {"family": "neox", "rotary_pct": 0.5, "parallel_residual": True},
-    "neox tied": {"family": "neox", "tie_embeddings": True},
-}
-TEXTS = ["def f(x):\n    return x + 1\n" * 20, "the quick brown fox, naïve 日本語 🙂\n" * 20]
-each_model = pytest.mark.parametrize("kind", MODELS)
-
-
-def model_of(kind="llama"):
-    spec = model_spec(**SIZES, **MODELS[kind])
-    model = init_model(build_model(spec, device="cpu"), spec, seed=0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder as far as an export looks at it."""
-    model = model_of()
-    folder = tmp_path / "run"
-    write_weights(folder / "checkpoints", model.spec, dict(model.named_parameters()), {})
-    record = {"name": "bytes", "eos": "", "file": None}
-    (folder / "plan.json").write_text(json.dumps({"tokenizer": record}))
-    return folder
-
-
-def stored(folder):
-    """Return all tensors of a Hugging Face folder."""
-    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-
-
-def export(source, out, *words):
-    return main(["checkpoint", "export-hf", str(source), str(out), *words])
-
-
-def nothing_but(folder, *names):
-    return {path.name for path in folder.iterdir()} == set(names)
+    return write_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -313,93 +271,6 @@ def test_a_version_that_misreads_a_folder_is_not_asked(tmp_path, monkeypatch, ca
         words = ["import-hf", str(tmp_path / "a"), str(tmp_path / version), "--json"]
         assert main(["checkpoint", *words]) == 0
         assert said in json.loads(capsys.readouterr().out)["not_checked"]
-
-
-def hf_folder(tmp_path):
-    """A Hugging Face folder with a tokenizer and all that may lie beside it."""
-    folder = tmp_path / "hf"
-    save_hf(model_of(), folder)
-    train_bpe(TEXTS, 300, folder)
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    backend.add_special_tokens(["<s>", "<|turn|>"])
-    backend.save(str(folder / "tokenizer.json"))
-    ends = [backend.token_to_id(token) for token in ("<|endoftext|>", "<|turn|>")]
-    start = backend.token_to_id("<s>")
-    config = {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "model_max_length": 64}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**config, "eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}})
-    )
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    generation = {"temperature": 0.6, "do_sample": True, "bos_token_id": start}
-    (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": ends}))
-    return folder
-
-
-def test_what_lies_beside_a_tokenizer_comes_through(tmp_path):
-    hf = hf_folder(tmp_path)
-    assert main(["checkpoint", "import-hf", str(hf), str(tmp_path / "ours")]) == 0
-    assert load_tokenizer(str(tmp_path / "ours")).digest == load_tokenizer(str(hf)).digest
-    assert export(tmp_path / "ours", tmp_path / "out") == 0
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "out" / name).read_bytes() == (hf / name).read_bytes()
-    read = {
-        name: json.loads((tmp_path / "out" / name).read_text())
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
-    }
-    was = json.loads((hf / "generation_config.json").read_text())
-    assert read["generation_config.json"] == was
-    assert read["config.json"]["eos_token_id"] == was["eos_token_id"]
-    assert read["config.json"]["bos_token_id"] == was["bos_token_id"]
-    assert read["tokenizer_config.json"]["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
-def test_another_end_of_document_than_the_files_say(tmp_path):
-    tokenizer = load_tokenizer(str(hf_folder(tmp_path)), "<|turn|>")
-    generation = tmp_path / "hf" / "generation_config.json"
-    generation.write_text('{"eos_token_id": 0}')
-    found = hf_tokenizer(tokenizer, 64)
-    assert found.eos_token_id == tokenizer.eos_id
-    assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == "<|turn|>"
-
-
-def test_the_byte_tokenizer_in_transformers(run, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    assert export(run, tmp_path / "out") == 0
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "".join(map(chr, range(300))) + "  naïve\r\n\t日本語 🙂\u0301 <s>"
-    assert theirs(text)["input_ids"] == list(text.encode())
-    assert theirs.decode(list(text.encode())) == text
-    assert theirs.eos_token_id == theirs.bos_token_id == BYTES_EOS
-    assert len(theirs) == 257
-    ours = load_tokenizer(str(tmp_path / "out"))
-    assert ours.encode(text) == list(text.encode())
-    assert (ours.eos_id, ours.vocab_size) == (256, 257)
-
-
-def test_merges_are_found_in_ranks(tmp_path):
-    """A vocabulary as tiktoken has it gives the file it was made from."""
-    text = Path(json.__file__).read_text()
-    trained = json.loads(train_bpe([text], 500, tmp_path).read_text())["model"]
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    merges = [tuple(m) if isinstance(m, list) else tuple(m.split()) for m in trained["merges"]]
-    tokens = [*byte_characters(), *("".join(pair) for pair in merges)]
-    ranks = {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(tokens)}
-    made = json.loads(byte_level_json(ranks, "<|endoftext|>", len(ranks)))
-    assert [tuple(pair) for pair in made["model"]["merges"]] == merges
-    assert len(merges) > 100
-    with pytest.raises(ValueError, match="got id"):
-        byte_level_json(ranks, "<|endoftext|>", 7)
-
-
-def test_a_run_keeps_what_lies_beside_its_tokenizer(tmp_path, config):
-    from meshwright.launch.session import prepare_job
-    from meshwright.train.run_folder import create, tokenizer_of
-
-    job = prepare_job(config(f"data.tokenizer={hf_folder(tmp_path)}", "train.batch=2"), {})
-    create(job)
-    name, eos = tokenizer_of(job.folder.path)
-    files = hf_tokenizer(load_tokenizer(name, eos), 64).files
-    assert set(files) >= {"chat_template.jinja", "generation_config.json"}
 
 
 @each_model

@@ -103,6 +103,12 @@ def test_files_and_functions_stay_small(path):
             assert node.end_lineno - node.lineno < 66, f"{path}:{node.lineno} {node.name}"
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_files_beside_the_package_stay_small_too(folder):
+    for path in sorted((SRC.parents[1] / folder).rglob("*.py")):
+        assert path.read_text().count("\n") <= 400, path
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
 def test_environment_is_read_only_at_the_doors(path):
     if room_of(path) in ("cli", "launch", "execute"):

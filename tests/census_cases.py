@@ -1,0 +1,89 @@
+"""Small cases of every kind of layout, for what a program says to be held against."""
+
+import pytest
+
+from meshwright.layout import Layout, broken
+from meshwright.prove.case import Case
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+
+SIZES = {"dim": 64, "n_layers": 4, "n_heads": 8, "head_dim": 8, "vocab_size": 128}
+MODELS = {
+    "llama": {"n_kv_heads": 4, "ffn_dim": 128},
+    "biased": {"n_kv_heads": 2, "ffn_dim": 96, "attention_bias": True, "mlp_bias": True},
+    "tied": {"n_kv_heads": 4, "ffn_dim": 128, "tie_embeddings": True},
+    "dropout": {"n_kv_heads": 4, "ffn_dim": 128, "dropout": 0.1},
+    "neox": {"family": "neox", "rotary_pct": 0.25, "parallel_residual": True},
+    "sequential neox": {"family": "neox", "rotary_pct": 0.0, "tie_embeddings": True},
+}
+
+
+def make(layout, model="llama", precision="fp32", packed=False, **train):
+    """A case: the label of its layout, a model of `MODELS` and what differs from the defaults."""
+    spec = model_spec(**SIZES, **MODELS[model])
+    train = TrainSpec(**{"batch": 8, "seq_len": 32, "precision": precision, **train})
+    case = Case(spec, train, Layout.parse(layout), packed=packed)
+    assert broken(case.model, case.train, case.layout) is None
+    return case
+
+
+CASES = [
+    # One rank.
+    make("mb2"),
+    make("mb4", "neox", "bf16", packed=True),
+    make("mb4 recompute-full", "biased"),
+    make("mb4 recompute-full", "dropout", "bf16"),
+    make("mb4 recompute-selective", "sequential neox", packed=True),
+    make("zero3 mb4", "tied", "fp16"),
+    # Data.
+    make("dp2 mb2", "neox"),
+    make("dp2 mb1", "tied", "bf16", reduce_dtype="same"),
+    make("shard2 zero1 mb2", "biased", "bf16"),
+    make("shard2 zero2 mb2 recompute-selective"),
+    make("shard2 zero3 mb2 recompute-full offload-params", packed=True),
+    make("dp2 zero3 mb2"),
+    make("dp2 shard2 zero2 mb1", "tied", "bf16"),
+    make("shard4 zero3 mb1", "biased"),
+    # Tensors and the sequence.
+    make("tp2 mb4", "biased"),
+    make("tp2 mb4 recompute-full", "dropout"),
+    make("tp2 sp mb2", "sequential neox", packed=True),
+    make("tp2 sp mb4 recompute-full", "neox", "bf16"),
+    make("tp2 sp mb1 recompute-selective", "tied"),
+    make("tp4 sp mb4 recompute-full", "dropout", "fp16"),
+    # Context.
+    make("cp2-ring mb4", packed=True),
+    make("cp2-ring mb4 recompute-full zero3", "neox"),
+    make("cp2-ring mb4 recompute-selective", "biased", packed=True),
+    make("cp4-ring mb4 recompute-selective", "tied", "bf16"),
+    make("cp2-ring mb4", "neox", "fp16", packed=True),
+    make("cp2-ulysses mb4 zero2", "neox", packed=True),
+    make("cp2-ulysses mb4 recompute-selective"),
+    # Pipelines.
+    make("pp2 naive mb4", "neox"),
+    make("pp2 gpipe mb2", "tied", "bf16"),
+    make("pp2 1f1b mb1 recompute-full", packed=True),
+    make("pp2 interleaved_1f1b v2 mb2", "dropout"),
+    make("pp2 looped_bfs v2 mb2", "neox"),
+    make("pp2 interleaved_zero_bubble v2 mb1 recompute-selective", "biased"),
+    make("pp2 zbv v2 mb1", "sequential neox", "bf16"),
+    make("pp2 dualpipev v2 mb1 recompute-full", "tied"),
+    make("pp4 1f1b mb2", "tied"),
+    # All together.
+    make("dp2 tp2 sp mb2 recompute-full", "neox"),
+    make("shard2 zero3 cp2-ring mb4 recompute-full", "biased", "bf16", packed=True),
+    make("shard2 zero1 pp2 1f1b mb1", "biased"),
+    make("shard2 zero2 pp2 zbv v2 mb1", "neox", "bf16"),
+    make("shard2 zero3 pp2 interleaved_zero_bubble v2 mb1", "biased"),
+    make("dp2 zero2 pp2 zbv v2 mb1", "tied", "bf16"),
+    make("tp2 sp pp2 zbv v2 mb1", "neox"),
+    make("cp2-ulysses pp2 1f1b mb4 zero3", "tied"),
+    make("zero2 tp2 sp cp2-ring mb4", "sequential neox", packed=True),
+    make("shard2 zero2 tp2 sp pp2 1f1b mb2", "tied", "bf16"),
+    make("dp2 shard2 zero3 tp2 sp mb2 recompute-full", "neox"),
+    make("cp2-ring tp2 pp2 zbv v2 mb2", packed=True),
+]
+
+
+def labelled(cases):
+    return [pytest.param(case, id=f"{case.layout.world}: {case.label}") for case in cases]
