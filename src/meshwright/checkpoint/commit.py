@@ -23,8 +23,10 @@ from meshwright.errors import CheckpointError
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"
-# Told where a save has got to: "begin", "shard", "manifest", "rename", "pointer", "purge".
-Mark = Callable[[str], None]
+# Where a save has got to: about to begin, half-way in a shard, about to write the manifest, to
+# rename the folder, to change `latest`, to remove old steps.
+PLACES: Final = ("begin", "shard", "manifest", "rename", "pointer", "purge")
+Mark = Callable[[str], None]  # told of each
 
 
 class Fingerprint(NamedTuple):

@@ -22,13 +22,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.commit import (
     Fingerprint,
-    Mark,
     begin,
     purge,
     seal,
     step_name,
     steps,
-    unmarked,
     verify,
 )
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
@@ -65,9 +63,10 @@ class Saver:
         on_saved: Callable[[Saved], None],
         *,
         beside: bool = False,
-        mark: Mark = unmarked,
+        mark: Callable[[str, int], None] = lambda place, step: None,
         timeout_s: float = 600.0,
     ) -> None:
+        """Open a group of its own; `mark` is told where the save of which step has got to."""
         self._root, self._world, self._keep, self._mark = root, world, keep, mark
         self._on_saved, self._beside = on_saved, beside
         self._group = None
@@ -158,7 +157,11 @@ class Saver:
     ) -> tuple[Path, int]:
         """Write this rank's files and, on rank 0, commit the step; returns path and all bytes."""
         rank = self._world.rank
-        self._mark("begin")
+
+        def mark(place: str) -> None:
+            self._mark(place, step)
+
+        mark("begin")
         told = self._together(lambda: str(begin(self._root, step) or "") if rank == 0 else "")[0]
         if not told:  # committed already, by the attempt before a restart
             return self._root / step_name(step), 0
@@ -174,7 +177,7 @@ class Saver:
                 if some:
                     name = f"{kind}-{rank:05d}.safetensors"
                     on_host = [chunk._replace(tensor=chunk.tensor.cpu()) for chunk in some]
-                    files[name] = write_chunks(folder / name, on_host, self._mark)
+                    files[name] = write_chunks(folder / name, on_host, mark)
             return json.dumps(files)
 
         try:
@@ -193,14 +196,14 @@ class Saver:
             if rank == 0:
                 for name, text in texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
-                seal(folder, step, files, facts, self._mark)
+                seal(folder, step, files, facts, mark)
                 return "" if len(steps(self._root)) <= self._keep else "purge"
             return ""
 
         final = self._root / step_name(step)
         if self._together(commit)[0]:
             self._together(lambda: self._verify(final))
-            self._mark("purge")
+            mark("purge")
             if rank == 0:
                 purge(self._root, self._keep)
         return final, sum(file.bytes for file in files.values())

@@ -107,6 +107,11 @@ class Ledger:
         """Enter what the rank turns to, one of `PHASES`."""
         self._enter(name)
 
+    def saving(self, place: str, step: int) -> None:
+        """Tell `on_phase` where the save of a step has got to; it may run beside the training."""
+        if self._on_phase is not None:
+            self._on_phase(f"save.{place}", step)
+
     def action(self, kind: str, stage: int, microbatch: int) -> None:
         """Enter an action of the pipeline; a forward or a backward is its phase, too."""
         place = (ACTIONS.index(kind), stage, microbatch)

@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from meshwright.checkpoint.commit import PLACES
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.execute.ledger_file import PHASES
 
+# The phases of a ledger, and the places of a save.
+MOMENTS: Final = (*PHASES, *(f"save.{place}" for place in PLACES))
 ACTIONS: Final = ("kill", "stop", "segfault", "hang_gil", "sleep", "raise", "exit", "nan")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank as it enters a phase of a step, or of each step where it is None.
+    """What happens to a rank at a moment of a step, or of each step where it is None.
 
     `always`: in every attempt, rather than in the first only.
     """
@@ -43,7 +46,7 @@ class Fault:
         action, _, argument = action.partition("=")
         if not rank.isdigit() or not (step == "*" or step.isdigit()):
             raise ConfigError(f"FAULT={text}: {form}; rank and step are numbers")
-        for word, known in ((phase, PHASES), (action, ACTIONS)):
+        for word, known in ((phase, MOMENTS), (action, ACTIONS)):
             if word not in known:
                 legal = nearest(word, known, 3) or list(known)
                 raise ConfigError(refusal(f"FAULT={text}: {word!r} is unknown", legal=legal))

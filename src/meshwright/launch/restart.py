@@ -141,7 +141,8 @@ def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[Recovery]:
                 yield _recovery(pending, None, step_s)
             pending = event
         elif event["event"] == "start" and pending is not None:
-            yield _recovery(pending, event["time"] - pending["time"], step_s)
+            ready_s = event["time"] - pending["time"]  # by the clocks of two processes
+            yield _recovery(pending, ready_s if ready_s >= 0 else None, step_s)
             pending = None
     if pending is not None:
         yield _recovery(pending, None, step_s)

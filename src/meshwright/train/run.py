@@ -66,6 +66,7 @@ def open_run(
         config.checkpoint.keep,
         lambda saved: emit(saved_event(saved)),
         beside=config.checkpoint.is_async,
+        mark=world.ledger.saving,
         timeout_s=config.cluster.timeout,
     )
     return trained, progress, saver
