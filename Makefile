@@ -2,6 +2,7 @@
 #   make demo   train a small Llama on real text with two ranks, then let it write
 #   make test   the tests
 #   make faults ranks killed, stopped and cut off in every way
+#   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make prove  every layout of the support matrix against one device
 # The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
 # serves torch with several GB of CUDA libraries.
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-all faults prove check lint types bench clean
+.PHONY: demo test test-all faults fault-table prove check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -28,6 +29,10 @@ test-all: $(VENV)/.dev
 
 faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -m faults
+
+fault-table: $(VENV)/.dev
+	$(BIN)/python -m pytest -m case --junitxml build/cases.xml
+	$(BIN)/python -m benchmarks.fault_cases build/cases.xml --page docs/fault-cases.md
 
 prove: $(VENV)/.base
 	@for world in 2 4 8 16; do $(BIN)/meshwright prove --matrix --world $$world || exit; done

@@ -96,9 +96,10 @@ def test_a_committed_step_is_loaded_and_never_written_again(step):
     assert {p.name: p.read_bytes() for p in step.iterdir()} == before
 
 
+@pytest.mark.case(8, 9)
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
 @pytest.mark.parametrize("name", ["weights-00000.safetensors", "model.json", MANIFEST])
-def test_any_harm_to_any_file_is_found_and_named(step, name, harm):
+def test_any_harm_to_any_file_is_found_and_named(step, name, harm, outcome):
     path = step / name
     data = bytearray(path.read_bytes())
     if harm == "remove":
@@ -106,20 +107,21 @@ def test_any_harm_to_any_file_is_found_and_named(step, name, harm):
     else:
         data[len(data) // 2] ^= 4
         path.write_bytes({"flip": data, "truncate": data[:-1], "empty": b""}[harm])
-    with pytest.raises(CheckpointError, match=name):
+    with outcome.refused(CheckpointError, name):
         verify(step)
     with pytest.raises(CheckpointError):
         load_model(step)
 
 
-def test_a_manifest_cannot_lead_out_of_its_folder(step):
+@pytest.mark.case(28)
+def test_a_manifest_cannot_lead_out_of_its_folder(step, outcome):
     for name in ("../../etc/passwd", "a/b", "..", ""):
         forge(step, lambda m, name=name: m["files"].update({name: {"bytes": 1, "sha256": ""}}))
-        with pytest.raises(CheckpointError, match="not a plain file name"):
+        with outcome.refused(CheckpointError, "not a plain file name"):
             verify(step)
     (step / "link").symlink_to("/etc/passwd")
     forge(step, lambda m: m.update(files={"link": {"bytes": 1, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="not a file"):
+    with outcome.refused(CheckpointError, "not a file"):
         verify(step)
 
 
@@ -134,12 +136,13 @@ def forge(step, change):
     (step / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_old_steps_go_after_the_new_one_is_verified(tmp_path, step):
+@pytest.mark.case(4)
+def test_old_steps_go_after_the_new_one_is_verified(tmp_path, step, outcome):
     root = step.parent
     for n in (1, 2, 3):
         shutil.copytree(step, root / step_name(n))
     (root / step_name(3) / "model.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"model\.json is corrupt"):
+    with outcome.refused(CheckpointError, r"model\.json is corrupt"):
         prune(root, 2)
     assert len(steps(root)) == 4
     shutil.rmtree(root / step_name(3))

@@ -2,13 +2,14 @@
 
 import json
 import string
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import EXIT_REFUSED, ConfigError, MeshwrightError
 from meshwright.layout import Machine, resolve_layout
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import SECTIONS, config_schema, load_config
@@ -66,9 +67,12 @@ REFUSALS = {
 }
 
 
+@pytest.mark.case(21)
 @pytest.mark.parametrize("override", REFUSALS)
-def test_refusals(override):
-    assert refusal_of(override) == REFUSALS[override]
+def test_refusals(override, outcome):
+    with outcome.refused(ConfigError) as caught:
+        resolve_layout(load_config(None, [override]), CPU)
+    assert str(caught.value) == REFUSALS[override]
 
 
 def test_file_refusals(tmp_path):
@@ -220,15 +224,25 @@ WRITTEN = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(KEYS), WRITTEN), max_size=4))
-def test_any_override_gives_a_config_or_a_clear_refusal(pairs):
-    """FAULTS case 21: nothing but a config or a ConfigError, and a layout that fits its rules."""
-    overrides = [f"{key}={value}" for key, value in pairs]
-    try:
-        config = load_config(None, overrides)
-        layout = resolve_layout(config, CPU)
-    except MeshwrightError:
-        return
-    assert config.train.batch % (layout.dp * layout.microbatch) == 0
-    assert config.model.dim > 0
+@pytest.mark.case(21)
+def test_any_override_gives_a_config_or_a_clear_refusal(outcome):
+    """Nothing but a config or a refusal, and a layout that fits its rules."""
+    said = []
+
+    @settings(max_examples=500, deadline=None)
+    @given(st.lists(st.tuples(st.sampled_from(KEYS), WRITTEN), max_size=4))
+    def check(pairs):
+        overrides = [f"{key}={value}" for key, value in pairs]
+        began = time.monotonic()
+        try:
+            config = load_config(None, overrides)
+            layout = resolve_layout(config, CPU)
+        except MeshwrightError as error:
+            said.append((time.monotonic() - began, error.exit_code))
+            return
+        assert config.train.batch % (layout.dp * layout.microbatch) == 0
+        assert config.model.dim > 0
+
+    check()
+    assert {code for _, code in said} == {EXIT_REFUSED}
+    outcome.add(EXIT_REFUSED, f"{len(said)} of 500 at random refused", max(said)[0])

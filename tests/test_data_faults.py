@@ -5,13 +5,14 @@ import json
 import os
 import pickle
 import shutil
+import time
 
 import numpy as np
 import pytest
 
 from meshwright.data import files, open_data, open_store, prepare, train_bpe, verify
 from meshwright.data.corpora import Files
-from meshwright.errors import EXIT_REFUSED, DataError
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_REFUSED, DataError
 from meshwright.spec.training import DataSpec
 
 NAMES = [
@@ -60,21 +61,24 @@ def test_the_intact_store_passes(store):
     open_store(store)
 
 
+@pytest.mark.case(19)
 @pytest.mark.parametrize("place", [0.0, 0.37, 0.999])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_is_found_and_its_file_named(store, name, place):
+def test_a_flipped_bit_is_found_and_its_file_named(store, name, place, outcome):
     path = store / name
     content = bytearray(path.read_bytes())
     content[int(place * len(content))] ^= 4
     path.write_bytes(content)
+    started = time.monotonic()
     problems = verify(store).problems
     assert problems
     assert all(name in problem for problem in problems[:1])
+    outcome.add(EXIT_CHECK_FAILED, problems[0], time.monotonic() - started)
     if name == "manifest.json":
-        with pytest.raises(DataError, match=name):
+        with outcome.refused(DataError, name):
             open_store(store)
     if name == "tokenizer.json":
-        with pytest.raises(DataError, match="tokenizer"):
+        with outcome.refused(DataError, "tokenizer"):
             open_store(store).tokenizer()
 
 
@@ -91,9 +95,10 @@ def test_damage_is_narrowed_down_to_a_block(tmp_path, monkeypatch):
     assert problem.startswith("tokens-00000.bin is damaged within bytes 200-299:")
 
 
+@pytest.mark.case(19)
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("change", ["cut", "empty", "longer", "missing", "link"])
-def test_a_wrong_size_is_refused_at_open_with_both_sizes(store, name, change, tmp_path):
+def test_a_wrong_size_is_refused_at_open_with_both_sizes(store, name, change, tmp_path, outcome):
     path = store / name
     content = path.read_bytes()
     path.unlink()
@@ -107,19 +112,20 @@ def test_a_wrong_size_is_refused_at_open_with_both_sizes(store, name, change, tm
         new = {"cut": content[:-2], "empty": b"", "longer": content + b"\0\0"}[change]
         path.write_bytes(new)
         match = f"{name} has {len(new)} bytes, should be {len(content)}"
-    with pytest.raises(DataError, match=match) as caught:
+    with outcome.refused(DataError, match) as caught:
         open_store(store)
     assert caught.value.exit_code == EXIT_REFUSED
     assert any(name in problem for problem in verify(store).problems)
 
 
+@pytest.mark.case(19)
 @pytest.mark.parametrize("ends", [[5, 3], [0, 7], [-1, 7], [1, 1], [1, 2**40]])
-def test_document_offsets_out_of_order_are_refused(store, ends):
+def test_document_offsets_out_of_order_are_refused(store, ends, outcome):
     path = store / "docs-00001.idx"
     content = np.fromfile(path, "<i8")
     content[:2] = ends
     content.tofile(path)
-    with pytest.raises(DataError, match=r"docs-00001\.idx: document \d ends at token"):
+    with outcome.refused(DataError, r"docs-00001\.idx: document \d ends at token"):
         open_store(store)
     problems = verify(store).problems
     assert any("damaged" in p for p in problems)
@@ -135,7 +141,8 @@ def test_the_last_document_must_end_the_shard(store):
         open_store(store)
 
 
-def test_an_impossible_id_is_named_by_verify_and_by_the_sampler(store):
+@pytest.mark.case(18)
+def test_an_impossible_id_is_named_by_verify_and_by_the_sampler(store, outcome):
     path = store / "tokens-00001.bin"
     content = np.fromfile(path, "<u2")
     content[3] = 60_000
@@ -147,15 +154,16 @@ def test_an_impossible_id_is_named_by_verify_and_by_the_sampler(store):
     steps = np.concatenate([sampler.windows(step) for step in range(sampler.samples)])
     first = open_store(store).shards[0].tokens
     bad = int(np.argmax(steps == (len(first) + 3) // 4))
-    with pytest.raises(DataError, match=named):
+    with outcome.refused(DataError, named):
         sampler.rows(bad)
 
 
+@pytest.mark.case(28)
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/b", "..", "", ".hidden", "a\\b", "x\0", "\n", "x" * 999]
 )
 @pytest.mark.parametrize("where", ["tokens", "counts", "tokenizer"])
-def test_names_are_never_paths(store, name, where):
+def test_names_are_never_paths(store, name, where, outcome):
     def change(body):
         record = {
             "tokens": body["shards"][0]["tokens_file"],
@@ -165,7 +173,7 @@ def test_names_are_never_paths(store, name, where):
         record["file"] = name
 
     rewrite_manifest(store, change)
-    with pytest.raises(DataError, match="not a plain file name"):
+    with outcome.refused(DataError, "not a plain file name"):
         open_store(store)
     assert "not a plain file name" in verify(store).problems[0]
 
@@ -221,26 +229,29 @@ class Marker:
         return os.mkdir, (self.path,)
 
 
+@pytest.mark.case(22)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pickle_never_runs(store, name, tmp_path):
+def test_a_pickle_never_runs(store, name, tmp_path, outcome):
     marker = tmp_path / "ran"
     (store / name).write_bytes(pickle.dumps(Marker(str(marker))))
     assert verify(store).problems
-    with pytest.raises(DataError):
+    with outcome.refused(DataError):
         open_store(store)
     assert not marker.exists()
 
 
-def test_an_unwritable_folder_is_refused_before_any_work(tmp_path):
+@pytest.mark.case(28)
+def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, outcome):
     text = tmp_path / "a.txt"
     text.write_text("hello")
-    with pytest.raises(DataError, match=r"cannot write to the folder .*a\.txt.sub"):
+    with outcome.refused(DataError, r"cannot write to the folder .*a\.txt.sub"):
         prepare([Files((text,))], "bytes", text / "sub")
-    with pytest.raises(DataError, match="cannot write"):
+    with outcome.refused(DataError, "cannot write"):
         open_data(DataSpec(source=str(text)), text / "cache")
 
 
-def test_a_full_disk_says_the_path_and_the_bytes(tmp_path, monkeypatch):
+@pytest.mark.case(7)
+def test_a_full_disk_says_the_path_and_the_bytes(tmp_path, monkeypatch, outcome):
     text = tmp_path / "a.txt"
     text.write_text("hello")
 
@@ -248,24 +259,26 @@ def test_a_full_disk_says_the_path_and_the_bytes(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(DataError, match=r"tokens-00000\.bin \(after 12 bytes\): No space left"):
+    with outcome.refused(DataError, r"tokens-00000\.bin \(after 12 bytes\): No space left"):
         prepare([Files((text,))], "bytes", tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+@pytest.mark.case(28)
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path, outcome):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".lock").symlink_to(tmp_path / "victim")
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match="cannot lock"):
+    with outcome.refused(DataError, "cannot lock"):
         prepare([Files((tmp_path / "a.txt",))], "bytes", tmp_path / "out")
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_changed_tokenizer_is_refused(store):
+@pytest.mark.case(29)
+def test_a_changed_tokenizer_is_refused(store, outcome):
     content = json.loads((store / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][:-1]
     text = json.dumps(content).ljust((store / "tokenizer.json").stat().st_size)
     (store / "tokenizer.json").write_text(text)
-    with pytest.raises(DataError, match=r"tokenizer"):
+    with outcome.refused(DataError, r"tokenizer"):
         open_data(DataSpec(source=str(store)), store)

@@ -164,5 +164,25 @@ def test_every_module_is_on_the_tour():
         assert path.name.startswith("__") or f"`{path.name}`" in tour, path.name
 
 
+def test_every_fault_case_has_a_test_and_a_measured_row():
+    """The marks are read from the sources: those of tests that are left out count, too."""
+    marked = set()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        for numbers in re.findall(r"mark\.case\(([\d, ]+)\)", path.read_text()):
+            marked |= set(map(int, numbers.split(",")))
+    assert marked == set(range(1, 30))
+    page = (ROOT / "docs/fault-cases.md").read_text()
+    told, _, measured = page.partition("<!-- measured: begin -->")
+    row = re.compile(r"^\| ([\d, ]+) \| ", re.MULTILINE)
+    assert {int(n) for found in row.findall(told) for n in found.split(",")} == marked
+    assert {int(n) for n in row.findall(measured)} == marked
+    for line in measured.splitlines():
+        assert "(failure" not in line
+        assert "(error" not in line
+    # What the page calls a test is one.
+    names = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    assert set(re.findall(r"`(test_\w+)`", told)) <= names
+
+
 def test_readme_is_short():
     assert README.read_text().count("\n") < 180

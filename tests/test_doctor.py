@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from faulty import start_train, wait_for_steps
 from meshwright.cli import main
 from meshwright.errors import RankFailed
 from meshwright.execute.ledger import Ledger
@@ -19,7 +20,6 @@ from meshwright.launch.watchdog import Watchdog
 from meshwright.train.events import JsonLines
 from meshwright.train.run_folder import RunFolder
 from runs import clean_environ, rank_pids
-from test_launch_faults import start_train, wait_for_steps
 
 
 @pytest.fixture

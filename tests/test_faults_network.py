@@ -49,8 +49,9 @@ def machines():
             ip("netns", "del", name)
 
 
+@pytest.mark.case(27)
 @pytest.mark.timeout(300)
-def test_both_sides_of_a_parted_network_end(machines, corpus, tmp_path):
+def test_both_sides_of_a_parted_network_end(machines, corpus, tmp_path, outcome):
     words = [
         *TINY,
         f"data.source={corpus}",
@@ -93,11 +94,15 @@ def test_both_sides_of_a_parted_network_end(machines, corpus, tmp_path):
         ip("netns", "exec", name, "ip", "link", "set", link, "down")
         parted = time.monotonic()
         codes = [rank.wait(60) for rank in ranks]
-        assert time.monotonic() - parted < 4 * TIMEOUT_S + 10
+        seconds = time.monotonic() - parted
+        assert seconds < 4 * TIMEOUT_S + 10
     finally:
         for rank in ranks:
             rank.kill()
     assert all(code not in (0, 4) for code in codes), [path.read_text()[-2000:] for path in said]
+    for code, path in zip(codes, said, strict=True):
+        lines = [line for line in path.read_text().splitlines() if "Error" in line]
+        outcome.add(code, lines[-1], seconds)
     newest = steps(root)[-1]
     verify(newest)
     assert load_model(newest) is not None

@@ -1,34 +1,33 @@
 """What a user sees when something goes wrong: before the start, and in a rank."""
 
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError, DataError, RankFailed
 from meshwright.launch.session import train
 from meshwright.launch.supervisor import Timing, listen_on_loopback
-from runs import TINY, clean_environ, faulty_worker, rank_pids
+from runs import clean_environ, faulty_worker, rank_pids
 
 ONCE = ["layout.dp_replicate=2", "checkpoint.restarts=0"]
 
 
-def refused(config_made, error=ConfigError):
-    started = time.monotonic()
-    with pytest.raises(error) as caught:
-        train(config_made, clean_environ(), command=lambda folder: ["/bin/false"])
-    assert time.monotonic() - started < 5
-    return str(caught.value)
+@pytest.fixture
+def refused(outcome):
+    """Return a function that trains what is refused, and says with which words."""
+
+    def of(config_made, error=ConfigError):
+        with outcome.refused(error) as caught:
+            train(config_made, clean_environ(), command=lambda folder: ["/bin/false"])
+        assert caught.outcome.seconds < 5
+        return str(caught.value)
+
+    return of
 
 
-def test_refused_before_any_process_starts(config, corpus, tmp_path):
+@pytest.mark.case(28)
+def test_refused_before_any_process_starts(config, corpus, tmp_path, refused):
     assert refused(config("data.source=/no/such.txt"), DataError) == (
         "no such file or folder: /no/such.txt. A source is stdlib, tinystories, hf:NAME, or the "
         "path of a file or folder"
@@ -52,7 +51,8 @@ def test_refused_before_any_process_starts(config, corpus, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_used_run_folder_is_left_alone(config, tmp_path):
+@pytest.mark.case(20)
+def test_a_used_run_folder_is_left_alone(config, tmp_path, refused):
     used = tmp_path / "runs" / "run"
     used.mkdir(parents=True)
     (used / "events.jsonl").write_text("{}")
@@ -61,7 +61,8 @@ def test_a_used_run_folder_is_left_alone(config, tmp_path):
     )
 
 
-def test_corrupt_store_is_refused_naming_shard_and_sizes(config, tmp_path):
+@pytest.mark.case(19)
+def test_corrupt_store_is_refused_naming_shard_and_sizes(config, tmp_path, refused):
     prepared = config()
     train(config("train.steps=1"), clean_environ())
     shard = next((tmp_path / "cache").rglob("*.bin"))
@@ -76,7 +77,8 @@ def test_corrupt_store_is_refused_naming_shard_and_sizes(config, tmp_path):
     assert str(len(content)) in message
 
 
-def test_busy_port(config):
+@pytest.mark.case(24)
+def test_busy_port(config, refused):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -142,72 +144,3 @@ def test_a_hung_rank_does_not_outlive_its_failed_peer(config, tmp_path):
             command=faulty_worker(body),
         )
     assert rank_pids(tmp_path / "runs" / "run") == []
-
-
-def start_train(corpus, tmp_path, *overrides):
-    words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
-    words += [f"log.dir={tmp_path / 'runs'}", "log.name=run", *overrides]
-    return subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=clean_environ(),
-    )
-
-
-def wait_for_steps(run_folder: Path, process, timeout_s=60.0):
-    events = run_folder / "events.jsonl"
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if events.is_file() and '"event": "step"' in events.read_text():
-            return
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.05)
-    raise AssertionError("no step was reached")
-
-
-def test_sigterm_saves_and_exits_with_4(corpus, tmp_path):
-    process = start_train(corpus, tmp_path, "train.steps=100000", "layout.dp_replicate=2")
-    run = tmp_path / "runs" / "run"
-    wait_for_steps(run, process)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 4, out
-    assert "stopped on request after" in out
-    assert load_model(run) is not None
-    assert rank_pids(run) == []
-
-
-def test_ranks_end_with_a_killed_supervisor_and_listen_on_loopback_only(corpus, tmp_path):
-    process = start_train(corpus, tmp_path, "train.steps=100000", "layout.dp_replicate=2")
-    run = tmp_path / "runs" / "run"
-    wait_for_steps(run, process)
-    pids = rank_pids(run)
-    assert len(pids) == 2
-    assert listening_addresses(pids) == {"127.0.0.1"}
-    process.kill()
-    process.communicate(timeout=30)
-    deadline = time.monotonic() + 10
-    while rank_pids(run) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert rank_pids(run) == []
-
-
-def listening_addresses(pids: list[int]) -> set[str]:
-    """The addresses on which some processes listen, from the kernel's tables."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
-                inodes.add(match[1])
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                raw = bytes.fromhex(fields[1].split(":")[0])
-                words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
-                address = socket.inet_ntop(family, b"".join(words))
-                found.add(address.removeprefix("::ffff:"))
-    return found

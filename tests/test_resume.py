@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint.commit import read_manifest, step_name, steps
+from meshwright.checkpoint.restore import newest_good
 from meshwright.cli.main import main
-from meshwright.data import open_data
+from meshwright.data import open_data, train_bpe
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.certificate import certify
 from meshwright.launch.session import Resume, prepare_job
@@ -89,6 +91,7 @@ def cut_after(job, step, name):
     return replace(job, folder=type(job.folder)(folder))
 
 
+@pytest.mark.case(11)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -99,7 +102,7 @@ def cut_after(job, step, name):
     ],
     ids=lambda words: " ".join(words),
 )
-def test_a_resumed_run_is_the_same_run_bit_for_bit(started, layout):
+def test_a_resumed_run_is_the_same_run_bit_for_bit(started, layout, outcome):
     job = started(*layout)
     whole, told = go(job)
     assert whole.steps == 10
@@ -111,7 +114,9 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(started, layout):
 
     # 5 + 5
     half = cut_after(job, 5, "half")
+    began = time.monotonic()
     _, told = go(half, resume=True)
+    outcome.add(0, "steps 6 to 10 again, bit for bit", time.monotonic() - began)
     again = {e["step"]: (e["loss"], e["lr"], e["grad_norm"]) for e in told if e["event"] == "step"}
     assert again == {step: losses[step] for step in range(6, 11)}
     assert files(half, 10) == files(job, 10)
@@ -126,7 +131,8 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(started, layout):
     assert files(twice, 10) != files(job, 9)
 
 
-def test_another_layout_goes_on_with_the_same_tokens_and_curve(started):
+@pytest.mark.case(10)
+def test_another_layout_goes_on_with_the_same_tokens_and_curve(started, outcome):
     job = started("layout.dp_shard=2", "layout.zero=2", "train.clip_norm=0")
     _, told = go(job)
     losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
@@ -134,11 +140,14 @@ def test_another_layout_goes_on_with_the_same_tokens_and_curve(started):
         other = cut_after(job, 5, f"other{number}")
         layout = type(job.layout)(microbatch=2, **change)
         create(replace(other, layout=layout))
+        began = time.monotonic()
         _, told = go(replace(other, layout=layout), resume=True)
+        seconds = time.monotonic() - began
         again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
         assert sorted(again) == [6, 7, 8, 9, 10]
         for step, loss in again.items():
             assert loss == pytest.approx(losses[step], rel=2e-5), (change, step)
+        outcome.add(0, f"{job.layout.label} goes on as {layout.label} on the same curve", seconds)
 
 
 def test_beside_the_training_the_same_is_written(started):
@@ -153,7 +162,8 @@ def test_beside_the_training_the_same_is_written(started):
         assert files(beside, step)[0] == files(job, step)[0]
 
 
-def test_a_bad_step_is_named_and_the_one_before_it_is_taken(started):
+@pytest.mark.case(8)
+def test_a_bad_step_is_named_and_the_one_before_it_is_taken(started, outcome):
     job = started("layout.dp_replicate=2", "train.steps=4")
     whole, _ = go(job)
     path = next((job.checkpoints / step_name(4)).glob("optimizer-*"))
@@ -161,16 +171,56 @@ def test_a_bad_step_is_named_and_the_one_before_it_is_taken(started):
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     path.write_bytes(data)
+    began = time.monotonic()
     again, told = go(job, resume=True)
+    seconds = time.monotonic() - began
     problem = next(event["problem"] for event in told if event["event"] == "bad_checkpoint")
     assert str(path) in problem
     assert next(event["step"] for event in told if event["event"] == "resume") == 3
     assert again == whole
     assert files(job, 4) == good
     assert [p.name for p in job.checkpoints.glob("bad-step-00000004-*")]
+    outcome.add(0, problem, seconds)
 
 
-def test_what_has_changed_is_refused_with_the_flag_that_allows_it(config, started, corpus):
+def newest(world, root):
+    """Return the newest good step, and the problems of those that are newer."""
+    problems = []
+    good = newest_good(Path(root), world, problems.append)
+    return good.manifest["step"], problems
+
+
+@pytest.mark.case(8, 9)
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
+def test_any_harm_to_any_file_of_a_step_falls_back(started, harm, outcome):
+    job = started("layout.dp_shard=2", "layout.zero=1", "train.steps=2")
+    go(job)
+    names = sorted(path.name for path in (job.checkpoints / step_name(2)).iterdir())
+    assert [name.split("-")[0] for name in names] == [
+        *("manifest.json", "model.json"),
+        *("optimizer", "optimizer", "weights", "weights"),
+    ]
+    for name in names:
+        harmed = cut_after(job, 2, f"{harm}-{name}")
+        path = harmed.checkpoints / step_name(2) / name
+        data = bytearray(path.read_bytes())
+        if harm == "remove":
+            path.unlink()
+        else:
+            data[len(data) // 2] ^= 4
+            path.write_bytes({"flip": data, "truncate": data[:-1], "empty": b""}[harm])
+        began = time.monotonic()
+        step, problems = on_ranks(2, newest, root=str(harmed.checkpoints))[0]
+        assert step == 1
+        assert len(problems) == 1
+        assert str(path) in problems[0]
+        outcome.add(None, f"{problems[0]}; step 1 is taken", time.monotonic() - began)
+
+
+@pytest.mark.case(10, 29)
+def test_what_has_changed_is_refused_with_the_flag_that_allows_it(
+    config, started, corpus, tmp_path, outcome
+):
     job = started("layout.dp_replicate=2", "train.steps=2")
     go(job)
     own = job.config
@@ -198,9 +248,15 @@ def test_what_has_changed_is_refused_with_the_flag_that_allows_it(config, starte
         "optimizer": {"optimizer": {"name": "sgd"}, "train": {"steps": 3}},
     }.items():
         changes = {"train": {"steps": 3}, **changes}
-        with pytest.raises(CheckpointError, match=rf"--allow-changed {part}$"):
+        with outcome.refused(CheckpointError, rf"--allow-changed {part}$"):
             prepared(**changes)
         assert prepared(allowed=(part,), **changes).allowed == (part,)
+    # Another tokenizer gives other tokens, too.
+    other = train_bpe([corpus.read_text()], 257, tmp_path / "bpe")
+    changes = {"train": {"steps": 3}, "data": {"tokenizer": str(other)}}
+    with outcome.refused(CheckpointError, "tokenizer was .*--allow-changed tokenizer"):
+        prepared(**changes)
+    assert prepared(allowed=("tokenizer", "data"), **changes).allowed == ("tokenizer", "data")
     with pytest.raises(ConfigError, match="--allow-changed datas: no such part"):
         prepared(allowed=("datas",), train={"steps": 3})
     with pytest.raises(ConfigError, match="not a run folder"):

@@ -141,7 +141,7 @@ def memory_words(folder: RunFolder, rank: int) -> str:
         place = job.layout.mesh.coordinates(rank)["pp"]
         found = memory(setting, job.layout, place).allocated
         words.append(f"predicted {format_bytes(found)} of tensors")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # also of a line that was cut off
         for line in reversed(folder.events.read_text(encoding="utf-8").splitlines()):
             if '"peak_memory_bytes"' in line:
                 event = json.loads(line)

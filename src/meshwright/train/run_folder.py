@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,17 +169,28 @@ def read_job(path: Path) -> Job:
     folder = RunFolder(path)
     if not folder.plan.is_file():
         raise ConfigError(f"{path} is not a run folder: {folder.plan} is missing")
-    plan = json.loads(folder.plan.read_text(encoding="utf-8"))
-    return Job(
-        config=load_config(folder.config),
-        layout=Layout(**plan["layout"]),
-        machine=Machine(**plan["machine"]),
-        cache=Path(plan["cache"]),
-        folder=folder,
-        tokenizer=TokenizerRecord(**plan["tokenizer"]),
-        resume=plan["resume"],
-        allowed=tuple(plan["allowed"]),
-    )
+    config = load_config(folder.config)
+    with _readable(folder.plan):
+        plan = json.loads(folder.plan.read_text(encoding="utf-8"))
+        return Job(
+            config=config,
+            layout=Layout(**plan["layout"]),
+            machine=Machine(**plan["machine"]),
+            cache=Path(plan["cache"]),
+            folder=folder,
+            tokenizer=TokenizerRecord(**plan["tokenizer"]),
+            resume=plan["resume"],
+            allowed=tuple(plan["allowed"]),
+        )
+
+
+@contextlib.contextmanager
+def _readable(plan: Path) -> Iterator[None]:
+    """Turn what a plan that is damaged raises into a `ConfigError` that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{plan} is damaged: it cannot be read as a run's plan") from error
 
 
 def _json(value: Any) -> str:
@@ -196,7 +208,9 @@ def tokenizer_of(path: Path) -> tuple[str, str | None]:
         plan = RunFolder(folder).plan
         eos = None
         if plan.is_file():
-            record = TokenizerRecord(**json.loads(plan.read_text(encoding="utf-8"))["tokenizer"])
+            with _readable(plan):
+                told = json.loads(plan.read_text(encoding="utf-8"))["tokenizer"]
+                record = TokenizerRecord(**told)
             if record.file is None:
                 return record.name, None
             eos = record.eos

@@ -1,0 +1,205 @@
+"""What the ledger and the recorder of collectives cost a real training step.
+
+    python -m benchmarks.ledger --blocks 60 --out docs/benchmarks/ledger.json
+
+Two ranks train the model of examples/demo.toml at its sizes, with one thread each. Blocks of steps
+with both and with neither take turns in the same processes (one, other, other, one), so that the
+machine's noise hits both alike; the first step of a block does not count. The cost is the mean over
+pairs of blocks of the difference of their median steps, with a 95% interval from resampled pairs.
+Beside it stands what the entries of a step take by themselves, in a loop. The last line is the
+command to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.execute.build import build, seeded
+from meshwright.execute.groups import open_groups
+from meshwright.execute.ledger import Ledger
+from meshwright.execute.optimize import Shards
+from meshwright.execute.recorder import Recorder
+from meshwright.execute.world import World
+from meshwright.launch.machine import detect
+from meshwright.layout import resolve_layout
+from meshwright.program.lower import lower
+from meshwright.prove.case import Case
+from meshwright.prove.compare import mine
+from meshwright.prove.reference import make_batch
+from meshwright.spec.loading import load_config
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.update import update
+
+RANKS: Final = 2
+STEPS: Final = 6  # of a block, of which the first does not count
+DEMO: Final = Path(__file__).parents[1] / "examples" / "demo.toml"
+
+
+class Silent(Ledger):
+    """A ledger that enters nothing."""
+
+    def step(self, step: int) -> None:
+        pass
+
+    def _enter(self, name: str, place: tuple[int, int, int] = (0, 0, 0)) -> None:
+        pass
+
+    def action(self, kind: str, stage: int, microbatch: int) -> None:
+        pass
+
+    def begin(
+        self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
+    ) -> int:
+        return 0
+
+    def begun_last(self, count: int) -> tuple[int, ...]:
+        return ()
+
+    def wait(self, *entries: int) -> None:
+        pass
+
+    def end(self, *entries: int) -> None:
+        pass
+
+
+class Training:
+    """The demo's training on one rank, step by step."""
+
+    def __init__(self, world: World) -> None:
+        config = load_config(DEMO, [])
+        layout = resolve_layout(config, detect(config.cluster, {}))
+        program = lower(config.model, config.train, layout)
+        source = seeded(config.model, config.train.seed)
+        self.world, self.layout = world, layout
+        self.parallel = build(program, open_groups(layout, world), world.device, source)
+        self.shards = Shards(self.parallel.held)
+        self.optimizer = build_optimizer(self.shards.leaves, config.optimizer)
+        self.scale, self.clip = LossScale.of(config.train), config.train.clip_norm
+        case = Case(config.model, config.train, layout)
+        self.batches = [mine(make_batch(case, n), program, world) for n in range(4)]
+        self.done = 0
+
+    def step(self) -> float:
+        """Do one step as the training loop does, and return its seconds."""
+        started = time.perf_counter()
+        self.done += 1
+        self.world.ledger.step(self.done)
+        batch = self.batches[self.done % len(self.batches)]
+        found = update(
+            self.parallel,
+            batch,
+            self.world,
+            self.shards,
+            self.optimizer,
+            self.scale,
+            self.clip,
+        )
+        self.world.sum_on_host([found.loss.item(), 0.0])
+        return time.perf_counter() - started
+
+    def block(self, *, recorded: bool) -> float:
+        """Return the median step of a block."""
+        # The ledger is held in many places: it changes its kind in all of them at once.
+        self.world.ledger.__class__ = Ledger if recorded else Silent
+        with Recorder(self.world.ledger) if recorded else contextlib.nullcontext():
+            return statistics.median([self.step() for _ in range(STEPS)][1:])
+
+
+def run_rank(rank: int, folder: str, blocks: int) -> None:
+    """Measure as one of the ranks; rank 0 writes what it found."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    ledger = Ledger.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
+    training = Training(World(rank, RANKS, torch.device("cpu"), store, ledger=ledger))
+    for recorded in (True, False):
+        training.block(recorded=recorded)  # warms up
+    pairs = []
+    entries, moves = ledger._number, ledger._moves
+    for number in range(blocks):
+        order = (True, False) if number % 2 == 0 else (False, True)
+        times = {recorded: training.block(recorded=recorded) for recorded in order}
+        pairs.append((times[True], times[False]))
+    steps = blocks * STEPS
+    if rank == 0:
+        entries, moves = (ledger._number - entries) / steps, (ledger._moves - moves) / steps
+        result = {"layout": training.layout.label, "entries": entries, "moves": moves}
+        result |= {"pairs": pairs, "alone_s": alone(ledger)}
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def alone(ledger: Ledger, count: int = 20_000) -> dict[str, float]:
+    """Return the seconds that an entry takes from begin to end, and that a phase takes."""
+    group = ledger.group("a group", (0, 1), "replicate")
+    started = time.perf_counter()
+    for _ in range(count):
+        ledger.end(ledger.begin("all_reduce", group, 1 << 20, waits=True))
+    entry = (time.perf_counter() - started) / count
+    started = time.perf_counter()
+    for _ in range(count):
+        ledger.phase("update")
+    return {"entry": entry, "phase": (time.perf_counter() - started) / count}
+
+
+def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """Return a 95% interval of the mean, from resamples."""
+    chance = random.Random(0)
+    means = sorted(statistics.fmean(chance.choices(values, k=len(values))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[int(0.975 * draws)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=60, help="pairs of blocks")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, args=(folder, args.blocks), nprocs=RANKS)
+        found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+    without = statistics.median(pair[1] for pair in found["pairs"])
+    costs = [(pair[0] - pair[1]) / pair[1] for pair in found["pairs"]]
+    low, high = interval(costs)
+    # Each entry moves the ledger twice, when it begins and when it ends; the rest are phases.
+    phases = max(0.0, found["moves"] - 2 * found["entries"])
+    own = found["entries"] * found["alone_s"]["entry"] + phases * found["alone_s"]["phase"]
+    command = f"python -m benchmarks.ledger --blocks {args.blocks}"
+    result = {
+        "command": command,
+        "torch": torch.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "layout": found["layout"],
+        "step_s": without,
+        "cost": statistics.fmean(costs),
+        "cost_median": statistics.median(costs),
+        "interval": [low, high],
+        "entries_per_step": found["entries"],
+        "phases_per_step": phases,
+        "alone_us": {name: 1e6 * seconds for name, seconds in found["alone_s"].items()},
+        "own_share": own / without,
+    }
+    print(json.dumps(result, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps({**result, "pairs": found["pairs"]}, indent=1) + "\n")
+    print(command)
+
+
+if __name__ == "__main__":
+    main()
