@@ -88,7 +88,7 @@ class Training:
         source = seeded(config.model, config.train.seed)
         self.world, self.layout = world, layout
         self.parallel = build(program, open_groups(layout, world), world.device, source)
-        self.shards = Shards(self.parallel.held)
+        self.shards = Shards(self.parallel.held, on_host=False)
         self.optimizer = build_optimizer(self.shards.leaves, config.optimizer)
         self.scale, self.clip = LossScale.of(config.train), config.train.clip_norm
         case = Case(config.model, config.train, layout)

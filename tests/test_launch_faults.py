@@ -42,6 +42,20 @@ def test_refused_before_any_process_starts(config, corpus, tmp_path, refused):
     assert refused(config(f"log.dir={blocked}")) == (
         f"run folder {blocked}/run cannot be written: Not a directory; set log.dir"
     )
+    assert refused(config(f"checkpoint.dir={blocked}")) == (
+        f"checkpoint folder {blocked} cannot be written: Not a directory; set checkpoint.dir"
+    )
+    (tmp_path / "runs" / "run").rmdir()
+    (tmp_path / "runs" / "run").symlink_to(tmp_path / "gone")
+    assert refused(config()) == (
+        f"run folder {tmp_path}/runs/run cannot be written: File exists; set log.dir"
+    )
+    (tmp_path / "runs" / "run").unlink()
+    (tmp_path / "runs" / "run").touch()
+    assert refused(config()) == (
+        f"run folder {tmp_path}/runs/run cannot be written: File exists; set log.dir"
+    )
+    (tmp_path / "runs" / "run").unlink()
     assert refused(config("log.name=../x")) == (
         "log.name = '../x' must be a plain folder name; log.dir sets where"
     )

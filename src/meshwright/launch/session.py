@@ -40,6 +40,7 @@ from meshwright.train.run_folder import (
     Job,
     RunFolder,
     TokenizerRecord,
+    check_writable,
     choose_folder,
     create,
     read_job,
@@ -190,6 +191,8 @@ def prepare_job(
     file = None if found.file is None else str(found.file)
     record = TokenizerRecord(found.name, found.eos_token, file)
     job = Job(config, layout, machine, cache, folder, record)
+    if config.checkpoint.dir is not None:  # its own folder is in that of the run
+        check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")
     if resume is not None:
         return _resumed(job, dataset, resume)
     if steps(job.checkpoints):  # a committed step is never written again: its own would be lost

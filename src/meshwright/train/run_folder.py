@@ -105,10 +105,10 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
     path = root / (name or _unused(root, now.strftime("run-%Y%m%d-%H%M%S")))
-    if path.exists() and any(entry.name != "lock" for entry in path.iterdir()):
+    if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
         legal = [f"log.name = {_unused(root, path.name)}"]
         raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
-    _check_writable(path)
+    check_writable("run folder", path, "log.dir")
     return RunFolder(path)
 
 
@@ -117,7 +117,7 @@ def resumed_folder(run: Path) -> RunFolder:
     folder = RunFolder(run.resolve())
     if not folder.plan.is_file() or not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder, {folder.plan} is missing")
-    _check_writable(folder.path)
+    check_writable("run folder", folder.path, "log.dir")
     return folder
 
 
@@ -126,16 +126,14 @@ def _unused(root: Path, name: str) -> str:
     return next(c for c in candidates if not (root / c).exists())
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a folder in which no file can be made, with the system's reason."""
+def check_writable(what: str, path: Path, key: str) -> None:
+    """Refuse a folder in which no file can be made, with the system's reason; `key` says where."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"run folder {path} cannot be written: {error.strerror}; set log.dir"
-        ) from None
+        raise ConfigError(f"{what} {path} cannot be written: {error.strerror}; set {key}") from None
 
 
 def create(job: Job) -> None:
