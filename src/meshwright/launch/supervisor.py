@@ -228,15 +228,14 @@ def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
             deed="" if is_lost else _deed(rank, said),
         )
     place = witnesses(folder, rank + 1)[rank].place
+    where = f"in {place}" if place.startswith("step") else place
     if code < 0:
         name = signal.Signals(-code).name
         hint = ""
         if name == "SIGKILL":
             hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
-        return Failure(rank, f"rank {rank} was killed by {name}{hint}, in {place}")
-    return Failure(
-        rank, f"rank {rank} exited with code {code}, in {place}", _tail(folder.log(rank))
-    )
+        return Failure(rank, f"rank {rank} was killed by {name}{hint}, {where}")
+    return Failure(rank, f"rank {rank} exited with code {code}, {where}", _tail(folder.log(rank)))
 
 
 def _deed(rank: int, said: Mapping[str, Any]) -> str:
