@@ -1,0 +1,132 @@
+"""The predicted peak of every rank's memory beside the measured one, over the parity table.
+
+    python -m benchmarks.predicted_memory --ranks 2 --out docs/benchmarks/predicted-memory.json
+
+The layouts, precisions, recomputation, offload and kinds of models are those of `prove --matrix`,
+with sizes at which activations and states weigh about the same. Predicted is the peak of
+`predict.timeline`; measured is the median of three steps by torch's profiler. `--every N` takes
+each Nth layout. Prints those that are furthest off; the last line is the command to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.bench.memory import measure
+from meshwright.execute.world import World
+from meshwright.predict.timeline import timeline
+from meshwright.program.lower import lower
+from meshwright.prove.case import Case
+from meshwright.prove.matrix import matrix
+from meshwright.units import MIB
+
+WIDER, LONGER, MORE_WORDS = 4, 8, 8
+WORST: Final = 10
+
+
+def scaled(case: Case) -> Case:
+    """Return a case of the table with a model and rows of some size."""
+    sizes = {name: WIDER * getattr(case.model, name) for name in ("dim", "ffn_dim", "head_dim")}
+    sizes["vocab_size"] = MORE_WORDS * case.model.vocab_size
+    train = case.train.model_copy(update={"seq_len": LONGER * case.train.seq_len})
+    return replace(case, model=case.model.model_copy(update=sizes), train=train)
+
+
+def cases_of(ranks: int, every: int) -> list[Case]:
+    """Return each `every`-th of the table's legal layouts, scaled."""
+    legal = [case for case in matrix(ranks) if case.refused is None]
+    return [scaled(case) for case in legal[::every]]
+
+
+def _rank(rank: int, ranks: int, folder: str, every: int) -> None:
+    """Measure every layout as one rank; rank 0 writes a line for each."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    world = World(rank, ranks, torch.device("cpu"), store)
+    for number, case in enumerate(cases_of(ranks, every)):
+        peaks = world.gather_on_host([measure(world, case).peak.total])
+        if rank == 0:
+            with Path(folder, "peaks.jsonl").open("a") as out:
+                out.write(json.dumps([number, [int(row[0]) for row in peaks]]) + "\n")
+            print(number, case.label, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of(ranks: int, every: int, folder: Path) -> list[dict[str, Any]]:
+    """Return a row for each rank of each measured layout."""
+    rows = []
+    cases = cases_of(ranks, every)
+    for line in (folder / "peaks.jsonl").read_text().splitlines():
+        number, peaks = json.loads(line)
+        case = cases[number]
+        program = lower(case.model, case.train, case.layout)
+        for rank, measured in enumerate(peaks):
+            peak = timeline(program, rank, packed=case.packed).peak
+            rows.append(
+                {
+                    "case": case.label,
+                    "rank": rank,
+                    "measured": measured,
+                    "predicted": peak.total,
+                    "error": round(peak.total / measured - 1, 4),
+                    "at": f"{peak.action}: {peak.what}",
+                }
+            )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows that are furthest off, and how far all are."""
+    errors = sorted(abs(row["error"]) for row in rows)
+    for row in sorted(rows, key=lambda row: -abs(row["error"]))[:WORST]:
+        print(
+            f"{row['error']:+.1%}  rank {row['rank']} of {row['case']}: "
+            f"{row['predicted'] / MIB:.1f} for {row['measured'] / MIB:.1f} MiB, {row['at']}"
+        )
+    print(
+        f"{len(rows)} ranks: {statistics.median(errors):.2%} in the median, {errors[-1]:.1%} at "
+        f"worst, {sum(error <= 0.03 for error in errors)} within 3%"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (args.ranks, folder, args.every), nprocs=args.ranks)
+        rows = rows_of(args.ranks, args.every, Path(folder))
+    show(rows)
+    command = f"python -m benchmarks.predicted_memory --ranks {args.ranks} --every {args.every}"
+    result = {
+        "command": command,
+        "torch": torch.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "unit": "bytes",
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(command)
+
+
+if __name__ == "__main__":
+    main()
