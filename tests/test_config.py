@@ -124,7 +124,7 @@ def test_origins(tmp_path):
     assert origins["optimizer.lr"] == "override optimizer.lr=0.01"
     assert origins["optimizer.warmup_steps"] == "derived: train.steps / 10, at most 100"
     assert origins["layout.dp_replicate"] == "run.toml:9"
-    assert origins["layout.auto"] == "derived: layout.dp_replicate is given"
+    assert origins["layout.auto"] == "default"
     assert origins["train.seed"] == "default"
     every = {f"{s}.{k}" for s, spec in SECTIONS.items() for k in spec.model_fields}
     assert set(origins) == every

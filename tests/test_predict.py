@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 from pathlib import Path
 
@@ -82,6 +83,18 @@ def test_model_states_to_the_byte():
         "gradients": 4 * count,
         "optimizer": 12 * count // 8,
     }
+
+
+def test_the_table_of_model_states_is_to_the_byte():
+    page = (Path(__file__).parents[1] / "docs/commands/plan.md").read_text()
+    rows = re.findall(r"^\| (bf16|fp32) \| (\d) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for precision, zero, numbers in rows:
+        data = {"dp_shard": 8, "zero": int(zero)} if int(zero) else {"dp_replicate": 8}
+        found = states(Layout(**data), element=2 if precision == "bf16" else 4)
+        kinds = ("weights", "gathered", "gradients", "optimizer")
+        expected = [found.get(kind, 0) for kind in kinds]
+        assert [int(n.replace(",", "")) for n in numbers.split(" | ")] == [*expected, sum(expected)]
 
 
 LAYOUTS = (
@@ -198,6 +211,9 @@ def test_catalogue_has_sources():
         for link in device.links:
             find_link(link)
         assert device.peaks["bf16"] >= device.peaks["fp32"] * 0.5
+        # Sparse peaks would be twice as high: a lower precision is twice, not four times as fast.
+        if "fp8" in device.peaks:
+            assert device.peaks["fp8"] / device.peaks["bf16"] == pytest.approx(2, rel=0.02)
     with pytest.raises(ConfigError, match="h100-sxm"):
         find_device("h100-smx")
 

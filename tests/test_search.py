@@ -13,8 +13,9 @@ from meshwright.predict.catalogue import cluster_of, find_device
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting
 from meshwright.predict.stacks import STACKS
-from meshwright.search.advice import fewest_devices, lost_by, warnings
-from meshwright.search.rank import Search
+from meshwright.predict.step import StepTime
+from meshwright.search.advice import lost_by, warnings
+from meshwright.search.rank import Search, preference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Recompute, Schedule, TrainSpec
 
@@ -93,14 +94,29 @@ def test_the_best_of_all_layouts_is_found(memory):
     assert all(ranked.memory.fits for ranked in found.ranked)
 
 
+def test_the_best_with_offload_is_found_where_nothing_else_fits():
+    layouts = list(everything(setting(), 4))
+    held = {layout.label: worst_memory(setting(), layout).total for layout in layouts}
+    least = min(held[layout.label] for layout in layouts if layout.offload == "none")
+    one = setting(memory=int(least) - 1)
+    found = Search(one, 4, margin=0.0).run(1).ranked
+    fitting = [layout for layout in layouts if held[layout.label] < least]
+    assert fitting
+    best = min(price(one, layout, events=False).time.total for layout in fitting)
+    form = price(one, found[0].layout, events=False).time.total
+    assert form == pytest.approx(best, rel=0.01)
+
+
 def test_a_search_is_deterministic_and_ranks_by_speed():
     one = setting(devices=8, batch=16)
     first, second = (Search(one, 8).run(5) for _ in range(2))
     labels = [found.layout.label for found in first.ranked]
     assert labels == [found.layout.label for found in second.ranked]
     assert len(set(labels)) == 5
-    speeds = [found.tokens_per_s for found in first.ranked]
-    assert speeds == sorted(speeds, reverse=True)
+    seconds = [found.time.total for found in first.ranked]
+    assert seconds == pytest.approx(sorted(seconds), rel=0.02)
+    # However many are asked for, the best is the same.
+    assert Search(one, 8).run(1).ranked == first.ranked[:1]
     for found in first.ranked:
         assert broken(one.model, one.train, found.layout) is None
         assert found.layout.world == 8
@@ -127,19 +143,118 @@ def test_what_a_margin_leaves_free():
             assert found.memory.total <= (1 - margin) * found.memory.limit
 
 
-def test_warnings_come_from_the_numbers():
-    one = setting(model_spec(preset="llama-3-8b"), 16, "h100-sxm", batch=16, seq_len=8192)
-    wide = price(one, Layout(tp=8, pp=2, schedule="1f1b", microbatch=8, sp=True))
-    text = " ".join(warnings(wide, one))
-    assert "the pipeline is idle for" in text
-    states = price(one, Layout(dp_replicate=16, tp=1, recompute="full"))
-    assert "Adam's states are" in " ".join(warnings(states, one))
-    assert "fewer" not in lost_by(wide, states)
-    cpu = replace(one, cluster=cluster_of(find_device("cpu"), 2))
-    assert "brings nothing" in " ".join(warnings(price(cpu, Layout(dp_replicate=2)), cpu))
+def test_keys_that_are_fixed_stay():
+    one = setting(devices=8, batch=16)
+    for pins in ({"tp": 2, "sp": False}, {"zero": 3, "dp_shard": 4}, {"schedule": "gpipe"}):
+        (found,) = Search(one, 8, pins=pins).run(1).ranked or [None]
+        if found is None:  # GPipe alone is dominated
+            assert "gpipe" in pins.values()
+            continue
+        assert {key: getattr(found.layout, key) for key in pins} == pins
+    free = Search(one, 8).run(1).ranked[0]
+    pins = free.layout.model_dump()
+    assert Search(one, 8, pins=pins).run(1).ranked[0].layout == free.layout
 
 
-def test_the_fewest_devices():
-    one = setting(model_spec(preset="llama-2-7b"), 8, "h100-sxm", batch=64, seq_len=2048)
-    fewest = fewest_devices(one, 8)
-    assert fewest in (1, 2, 4)
+EIGHT = model_spec(preset="llama-3-8b")
+H100 = setting(EIGHT, 16, "h100-sxm", batch=16, seq_len=8192)
+CPUS = setting(devices=2, device="cpu", precision="fp32")
+GPT = model_spec(preset="llama-2-7b")
+A40S = setting(GPT, 16, "a40", batch=64, seq_len=2048)
+V100S = setting(GPT, 8, "v100-32gb", batch=64, seq_len=2048)
+
+WARNINGS = {
+    "Adam's states are": [
+        (H100, "dp16 mb1 recompute-full", True),
+        (H100, "shard16 zero1 mb1 recompute-full", False),
+        (replace(H100, cluster=cluster_of(find_device("h100-sxm"), 1)), "mb1 recompute-full", True),
+    ],
+    "crosses nodes of 8": [
+        (A40S, "tp16 sp mb1", True),
+        (A40S, "dp2 tp8 sp mb1", False),
+    ],
+    "the pipeline is idle": [
+        (H100, "tp8 sp pp2 1f1b mb8", True),
+        (H100, "tp8 sp pp2 1f1b mb1", False),
+    ],
+    "Ulysses is no choice: tp 1 x cp 16": [
+        (H100, "zero3 cp16-ring mb1", True),
+        (H100, "shard2 zero3 cp8-ring mb1", False),
+        (H100, "shard2 zero3 cp8-ulysses mb1", False),
+    ],
+    "cores of one CPU brings nothing": [
+        (CPUS, "dp2 mb1", True),
+        (CPUS, "tp2 mb1", False),
+        (H100, "dp16 mb1", False),
+    ],
+    "the step waits for messages: tp": [
+        (A40S, "tp16 sp mb1", True),
+        (A40S, "shard16 zero1 mb1", False),
+    ],
+    "host has to hold": [
+        (A40S, "shard16 zero3 mb1 offload-params", True),
+        (A40S, "shard16 zero3 mb1 offload-optimizer", True),
+        (A40S, "shard16 zero3 mb1", False),
+    ],
+    "train.precision=fp16": [
+        (V100S, "shard8 zero3 mb1", True),
+        (A40S, "shard16 zero3 mb1", False),
+        (CPUS, "dp2 mb1", False),
+    ],
+    "beyond model.context = 8192": [
+        (setting(EIGHT, 16, "h100-sxm", batch=16, seq_len=16384), "zero3 cp16-ring mb1", True),
+        (H100, "zero3 cp16-ring mb1", False),
+    ],
+    "it does not fit": [
+        (H100, "dp16 mb1", True),
+        (H100, "shard16 zero3 mb1 recompute-full", False),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "one", "label", "fires"),
+    [(words, *case) for words, cases in WARNINGS.items() for case in cases],
+)
+def test_warnings_come_from_the_numbers(words, one, label, fires):
+    said = warnings(price(one, Layout.parse(label)), one)
+    assert any(words in text for text in said) is fires, said
+
+
+def test_a_plan_that_leaves_little_free_says_so():
+    one = setting(EIGHT, 16, "h100-sxm", batch=16, seq_len=8192)
+    needed = worst_memory(one, Layout.parse("shard16 zero3 mb1")).total
+    for share, fires in ((0.97, True), (0.9, False)):
+        device = replace(one.cluster.device, memory=int(needed / share))
+        tight = replace(one, cluster=replace(one.cluster, device=device))
+        said = warnings(price(tight, Layout.parse("shard16 zero3 mb1")), tight)
+        assert any("stays free" in text for text in said) is fires
+
+
+def test_offload_counts_what_the_host_holds():
+    found = price(A40S, Layout.parse("shard16 zero3 mb1 offload-params"))
+    (text,) = [text for text in warnings(found, A40S) if "host has to hold" in text]
+    # 16 bytes of each of 6.738 G parameters, half of them in each of the two nodes
+    assert f"{6_738_415_616 * 16 / 2 / 2**30:.2f} GiB" in text
+
+
+def test_of_layouts_that_are_as_fast_the_simplest_is_best():
+    plain = price(H100, Layout.parse("shard16 zero3 mb1"))
+    long = price(H100, Layout.parse("shard4 zero3 tp2 sp cp2-ring mb1"))
+    assert len(long.layout.label.split()) == len(plain.layout.label.split()) + 3
+
+    def taking(found, share):
+        causes = {cause: 0.0 for cause in found.time.causes}
+        return replace(found, time=StepTime({**causes, "compute": share}))
+
+    assert preference(taking(plain, 1.0)) < preference(taking(long, 0.999))
+    assert preference(taking(plain, 1.0)) > preference(taking(long, 0.99))
+    assert "faster, but less simple" in lost_by(taking(long, 0.999), taking(plain, 1.0))
+
+
+def test_why_one_loses_is_its_dearest_cause():
+    wide = price(H100, Layout(tp=8, pp=2, schedule="1f1b", microbatch=8, sp=True))
+    plain = price(H100, Layout(dp_shard=16, zero=3, recompute="full"))
+    more = {cause: s - plain.time.causes[cause] for cause, s in wide.time.causes.items()}
+    assert max(more, key=more.get) == "bubble"
+    assert lost_by(wide, plain) == f"an idle pipeline: {more['bubble']:+.2f} s"

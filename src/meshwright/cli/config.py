@@ -12,6 +12,7 @@ from rich.text import Text
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.errors import EXIT_DONE
 from meshwright.launch.machine import detect
+from meshwright.launch.planned import settled
 from meshwright.layout import resolve_layout
 from meshwright.program.parts import parameter_count
 from meshwright.spec.loading import Config, config_schema
@@ -42,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(config_schema())
         return EXIT_DONE
     config = read_config(args)
-    layout = resolve_layout(config, detect(config.cluster, os.environ))
+    machine = detect(config.cluster, os.environ)
+    config = settled(config, machine)
+    layout = resolve_layout(config, machine)
     values = config.model_dump(mode="json")
     if args.json:
         print_json(

@@ -6,20 +6,30 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.cli.common import (
+    add_config_arguments,
+    add_json,
+    print_json,
+    read_config,
+    say,
+    table,
+)
+from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.launch.machine import count_gpus, detect
-from meshwright.layout import Layout
+from meshwright.layout import Layout, broken
 from meshwright.predict.calibration import read_calibration
 from meshwright.predict.price import Memory, Prediction
+from meshwright.predict.setting import Setting
 from meshwright.program.parts import parameter_count
-from meshwright.search.advice import fewest_devices, lost_by, warnings
+from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import (
     Plan,
     as_json,
@@ -29,8 +39,11 @@ from meshwright.search.plan import (
     ranks_of,
     setting_of,
 )
+from meshwright.search.questions import on_devices
 from meshwright.search.rank import MARGIN
+from meshwright.search.remedies import remedies
 from meshwright.spec.loading import Config
+from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
 EXAMPLE = """\
@@ -38,6 +51,8 @@ examples:
   meshwright plan
   meshwright plan model.preset=llama-3-70b cluster.preset=h100-sxm cluster.nodes=64 train.batch=1024
   meshwright plan run.toml --explain "shard2 zero3 mb1"
+  meshwright plan run.toml cluster.preset=a40 --largest-batch --longest-context
+  meshwright plan run.toml cluster.preset=a40 --after-oom "dp8 mb4"
 """
 
 
@@ -57,13 +72,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", type=Path, help="measured constants, over the shipped ones"
     )
-    parser.add_argument("--fewest", action="store_true", help="also the fewest devices that fit")
+    parser.add_argument(
+        "--after-oom",
+        metavar="LAYOUT | RUN",
+        help="what would fit instead of a layout, or a run's, that ran out of memory",
+    )
+    add_questions(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where no layout fits."""
-    config = read_config(args)
+    run_folder = _run_folder(args.after_oom)
+    config = read_config(args, None if run_folder is None else run_folder.config)
     if args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
     if not 0 <= args.margin < 1:
@@ -79,20 +100,55 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print_terms(found)
         return EXIT_DONE
+    if args.after_oom:
+        layout = (
+            Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
+        )
+        return _after_oom(setting_of(config, calibration, local), layout, args)
     started = time.perf_counter()
     made = plan(config, args.top, calibration, args.margin, local)
     seconds = time.perf_counter() - started
     document = as_json(made)
+    more = answers(args, config, made.setting)
+    if more:
+        document["answers"] = {one.name: one.document for one in more}
     if args.save:
         write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
     if args.json:
         print_json(document)
     else:
         _print_plan(made, seconds)
-        if args.fewest and made.best:
-            fewest = fewest_devices(made.setting, made.setting.cluster.devices, args.margin)
-            print(f"fewest devices that fit, by halves: {fewest}")
+        for one in more:
+            print()
+            one.print()
+            print(f"  answered in {one.seconds:.2f} s")
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
+def _run_folder(named: str | None) -> RunFolder | None:
+    """Return the run folder that `--after-oom` names, if it names one."""
+    if named is None or not Path(named).is_dir():
+        return None
+    folder = RunFolder(Path(named))
+    if not folder.plan.is_file():
+        raise ConfigError(f"--after-oom {named}: not a run folder, {folder.plan} is missing")
+    return folder
+
+
+def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> int:
+    """Print what would fit; 1 where nothing does."""
+    if layout.world != setting.cluster.devices:
+        setting = replace(setting, cluster=on_devices(setting.cluster, layout.world))
+    rule = broken(setting.model, setting.train, layout)
+    if rule is not None:
+        raise ConfigError(f"--after-oom '{layout.label}': {rule}")
+    started = time.perf_counter()
+    now, found = remedies(setting, layout, args.margin)
+    if args.json:
+        print_json(remedies_json(now, found))
+    else:
+        print_remedies(now, found, time.perf_counter() - started)
+    return EXIT_DONE if found else EXIT_CHECK_FAILED
 
 
 def _local_devices(config: Config) -> int:
@@ -111,7 +167,7 @@ def _print_plan(made: Plan, seconds: float) -> None:
     console, setting, found = Console(), made.setting, made.found
     cluster, train = setting.cluster, setting.train
     parameters = format_count(parameter_count(setting.model))
-    print(
+    say(
         f"{parameters} parameters on {cluster.devices} x {cluster.device.name} "
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
@@ -124,17 +180,15 @@ def _print_plan(made: Plan, seconds: float) -> None:
         _print_winner(made, made.best)
     print("ruled out:")
     for reason, count in found.reasons.items():
-        print(f"  {count:>12,}  {reason}")
+        say(f"{count:>12,}  {reason}", "  ")
 
 
 def _table(made: Plan) -> Table:
-    table = Table(
-        "layout", "memory", "step", "tokens/s", "MFU", "why not", box=None, pad_edge=False
-    )
+    rows = table("layout", "memory", "step", "tokens/s", "MFU", "why not")
     best = made.best
     assert best is not None
     for one in made.found.ranked:
-        table.add_row(
+        rows.add_row(
             one.layout.label,
             format_bytes(one.memory.total),
             format_seconds(one.time.total),
@@ -142,16 +196,23 @@ def _table(made: Plan) -> Table:
             f"{one.mfu:.1%}",
             "best" if one is best else lost_by(one, best),
         )
-    return table
+    return rows
 
 
 def _print_winner(made: Plan, best: Prediction) -> None:
     print(f"\nbest: {best.layout.label}")
-    print("  step time: " + ", ".join(_causes(best)))
-    for held in ranks_of(made.setting, best.layout):
-        print(f"  pipeline rank {held.rank}: {_memory(held)}")
+    say("step time: " + ", ".join(_causes(best)), "  ")
+    ranks = ranks_of(made.setting, best.layout)
+    dearest = max(ranks, key=lambda held: held.total)
+    say(f"pipeline rank {dearest.rank}: {_memory(dearest)}", "  ")
+    if len(ranks) > 1:
+        alike: dict[str, list[str]] = {}
+        for held in ranks:
+            alike.setdefault(format_bytes(held.total), []).append(str(held.rank))
+        each = (f"{size} on {', '.join(places)}" for size, places in alike.items())
+        say(f"pipeline ranks: {'; '.join(each)}", "  ")
     for warning in warnings(best, made.setting):
-        print(f"  note: {warning}")
+        say(f"note: {warning}", "  ")
 
 
 def _causes(found: Prediction) -> list[str]:
@@ -175,19 +236,19 @@ def _print_unfit(made: Plan) -> None:
     print("no layout fits")
     if held is not None and layout is not None:
         print(f"  nearest: {layout.label}")
-        print(f"  pipeline rank {held.rank}: {_memory(held)}")
+        say(f"pipeline rank {held.rank}: {_memory(held)}", "  ")
 
 
 def _print_terms(found: Prediction) -> None:
     held = found.memory
     verdict = "fits" if held.fits else "does not fit"
     print(f"{found.layout.label}: {verdict}, pipeline rank {held.rank}")
-    table = Table("memory", "bytes", "formula", box=None, pad_edge=False)
+    rows = table("memory", "bytes", "formula", wraps=("memory", "formula"))
     for term in held.terms:
-        table.add_row(term.category, f"{term.bytes:,.0f}", term.formula)
-    table.add_row("total", f"{held.total:,.0f}", f"of {held.limit:,} B")
-    Console().print(table)
-    times = Table("time", "seconds", "share", box=None, pad_edge=False)
+        rows.add_row(term.category, f"{term.bytes:,.0f}", term.formula)
+    rows.add_row("total", f"{held.total:,.0f}", f"of {held.limit:,} B")
+    Console().print(rows)
+    times = table("time", "seconds", "share")
     for cause, seconds in found.time.causes.items():
         times.add_row(cause, f"{seconds:.4f}", f"{seconds / found.time.total:.1%}")
     times.add_row("step", f"{found.time.total:.4f}", f"{found.tokens_per_s:,.0f} tokens/s")

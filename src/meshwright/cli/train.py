@@ -6,15 +6,28 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.identity import PARTS
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.cli.common import (
+    add_config_arguments,
+    add_json,
+    print_json,
+    read_config,
+    read_words,
+)
 from meshwright.errors import ConfigError
+from meshwright.spec.loading import Config
+
+if TYPE_CHECKING:
+    from meshwright.launch.session import Resume
 
 EXAMPLE = """\
 examples:
   meshwright train run.toml layout.dp_replicate=2 train.steps=100
   meshwright train --resume runs/latest train.steps=200    go on, on any layout
+  meshwright train run.toml layout.auto=true               the planner chooses the layout
+  meshwright train --plan plan.json                        what `plan --save` has written
 
 Starts the local ranks itself; under torchrun it joins the ranks that are there:
   torchrun --nproc-per-node 2 -m meshwright train run.toml
@@ -33,6 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "given",
     )
     parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="plan.json",
+        help="run the layout of a saved plan (`plan --save`), if the program is still the same",
+    )
+    parser.add_argument(
         "--allow-changed",
         metavar="PART[,PART]",
         help=f"with --resume: may differ from the run's ({', '.join(PARTS)})",
@@ -47,12 +66,25 @@ def run(args: argparse.Namespace) -> int:
 
     again = _resume(args)
     resume = None if again is None else Resume(*again)
-    config = read_config(args, None if resume is None else resume.run / "config.toml")
+    config = _config(args, resume)
     out = sys.stderr if args.json else sys.stdout
     finished = train(config, out=out, resume=resume)
     if args.json and os.environ.get("RANK", "0") == "0":
         print_json(summarise(finished))
     return finished.exit_code
+
+
+def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
+    """Return the config that the arguments name: of a plan, of the run to go on with, or a file."""
+    if args.plan is None:
+        return read_config(args, None if resume is None else resume.run / "config.toml")
+    if resume is not None:
+        raise ConfigError("--plan starts a run and --resume goes on with one: give one of them")
+    # Not at the top, for the same reason
+    from meshwright.search.saved import load_planned
+
+    file, overrides = read_words(args)
+    return load_planned(args.plan, file, overrides)
 
 
 def _resume(args: argparse.Namespace) -> tuple[Path, tuple[str, ...]] | None:

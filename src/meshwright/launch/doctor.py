@@ -21,6 +21,7 @@ from meshwright.data import open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
 from meshwright.launch.machine import detect
+from meshwright.launch.planned import settled
 from meshwright.launch.session import cache_folder, check_extras
 from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.layout import Layout, resolve_layout
@@ -88,7 +89,8 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
 
     def resolved() -> str:
         nonlocal layout
-        layout = resolve_layout(config, detect(config.cluster, environ))
+        machine = detect(config.cluster, environ)
+        layout = resolve_layout(settled(config, machine), machine)
         parameters = format_count(parameter_count(config.model))
         return f"{layout.label} on {layout.world} rank(s), {parameters} parameters"
 

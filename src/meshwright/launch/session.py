@@ -23,6 +23,7 @@ from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.fault import Fault
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect
+from meshwright.launch.planned import settled
 from meshwright.launch.restart import append, run_attempts
 from meshwright.launch.supervisor import (
     LocalRanks,
@@ -174,6 +175,7 @@ def prepare_job(
     alternatives.
     """
     machine = detect(config.cluster, environ, at)
+    config = settled(config, machine)
     layout = resolve_layout(config, machine)
     check_extras(config)
     if resume is None:
@@ -258,7 +260,7 @@ def _train_joined(
     stop = StopRequest()
     stop.listen()
     machine = detect(config.cluster, environ, at)
-    resolve_layout(config, machine)
+    resolve_layout(settled(config, machine), machine)
     world = join(at, machine.device, config.cluster.timeout)
     with contextlib.ExitStack() as held:
 

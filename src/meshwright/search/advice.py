@@ -1,16 +1,23 @@
-"""What is said of layouts: why one loses, what a user should know, what fewer devices would do."""
+"""What is said of layouts: why one loses, and what a user should know."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
-from meshwright.search.rank import MARGIN, Search
+from meshwright.program.parts import parameter_count
+from meshwright.search.rank import MARGIN
+from meshwright.units import format_bytes
+
+# Shares of the memory and of the step that are worth a word.
+_LARGE, _WASTED = 0.35, 0.2
+# What offload keeps on the host of a parameter: weight, gradient and two moments in fp32.
+_HOST_BYTES = 16
 
 
 def lost_by(found: Prediction, winner: Prediction) -> str:
-    """Return why a layout is slower than the winner: the cause that costs it most more."""
+    """Return why a layout is slower than the winner: the cause that costs it most more, or that it isn't simple."""
+    if found.time.total < winner.time.total:
+        return f"{1 - found.time.total / winner.time.total:.1%} faster, but less simple"
     more = {
         cause: seconds - winner.time.causes[cause] for cause, seconds in found.time.causes.items()
     }
@@ -31,49 +38,121 @@ def lost_by(found: Prediction, winner: Prediction) -> str:
 
 def warnings(found: Prediction, setting: Setting) -> list[str]:
     """Return what a user should know of a layout, each from its numbers."""
-    words, time, held = [], found.time, found.memory
-    categories = held.by_category()
-    layout, cluster = found.layout, setting.cluster
-    states = categories.get("optimizer", 0.0)
-    if states > 0.35 * held.total:
-        words.append(
-            f"Adam's states are {states / held.total:.0%} of the memory: shard them, zero=1"
-        )
-    if layout.tp > cluster.per_node:
-        words.append(
-            f"tp {layout.tp} crosses nodes of {cluster.per_node}: its messages are not hidden"
-        )
-    share = time.causes["bubble"] / time.total
-    if share > 0.2:
-        words.append(f"the pipeline is idle for {share:.0%} of the step: more microbatches help")
-    heads = setting.model.n_kv_heads
-    if layout.cp > 1 and layout.cp_kind == "ring" and heads % (layout.tp * layout.cp):
-        words.append(
-            f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide "
-            f"{heads} kv heads"
-        )
-    if cluster.device.kind == "cpu" and layout.dp > 1:
-        words.append("data parallelism on the cores of one CPU brings nothing but its messages")
-    for cause in ("tp", "data", "gathers", "cp"):
-        part = time.causes[cause] / time.total
-        if part > 0.2:
-            words.append(f"{part:.0%} of the step waits for messages: {cause}")
-    if layout.offload != "none":
-        words.append(f"offload = {layout.offload}: the host's link and memory set the pace")
-    return words
+    said = (rule(found, setting) for rule in _RULES)
+    return [text for text in said if text is not None]
 
 
-def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> int | None:
-    """Return the fewest devices, halving from a number that fits, on which a layout fits."""
-    fewest = None
-    while devices >= 1:
-        cluster = replace(
-            setting.cluster,
-            nodes=-(-devices // setting.cluster.per_node),
-            per_node=min(setting.cluster.per_node, devices),
-        )
-        if not Search(replace(setting, cluster=cluster), devices, margin).run(1).ranked:
-            break
-        fewest = devices
-        devices //= 2
-    return fewest
+def _adam(found: Prediction, setting: Setting) -> str | None:
+    layout, states = found.layout, found.memory.by_category().get("optimizer", 0.0)
+    share = states / found.memory.total
+    if layout.zero or share < _LARGE:
+        return None
+    ranks = layout.dp * layout.cp
+    if ranks == 1:
+        return f"Adam's states are {share:.0%} of the memory: layout.offload=optimizer frees it"
+    return (
+        f"Adam's states are {share:.0%} of the memory, and each of {ranks} ranks holds the same: "
+        f"layout.zero=1 leaves {format_bytes(states / ranks)} of {format_bytes(states)}"
+    )
+
+
+def _tp_across_nodes(found: Prediction, setting: Setting) -> str | None:
+    tp, cluster = found.layout.tp, setting.cluster
+    if tp <= cluster.per_node:
+        return None
+    slower = cluster.inner.bandwidth / cluster.outer.bandwidth
+    return (
+        f"tp {tp} crosses nodes of {cluster.per_node}: {cluster.outer.name} is {slower:.0f} times "
+        f"slower than {cluster.inner.name}, and nothing hides its messages"
+    )
+
+
+def _bubble(found: Prediction, setting: Setting) -> str | None:
+    share = found.time.causes["bubble"] / found.time.total
+    if share <= _WASTED:
+        return None
+    layout = found.layout
+    count = setting.train.batch // layout.dp // layout.microbatch
+    return (
+        f"the pipeline is idle for {share:.0%} of the step: {count} microbatches for {layout.pp} "
+        "ranks are few; more of them help, or virtual stages"
+    )
+
+
+def _ulysses(found: Prediction, setting: Setting) -> str | None:
+    layout, heads = found.layout, setting.model.n_kv_heads
+    if layout.cp == 1 or layout.cp_kind != "ring" or heads % (layout.tp * layout.cp) == 0:
+        return None
+    return f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide {heads} kv heads"
+
+
+def _one_cpu(found: Prediction, setting: Setting) -> str | None:
+    if setting.cluster.device.kind != "cpu" or found.layout.dp == 1 or setting.cluster.nodes > 1:
+        return None
+    return "data parallelism on the cores of one CPU brings nothing but its messages"
+
+
+def _messages(found: Prediction, setting: Setting) -> str | None:
+    time = found.time
+    waits = {cause: time.causes[cause] / time.total for cause in ("tp", "data", "gathers", "cp")}
+    large = [f"{cause} {share:.0%}" for cause, share in waits.items() if share > _WASTED]
+    return f"the step waits for messages: {', '.join(large)}" if large else None
+
+
+def _host(found: Prediction, setting: Setting) -> str | None:
+    """Return what offload asks of the host: weights, gradients and moments in fp32, or moments."""
+    layout = found.layout
+    if layout.offload == "none":
+        return None
+    parameters = parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
+    on_node = min(setting.cluster.per_node, layout.world)
+    size = parameters * _HOST_BYTES * on_node
+    return (
+        f"offload = {layout.offload}: the host's link and memory set the pace, and each node's "
+        f"host has to hold {format_bytes(size)}"
+    )
+
+
+def _precision(found: Prediction, setting: Setting) -> str | None:
+    device = setting.cluster.device
+    if device.kind == "cpu":
+        return None
+    best = "bf16" if device.peaks["bf16"] >= device.peaks["fp16"] else "fp16"
+    mine = device.peaks[setting.products.partition("-")[0]]
+    if mine * 2 > device.peaks[best]:
+        return None
+    times = device.peaks[best] / mine
+    return f"{device.name} multiplies {times:.0f} times faster in {best}: train.precision={best}"
+
+
+def _context(found: Prediction, setting: Setting) -> str | None:
+    length, meant = setting.train.seq_len, setting.model.context
+    if length <= meant:
+        return None
+    return (
+        f"train.seq_len = {length} is beyond model.context = {meant}: a trained model wants its "
+        "rope_theta or rope_scaling changed for that"
+    )
+
+
+def _tight(found: Prediction, setting: Setting) -> str | None:
+    free = 1 - found.memory.total / found.memory.limit
+    if free < 0:
+        return f"it does not fit: {-free:.0%} more than there is"
+    if free >= MARGIN:
+        return None
+    return f"only {free:.1%} of the memory stays free, and a prediction is a few percent off"
+
+
+_RULES = (
+    _tight,
+    _adam,
+    _tp_across_nodes,
+    _bubble,
+    _ulysses,
+    _one_cpu,
+    _messages,
+    _host,
+    _precision,
+    _context,
+)

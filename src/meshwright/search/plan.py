@@ -15,8 +15,12 @@ from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.questions import on_devices
 from meshwright.search.rank import MARGIN, Found, Search
+from meshwright.search.space import Pins
 from meshwright.spec.loading import Config
+from meshwright.spec.training import LayoutSection
+from meshwright.units import format_bytes
 
 # Devices of a machine that says nothing else: the ranks that a CPU is split into.
 _LOCAL_DEVICES = 2
@@ -60,21 +64,55 @@ def plan(
     calibration: Calibration | None = None,
     margin: float = MARGIN,
     local_devices: int = _LOCAL_DEVICES,
+    pins: Pins | None = None,
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; torch is not imported.
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
-    those that leave the share `margin` of the memory free. Raises `ConfigError` where no layout is
-    legal.
+    those that leave the share `margin` of the memory free; `pins` are keys of the layout that keep
+    a value. Raises `ConfigError` where no layout is legal.
     """
     setting = setting_of(config, calibration, local_devices)
-    found = Search(setting, setting.cluster.devices, margin).run(top)
+    found = Search(setting, setting.cluster.devices, margin, pins).run(top)
     if not found.considered:
+        fixed = "".join(f", layout.{key} = {value}" for key, value in (pins or {}).items())
         raise ConfigError(
-            f"no layout of {setting.cluster.devices} devices is legal: train.batch = "
-            f"{config.train.batch} divides into none of their data-parallel degrees"
+            f"no layout of {setting.cluster.devices} devices is legal with train.batch = "
+            f"{config.train.batch}{fixed}"
         )
     return Plan(config, setting, found)
+
+
+def planned(config: Config, per_node: int) -> Config:
+    """Return a config whose `layout.auto` the planner resolves, for nodes of so many devices.
+
+    The keys of the layout that were given stay, the others get the origin "plan". Raises
+    `ConfigError` where no layout is legal or fits.
+    """
+    section = config.layout.model_dump(exclude={"auto"})
+    pins = {key: value for key, value in section.items() if _is_given(config, key)}
+    cluster = config.cluster.model_copy(update={"devices_per_node": per_node})
+    made = plan(config.model_copy(update={"cluster": cluster}), 1, pins=pins)
+    if made.best is None:
+        held = made.found.unfit
+        needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""
+        raise ConfigError(
+            f"layout.auto = true: no layout of {made.setting.cluster.devices} devices fits"
+            f"{needs}. `meshwright plan` shows what comes nearest"
+        )
+    layout = made.best.layout
+    values = {"auto": False, **layout.model_dump()}
+    origins = {f"layout.{key}": "plan" for key in values if not _is_given(config, key)}
+    return config.model_copy(
+        update={
+            "layout": LayoutSection(**values),
+            "origins": {**config.origins, **origins, "layout.auto": "plan"},
+        }
+    )
+
+
+def _is_given(config: Config, key: str) -> bool:
+    return config.origins[f"layout.{key}"] != "default"
 
 
 def digest(config: Config, layout: Layout) -> str:
@@ -92,12 +130,7 @@ def ranks_of(setting: Setting, layout: Layout) -> list[Memory]:
 def explain(setting: Setting, layout: Layout) -> Prediction:
     """Return the price of one layout; raises `ConfigError` where it has another world size."""
     if layout.world != setting.cluster.devices:
-        cluster = replace(
-            setting.cluster,
-            nodes=-(-layout.world // setting.cluster.per_node),
-            per_node=min(setting.cluster.per_node, layout.world),
-        )
-        setting = replace(setting, cluster=cluster)
+        setting = replace(setting, cluster=on_devices(setting.cluster, layout.world))
     count = layout.dp * layout.microbatch
     if setting.train.batch % count:
         raise ConfigError(
@@ -128,8 +161,7 @@ def as_json(made: Plan) -> dict[str, Any]:
     best, found = made.best, made.found
     cluster = made.setting.cluster
     return {
-        "model": made.config.model.model_dump(mode="json"),
-        "train": made.config.train.model_dump(mode="json"),
+        "config": made.config.model_dump(mode="json"),
         "cluster": {
             "device": cluster.device.name,
             "devices": cluster.devices,

@@ -23,10 +23,15 @@ from meshwright.predict.step import (
     unit_messages,
 )
 from meshwright.search.space import (
+    OF_CORE,
+    OF_SCHEDULE,
+    OF_SHARDING,
     Core,
+    Pins,
     Schedule,
     Sharding,
     cores,
+    obeys,
     offloads,
     schedules,
     shardings,
@@ -36,6 +41,11 @@ from meshwright.spec.training import Offload
 
 # Share of a device's memory that a plan leaves free: a prediction is a few percent off.
 MARGIN = 0.05
+# So many divisions are held against each other by `preference`, whatever is asked for.
+_COMPARED = 8
+# Share of the time that each further word of a layout's label has to earn. Predictions are a few
+# percent off, so of layouts that are about as fast the simplest is the one to run.
+_WORD = 0.001
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9
 # Schedules that others beat by what they are, and why.
@@ -79,16 +89,23 @@ class _Choice:
     states: tuple[float, float]
 
 
+def preference(found: Prediction) -> float:
+    """Return what layouts are ranked by: seconds, a little more for each word of the label."""
+    return found.time.total * (1 + _WORD * len(found.layout.label.split()))
+
+
 class Search:
-    """One search: a setting, a number of devices, a margin.
+    """One search: a setting, a number of devices, a margin, keys of the layout that are fixed.
 
     What a layout costs falls into parts that depend on few choices each: the microbatch's time on
     its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. So the parts
     are priced once, and all layouts of a core are sums of them. The best are priced whole.
     """
 
-    def __init__(self, setting: Setting, devices: int, margin: float = MARGIN) -> None:
-        self.setting, self.devices = setting, devices
+    def __init__(
+        self, setting: Setting, devices: int, margin: float = MARGIN, pins: Pins | None = None
+    ) -> None:
+        self.setting, self.devices, self.pins = setting, devices, pins or {}
         self.limit = setting.cluster.device.memory * (1 - margin)
         self.kernels = setting.kernels()
         self.reasons: Counter[str] = Counter()
@@ -103,25 +120,33 @@ class Search:
         cannot beat the worst of the best any more is left out without a price.
         """
         train, layers = self.setting.train, self.setting.model.n_layers
-        everything = list(cores(self.setting.model, train, self.devices))
+        everything = self._cores()
         self._parts = [parts_of(self.setting, self.kernels, core.layout) for core in everything]
         order = sorted((self._bound(core, index), index) for index, core in enumerate(everything))
-        best = self._pass(everything, order, top, ("none",))
+        kept = max(top, _COMPARED)
+        best = self._pass(everything, order, kept, ("none",))
         if not best:
-            best = self._pass(everything, order, top, ("optimizer", "params"))
+            best = self._pass(everything, order, kept, ("optimizer", "params"))
         else:
             self.reasons["offload: layouts without it fit, and are faster"] += sum(
                 size_of(core, train, layers) - size_of(core, train, layers, ("none",))
                 for core in everything
             )
-        ranked = sorted(
-            (price(self.setting, layout) for _, layout in best), key=lambda found: found.time.total
-        )
+        ranked = sorted((price(self.setting, layout) for _, layout in best), key=preference)[:top]
         considered = sum(size_of(core, train, layers) for core in everything)
         layout = self.nearest[1] if self.nearest and not ranked else None
         held = worst_memory(self.setting, layout) if layout else None
         reasons = dict(self.reasons.most_common())
         return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _cores(self) -> list[Core]:
+        """Return the legal cores, or those of them that are as the user fixed them."""
+        found = cores(self.setting.model, self.setting.train, self.devices)
+        if not self.pins:
+            return list(found)
+        kept = (core.layout for core in found if obeys(self.pins, core.layout, OF_CORE))
+        sp = self.pins.get("sp", True)
+        return [Core(one.model_copy(update={"sp": bool(sp and one.sp)})) for one in kept]
 
     def _pass(
         self,
@@ -160,6 +185,8 @@ class Search:
         """Return the fastest layout of a core that fits, if it beats a limit."""
         one, setting = core.layout, self.setting
         choices = self._priced_choices(one, offloaded)
+        if not choices:
+            return None
         count = setting.train.batch // one.dp // one.microbatch
         lightest = min(choice.states[0] for choice in choices)
         if _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest > self.limit:
@@ -179,7 +206,9 @@ class Search:
         ]
         candidates = []
         for schedule in schedules(one.pp, setting.model.n_layers, count):
-            why = _dominated(schedule, setting.model.n_layers, one.pp)
+            if not obeys(self.pins, self._with(one, schedule, None), OF_SCHEDULE):
+                continue
+            why = dominated(schedule, setting.model.n_layers, one.pp)
             if why is not None:
                 self.reasons[why] += len(priced)
                 continue
@@ -260,13 +289,20 @@ class Search:
 
     def _priced_choices(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[_Choice]:
         """Return the ZeRO stages of a division of the devices, with what each costs."""
-        key = (one.pp, one.dp_replicate, one.cp, one.tp, offloaded)
+        # Weights on the host are sent anew for each microbatch.
+        often = one.microbatch if "params" in offloaded else 0
+        key = (one.pp, one.dp_replicate, one.cp, one.tp, offloaded, often)
         if key not in self._choices:
             found = [
                 self._priced(one, sharding, offload)
                 for sharding in shardings(one.dp_replicate, one.cp)
                 for offload in offloads(sharding.zero)
                 if offload in offloaded
+            ]
+            found = [
+                choice
+                for choice in found
+                if obeys(self.pins, self._with(one, None, choice), OF_SHARDING)
             ]
             self._choices[key] = [
                 choice
@@ -326,7 +362,7 @@ def _is_worse(one: _Choice, other: _Choice, is_before: bool) -> bool:
     return all(a >= b for a, b in zip(mine, others, strict=True)) and (mine != others or is_before)
 
 
-def _dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
+def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
     """Return why a schedule need not be priced, if another is never worse."""
     if schedule.virtual > 1 and layers % (pp * schedule.virtual):
         return "stages of unequal numbers of layers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,6 +15,18 @@ from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec,
 # A microbatch of more tokens fills a device no better, and larger ones only need more memory.
 _MICROBATCH_TOKENS = 131072
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+# Keys of a layout that a core has; the others are the sharding's and the schedule's.
+OF_CORE = ("pp", "cp", "tp", "cp_kind", "microbatch", "recompute")
+OF_SHARDING = ("dp_replicate", "dp_shard", "zero", "offload")
+OF_SCHEDULE = ("schedule", "virtual_stages")
+Pins = Mapping[str, object]
+
+
+def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
+    """Whether the keys of a layout are as a user fixed them."""
+    return all(getattr(layout, key) == pins[key] for key in keys if key in pins)
 
 
 class Core(NamedTuple):

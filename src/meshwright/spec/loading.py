@@ -67,15 +67,29 @@ ALIASES: Mapping[str, _Alias] = {
 }
 
 
-def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
+) -> Config:
     """Return the config of a TOML file with overrides `section.key=value` (or aliases) on top.
 
-    Without a path the built-in defaults apply. Raises `ConfigError` naming the key, the value,
-    where it was written, the rule, and the nearest legal value.
+    Without a path the built-in defaults apply. The values of a `plan`, by section, come between
+    the file and the overrides, with the origin "plan". Raises `ConfigError` naming the key, the
+    value, where it was written, the rule, and the nearest legal value.
     """
     given: dict[str, Values] = {name: {} for name in SECTIONS}
     if path is not None:
         _merge(given, _read_toml(Path(path)))
+    _merge(
+        given,
+        [
+            (section, key, Value(value, "plan"))
+            for section, values in (plan or {}).items()
+            for key, value in values.items()
+        ],
+    )
     _merge(given, _read_overrides(overrides))
     return build_config(given)
 
@@ -112,7 +126,7 @@ def _check_types(name: str, spec: type[Spec], values: Values) -> None:
 
 
 def _derive(given: dict[str, Values]) -> None:
-    """Fill what follows from other keys: the model's sizes, the warm-up, `layout.auto`."""
+    """Fill what follows from other keys: the model's sizes, the warm-up, the hang."""
     data = given["data"]
     source = data.get("source", Value("stdlib", "default")).value
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
@@ -126,10 +140,6 @@ def _derive(given: dict[str, Values]) -> None:
     timeout = cluster.get("timeout", Value(None, "")).value
     if isinstance(timeout, int | float) and "hang" not in cluster:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
-    layout = given["layout"]
-    chosen = next((key for key in layout if key not in ("auto", "microbatch")), None)
-    if chosen is not None and "auto" not in layout:
-        layout["auto"] = Value(False, f"derived: layout.{chosen} is given")
 
 
 def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:

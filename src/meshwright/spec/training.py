@@ -139,10 +139,11 @@ class LayoutSection(Spec):
     """The [layout] section as it was written; `layout.resolve_layout` makes a `Layout` of it.
 
     A degree that is left out is 1, except the data-parallel one, which takes all devices that
-    remain. `microbatch` is in sequences; left out, it is chosen.
+    remain. `microbatch` is in sequences; left out, it is chosen. With `auto` the planner chooses
+    what is left out, the keys that are given stay.
     """
 
-    auto: bool = True
+    auto: bool = False
     pp: int = Field(default=1, gt=0)
     dp_replicate: int | None = Field(default=None, gt=0)
     dp_shard: int | None = Field(default=None, gt=0)
@@ -180,6 +181,7 @@ class ClusterSpec(Spec):
     memory: Memory | None = None
     links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
     peak_tflops: float | None = Field(default=None, gt=0)
+    price: float | None = Field(default=None, gt=0)
     port: int | None = Field(default=None, gt=0, lt=65536)
     timeout: float = Field(default=600.0, gt=0)
     hang: float = Field(default=300.0, ge=0)

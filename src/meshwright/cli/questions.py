@@ -1,0 +1,215 @@
+"""What `plan` answers beside its ranking: fewest devices, largest batch, longest context, cost."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.cli.common import say, table
+from meshwright.errors import ConfigError
+from meshwright.predict.price import Prediction
+from meshwright.predict.setting import Setting
+from meshwright.search.plan import ledger
+from meshwright.search.questions import (
+    Batch,
+    Offer,
+    cheapest,
+    fewest_devices,
+    largest_batches,
+    longest_context,
+)
+from meshwright.search.remedies import Remedy
+from meshwright.spec.loading import Config
+from meshwright.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a document, and how to print it."""
+
+    name: str
+    document: Any
+    print: Callable[[], None]
+    seconds: float
+
+
+def add_questions(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the questions."""
+    parser.add_argument("--fewest", action="store_true", help="the fewest devices that fit")
+    parser.add_argument(
+        "--largest-batch", action="store_true", help="the most sequences that fit at once"
+    )
+    parser.add_argument(
+        "--longest-context", action="store_true", help="the longest sequences that fit"
+    )
+    parser.add_argument(
+        "--cheapest",
+        action="store_true",
+        help="numbers and kinds of devices by what a token costs; see cluster.price and --price",
+    )
+    parser.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="DEVICE=PRICE",
+        help="of one device for an hour, for --cheapest; may be given again",
+    )
+
+
+def answers(args: argparse.Namespace, config: Config, setting: Setting) -> list[Answer]:
+    """Return the answers to the questions that the arguments ask; raises `ConfigError`."""
+    devices, margin = setting.cluster.devices, args.margin
+    asked: list[tuple[str, Callable[[], tuple[Any, Callable[[], None]]]]] = []
+    if args.fewest:
+        asked.append(("fewest_devices", lambda: _fewest(setting, devices, margin)))
+    if args.largest_batch:
+        asked.append(("largest_batch", lambda: _largest(setting, devices, margin)))
+    if args.longest_context:
+        asked.append(("longest_context", lambda: _longest(setting, devices, margin)))
+    if args.cheapest:
+        prices = _prices(args.price, config, setting)
+        asked.append(("cheapest", lambda: _cheapest(setting, prices, devices, margin)))
+    elif args.price:
+        raise ConfigError("--price is for --cheapest")
+    found = []
+    for name, answer in asked:
+        started = time.perf_counter()
+        document, show = answer()
+        found.append(Answer(name, document, show, time.perf_counter() - started))
+    return found
+
+
+def _prices(words: list[str], config: Config, setting: Setting) -> Mapping[str, float]:
+    prices = {}
+    if config.cluster.price is not None:
+        prices[setting.cluster.device.name] = config.cluster.price
+    for word in words:
+        name, equals, number = word.partition("=")
+        try:
+            prices[name] = float(number)
+        except ValueError:
+            prices[name] = 0.0
+        if not equals or not 0 < prices[name] < float("inf"):
+            raise ConfigError(f"--price {word} is not of the form h100-sxm=2.5, above 0")
+    return prices
+
+
+def _fewest(setting: Setting, devices: int, margin: float) -> tuple[int | None, Callable[[], None]]:
+    found = fewest_devices(setting, devices, margin)
+
+    def show() -> None:
+        text = f"more than {devices}" if found is None else str(found)
+        print(f"fewest devices that fit without offload: {text}")
+
+    return found, show
+
+
+def _row(found: Prediction) -> tuple[str, str, str]:
+    rate = format_count(found.tokens_per_s)
+    return found.layout.label, format_bytes(found.memory.total), rate
+
+
+def _largest(
+    setting: Setting, devices: int, margin: float
+) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    found = largest_batches(setting, devices, margin)
+
+    def show() -> None:
+        if not found:
+            print(f"largest batch: not even one sequence of {setting.train.seq_len} tokens fits")
+            return
+        say(
+            "largest batch at once, by what is recomputed; larger ones accumulate these without "
+            "more memory:"
+        )
+        rows = table("recompute", "sequences", "batch", "layout", "memory", "tokens/s")
+        for one in found:
+            policy = one.recompute if one.at_speed else "any speed"
+            rows.add_row(policy, f"{one.sequences}", f"{one.batch}", *_row(one.found))
+        Console().print(rows)
+
+    return [_batch(one) for one in found], show
+
+
+def _batch(one: Batch) -> dict[str, Any]:
+    sizes = {"at_speed": one.at_speed, "sequences_at_once": one.sequences, "batch": one.batch}
+    return {**sizes, **ledger(one.found)}
+
+
+def _longest(
+    setting: Setting, devices: int, margin: float
+) -> tuple[dict[str, Any] | None, Callable[[], None]]:
+    found = longest_context(setting, devices, margin)
+
+    def show() -> None:
+        if found is None:
+            print("longest context: not even the shortest sequences fit")
+            return
+        label, memory, rate = _row(found[1])
+        print(f"longest context with train.batch = {setting.train.batch}: {found[0]:,} tokens")
+        say(f"{label}: {memory}, {rate} tokens/s", "  ")
+
+    return None if found is None else {"seq_len": found[0], **ledger(found[1])}, show
+
+
+def _cheapest(
+    setting: Setting, prices: Mapping[str, float], devices: int, margin: float
+) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    found = cheapest(setting, prices, devices, margin)
+
+    def show() -> None:
+        if not found:
+            print(f"cheapest: nothing fits on up to {devices} devices")
+            return
+        print("cost of a million tokens, in the currency of the prices:")
+        rows = table("devices", "cost", "layout", "memory", "tokens/s")
+        for one in found:
+            rows.add_row(f"{one.devices} {one.device}", f"{one.cost:.4g}", *_row(one.found))
+        Console().print(rows)
+
+    return [_offer(one) for one in found], show
+
+
+def _offer(one: Offer) -> dict[str, Any]:
+    of = {"device": one.device, "devices": one.devices, "price_per_hour": one.price_per_hour}
+    return {**of, "cost_of_a_million_tokens": one.cost, **ledger(one.found)}
+
+
+def remedies_json(now: Prediction, found: list[Remedy]) -> dict[str, Any]:
+    """Return what helps after an out-of-memory as JSON."""
+    return {
+        "ran_out": ledger(now),
+        "fits": [
+            {
+                "change": one.text,
+                "saved_bytes": round(one.saved),
+                "slower": one.slower,
+                **ledger(one.found),
+            }
+            for one in found
+        ],
+    }
+
+
+def print_remedies(now: Prediction, found: list[Remedy], seconds: float) -> None:
+    """Print what helps after an out-of-memory."""
+    held = now.memory
+    said = "which fits by the prediction: it is too low" if held.fits else "too much"
+    say(
+        f"{now.layout.label} needs {format_bytes(held.total)} of {format_bytes(held.limit)} on "
+        f"pipeline rank {held.rank}, {said}"
+    )
+    if not found:
+        say("no change, and no pair of changes, of this layout fits: see `meshwright plan`")
+        return
+    print(f"what fits, the cheapest in time first ({seconds:.2f} s):")
+    rows = table("change", "saves", "needs", "time a token")
+    for one in found:
+        saved, needed = format_bytes(one.saved), format_bytes(one.found.memory.total)
+        rows.add_row(one.text, saved, needed, f"{one.slower:+.1%}")
+    Console().print(rows)

@@ -1,0 +1,106 @@
+"""The layout that needs least memory: whether anything fits, without ranking what does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.predict.memory import activations, in_flight, model_states, outside
+from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.search.rank import dominated
+from meshwright.search.space import cores, schedules
+from meshwright.spec.training import Offload, Recompute, TrainSpec
+
+
+class Light(NamedTuple):
+    """A layout and the bytes that its dearest rank needs; lighter ones come first."""
+
+    bytes: float
+    layout: Layout
+
+
+def divisions(setting: Setting, devices: int) -> Iterator[Layout]:
+    """Yield the legal divisions of the devices over the axes, one sequence a microbatch."""
+    one_each = setting.train.model_copy(update={"batch": devices})
+    for core in cores(setting.model, one_each, devices):
+        if core.layout.microbatch == 1 and core.layout.recompute == "none":
+            yield core.layout
+
+
+def lightest_of(
+    setting: Setting, one: Layout, microbatches: int, offload: Offload = "none"
+) -> Light | None:
+    """Return the lightest layout of a division, its microbatch and recomputation kept.
+
+    Tries each ZeRO stage over all data ranks, with the schedule that holds the fewest activations.
+    None where no schedule goes with so many microbatches.
+    """
+    layers = setting.model.n_layers
+    legal = [s for s in schedules(one.pp, layers, microbatches) if not dominated(s, layers, one.pp)]
+    if not legal:
+        return None
+
+    def holds(name: str, virtual: int) -> float:
+        changed = one.model_copy(update={"schedule": name, "virtual_stages": virtual})
+        return in_flight(changed, 0, microbatches) / virtual
+
+    schedule = min(legal, key=lambda choice: holds(*choice))
+    one = one.model_copy(update={"schedule": schedule.name, "virtual_stages": schedule.virtual})
+    held, ends = held_by(setting, one), sorted({0, one.pp - 1})
+    found, plain = work_of(setting, one), work_of(setting, one, "none")
+    kept = [
+        activations(
+            one, setting.stack, found, plain, held[rank], rank, microbatches, setting.calibration
+        )
+        for rank in ends
+    ]
+    light = None
+    for layout in _sharded(one, offload):
+        needed = 0.0
+        for rank, terms in zip(ends, kept, strict=True):
+            states = model_states(setting.model, layout, setting.stack, held[rank], setting.element)
+            size = sum(term.bytes for term in states + terms)
+            device, own = setting.cluster.device, setting.calibration
+            beside = outside(device, layout, setting.stack, own, size)
+            needed = max(needed, size + sum(term.bytes for term in beside))
+        if light is None or needed < light.bytes:
+            light = Light(needed, layout)
+    return light
+
+
+def _sharded(one: Layout, offload: Offload) -> Iterator[Layout]:
+    """Yield a division with each ZeRO stage over all of its data ranks."""
+    if offload != "params":
+        yield one.model_copy(update={"offload": offload})
+    if one.dp * one.cp > 1:
+        shards = {"dp_shard": one.dp, "dp_replicate": 1, "offload": offload}
+        for zero in (1, 2, 3):
+            yield one.model_copy(update={**shards, "zero": zero})
+
+
+def lightest(
+    setting: Setting, devices: int, recompute: Recompute = "full", offload: Offload = "none"
+) -> Light | None:
+    """Return the layout of so many devices that needs least, or None where none is legal."""
+    found = []
+    for one in divisions(setting, devices):
+        if setting.train.batch % one.dp:
+            continue
+        light = lightest_of(
+            setting,
+            one.model_copy(update={"recompute": recompute}),
+            setting.train.batch // one.dp,
+            offload,
+        )
+        if light is not None:
+            found.append(light)
+    return min(found, key=lambda light: (light.bytes, light.layout.label), default=None)
+
+
+def with_train(setting: Setting, **changes: int) -> Setting:
+    """Return the setting with another batch or sequence length."""
+    train: TrainSpec = setting.train.model_copy(update=changes)
+    return Setting(
+        setting.model, train, setting.cluster, setting.stack, setting.calibration, setting.products
+    )

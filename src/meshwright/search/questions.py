@@ -1,0 +1,219 @@
+"""What a user asks before a run: fewest devices, largest batch, longest context, least money."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout, broken
+from meshwright.predict.catalogue import Cluster, cluster_of, find_device
+from meshwright.predict.price import Prediction, price
+from meshwright.predict.setting import Setting
+from meshwright.search.lightest import divisions, lightest, lightest_of, with_train
+from meshwright.search.rank import MARGIN, Search
+from meshwright.search.space import RECOMPUTES
+from meshwright.spec.training import Recompute
+
+# A pipeline gets this many microbatches for each of its ranks: a fifth of the time to its bubble.
+_FILL = 4
+# A batch is at speed with this share of the fastest's tokens per second.
+_AT_SPEED = 0.9
+# Contexts are tried up to this length, each octave in eighths.
+_LONGEST = 1 << 27
+_OCTAVE = 8
+# A microbatch is no larger than this, in sequences on a rank.
+_MOST_SEQUENCES = 1 << 16
+
+
+def on_devices(cluster: Cluster, devices: int) -> Cluster:
+    """Return a cluster of the same kind with another number of devices."""
+    per_node = min(cluster.per_node, devices)
+    return replace(cluster, nodes=-(-devices // per_node), per_node=per_node)
+
+
+def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
+    """Return the numbers of devices that are rented: parts of a node, then whole nodes."""
+    node = cluster.per_node
+    parts = [size for size in range(1, min(node, devices) + 1) if node % size == 0]
+    return parts + list(range(2 * node, devices + 1, node))
+
+
+def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> int | None:
+    """Return the fewest devices, of up to so many, on which a layout fits without offload.
+
+    Tries parts of a node that divide it, then whole nodes. None where all are too few.
+    """
+    for count in sizes_up_to(setting.cluster, devices):
+        tried = replace(setting, cluster=on_devices(setting.cluster, count))
+        light = lightest(tried, count)
+        if light is None or light.bytes > _limit(setting, margin):
+            continue
+        if Search(tried, count, margin).run(1).ranked:
+            return count
+    return None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The most sequences that devices work on at once, with one policy of recomputation.
+
+    `sequences` is dp x microbatch, `batch` the global batch that the prediction is for: one
+    microbatch, in a pipeline four for each of its ranks. `at_speed`: within a tenth of the fastest
+    of its policy; otherwise the most at any speed.
+    """
+
+    recompute: Recompute
+    sequences: int
+    batch: int
+    found: Prediction
+    at_speed: bool
+
+
+def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> list[Batch]:
+    """Return the largest batch that fits at once for each policy of recomputation.
+
+    Each division of the devices has a largest batch. Of a policy's, the largest that is within a
+    tenth of the fastest in tokens per second; the last is the largest of all at any speed. Larger
+    global batches accumulate microbatches of this size, and take no more memory.
+    """
+    everything = list(divisions(setting, devices))
+    best, every = [], []
+    for policy in RECOMPUTES:
+        found = [
+            batch
+            for one in everything
+            if (batch := _largest_of(setting, one, policy, _limit(setting, margin))) is not None
+        ]
+        every += found
+        enough = _AT_SPEED * max((one.found.tokens_per_s for one in found), default=0.0)
+        fast = [one for one in found if one.found.tokens_per_s >= enough]
+        best += sorted(fast, key=_largest_first)[:1]
+    most = sorted(every, key=_largest_first)[:1]
+    return best + [replace(one, at_speed=False) for one in most if one not in best]
+
+
+def _largest_first(one: Batch) -> tuple[int, float]:
+    return -one.sequences, -one.found.tokens_per_s
+
+
+def _largest_of(setting: Setting, one: Layout, recompute: Recompute, limit: float) -> Batch | None:
+    """Return the largest batch of a division, or None where no sequence fits."""
+    one = one.model_copy(update={"recompute": recompute})
+    size, count = _most(setting, one, limit), _microbatches(one)
+    if not size:
+        return None
+    own = with_train(setting, batch=size * one.dp * count)
+    light = lightest_of(own, one.model_copy(update={"microbatch": size}), count)
+    if light is None or broken(own.model, own.train, light.layout) is not None:
+        return None
+    found = price(own, light.layout, events=False)
+    return Batch(recompute, size * one.dp, own.train.batch, found, at_speed=True)
+
+
+def _microbatches(one: Layout) -> int:
+    return _FILL * one.pp if one.pp > 1 else 1
+
+
+def _most(setting: Setting, one: Layout, limit: float) -> int:
+    """Return the largest microbatch of a division that fits, 0 where none does."""
+
+    def fits(size: int) -> bool:
+        layout = one.model_copy(update={"microbatch": size})
+        light = lightest_of(setting, layout, _microbatches(one))
+        return light is not None and light.bytes <= limit
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high < _MOST_SEQUENCES and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def longest_context(
+    setting: Setting, devices: int, margin: float = MARGIN
+) -> tuple[int, Prediction] | None:
+    """Return the longest sequences that fit, in tokens, with the fastest layout for them.
+
+    The batch stays. Lengths are powers of two and the seven between each two of them; offload is
+    left out. None where not even the shortest fits.
+    """
+    limit = _limit(setting, margin)
+
+    def fits(length: int) -> bool:
+        light = lightest(with_train(setting, seq_len=length), devices)
+        return light is not None and light.bytes <= limit
+
+    octave = 1 << 10
+    while octave > 16 and not fits(octave):
+        octave //= 2
+    while octave < _LONGEST and fits(2 * octave):
+        octave *= 2
+    step = octave // _OCTAVE
+    for length in range(octave + (_OCTAVE - 1) * step, octave - step, -step):
+        if fits(length):
+            found = Search(with_train(setting, seq_len=length), devices, margin).run(1)
+            if found.ranked and found.ranked[0].layout.offload == "none":
+                return length, found.ranked[0]
+    return None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A number of devices of one kind, what it does, and what a million tokens cost on it."""
+
+    device: str
+    devices: int
+    found: Prediction
+    price_per_hour: float
+
+    @property
+    def cost(self) -> float:
+        """Price of a million tokens, in the currency of the price."""
+        return self.price_per_hour * self.devices / 3600 / self.found.tokens_per_s * 1e6
+
+
+def cheapest(
+    setting: Setting, prices: Mapping[str, float], devices: int, margin: float = MARGIN
+) -> list[Offer]:
+    """Return what fits of the kinds of devices that have a price, the cheapest token first.
+
+    `prices` are those of one device for an hour, by name in the catalogue. Numbers of devices go
+    by powers of two up to `devices`. Raises `ConfigError` where there is no price, or a name is
+    not in the catalogue.
+    """
+    if not prices:
+        raise ConfigError(
+            "nothing has a price: give cluster.price for an hour of one device, or "
+            "--price h100-sxm=PRICE for each kind to compare"
+        )
+    offers = []
+    for name, each in prices.items():
+        own = setting.cluster
+        if name != own.device.name:
+            own = cluster_of(find_device(name), find_device(name).per_node)
+        for count in _by_powers(devices):
+            tried = replace(setting, cluster=on_devices(own, count))
+            light = lightest(tried, count)
+            if light is None or light.bytes > _limit(tried, margin):
+                continue
+            offers += [
+                Offer(name, count, one, each) for one in Search(tried, count, margin).run(1).ranked
+            ]
+    return sorted(offers, key=lambda offer: (offer.cost, offer.devices))
+
+
+def _by_powers(devices: int) -> Iterator[int]:
+    count = 1
+    while count < devices:
+        yield count
+        count *= 2
+    yield devices
+
+
+def _limit(setting: Setting, margin: float) -> float:
+    return setting.cluster.device.memory * (1 - margin)

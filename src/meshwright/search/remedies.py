@@ -1,0 +1,206 @@
+"""After an out-of-memory: the nearest changes of a layout that fit, what they save and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, NamedTuple, get_args
+
+from meshwright.layout import Layout, broken
+from meshwright.layout.rules import divisors
+from meshwright.predict.price import Prediction, price, worst_memory
+from meshwright.predict.setting import Setting
+from meshwright.search.lightest import with_train
+from meshwright.search.questions import on_devices
+from meshwright.search.rank import MARGIN
+from meshwright.spec.training import Offload, Recompute
+
+# Of pairs of changes so many are shown: the fastest.
+_PAIRS = 5
+
+
+class Change(NamedTuple):
+    """One change, as a user writes it, and the keys of the layout or of training that it sets."""
+
+    text: str
+    layout: Mapping[str, Any]
+    seq_len: int | None = None
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that fits: bytes that it saves on the dearest rank, time of a token relative to now.
+
+    `slower` is 0.1 where a token takes 10% longer; `devices` where it takes more of them.
+    """
+
+    text: str
+    found: Prediction
+    saved: float
+    slower: float
+
+
+def remedies(
+    setting: Setting, layout: Layout, margin: float = MARGIN
+) -> tuple[Prediction, list[Remedy]]:
+    """Return the price of a layout that ran out of memory, and what would fit instead.
+
+    Of each kind of change the smallest that fits, the fastest first, then shorter sequences, which
+    train something else. Pairs of changes are there where they are faster than any one of them.
+    Where the prediction says that the layout fits, it is too low by an unknown part, so a change
+    has to save at least the margin of it.
+    """
+    now = price(setting, layout, events=False)
+    limit = min(now.memory.limit, now.memory.total) * (1 - margin)
+    kinds = [list(kind) for kind in _kinds(setting, layout)]
+
+    def tried(*changes: Change) -> Remedy | None:
+        return _tried(setting, layout, changes, now, limit)
+
+    single = [
+        next((remedy for one in kind if (remedy := tried(one)) is not None), None) for kind in kinds
+    ]
+    found = [remedy for remedy in single if remedy is not None]
+    least = min((one.slower for one in found), default=float("inf"))
+    pairs = []
+    for first, second in combinations(kinds, 2):
+        both = (
+            tried(one, other)
+            for one in first
+            for other in second
+            if not set(one.layout) & set(other.layout)
+        )
+        fits = [remedy for remedy in both if remedy is not None and remedy.slower < least]
+        pairs += sorted(fits, key=_cheapest_first)[:1]
+    found += sorted(pairs, key=_cheapest_first)[:_PAIRS]
+    shorter = (tried(one) for one in _shorter(setting))
+    fitting = next((remedy for remedy in shorter if remedy is not None), None)
+    return now, sorted(found, key=_cheapest_first) + ([] if fitting is None else [fitting])
+
+
+def _cheapest_first(remedy: Remedy) -> tuple[float, str]:
+    return remedy.slower, remedy.text
+
+
+def _tried(
+    setting: Setting, layout: Layout, changes: tuple[Change, ...], now: Prediction, limit: float
+) -> Remedy | None:
+    """Return what changes do together, or None where they are not legal or do not fit."""
+    values: dict[str, Any] = {}
+    own = setting
+    for change in changes:
+        values |= change.layout
+        if change.seq_len is not None:
+            own = with_train(own, seq_len=change.seq_len)
+        if change.devices is not None:
+            own = replace(own, cluster=on_devices(own.cluster, change.devices))
+    changed = layout.model_copy(update=values)
+    if broken(own.model, own.train, changed) is not None or changed.world != own.cluster.devices:
+        return None
+    if worst_memory(own, changed).total > limit:
+        return None
+    found = price(own, changed, events=False)
+    of_device = found.tokens_per_s / found.devices
+    slower = now.tokens_per_s / now.devices / of_device - 1
+    saved = now.memory.total - found.memory.total
+    return Remedy(" and ".join(change.text for change in changes), found, saved, slower)
+
+
+def _kinds(setting: Setting, layout: Layout) -> Iterator[Iterator[Change]]:
+    """Yield the kinds of changes, each from the smallest step to the largest."""
+    yield _smaller_microbatches(layout)
+    yield _recomputation(layout)
+    yield _sharding(layout)
+    yield _sequence_parallelism(layout)
+    yield _schedules(layout)
+    for axis in ("tp", "pp", "cp"):
+        yield _wider(setting, layout, axis)
+    yield _offload(layout)
+    yield _more_devices(setting, layout)
+
+
+def _smaller_microbatches(layout: Layout) -> Iterator[Change]:
+    for size in reversed(divisors(layout.microbatch)[:-1]):
+        yield Change(f"layout.microbatch={size}", {"microbatch": size})
+
+
+def _recomputation(layout: Layout) -> Iterator[Change]:
+    policies = get_args(Recompute)
+    for policy in policies[policies.index(layout.recompute) + 1 :]:
+        yield Change(f"layout.recompute={policy}", {"recompute": policy})
+
+
+def _sharding(layout: Layout) -> Iterator[Change]:
+    """Yield further ZeRO stages, over the ranks that shard now, then over all data ranks."""
+    if layout.dp * layout.cp == 1:
+        return
+    for shards in sorted({layout.dp_shard, layout.dp}):
+        if shards * layout.cp == 1:
+            continue
+        values = {"dp_shard": shards, "dp_replicate": layout.dp // shards}
+        degrees = "" if shards == layout.dp_shard else _words(values)
+        for zero in range(1, 4):
+            if (zero, shards) > (layout.zero, layout.dp_shard) and zero >= layout.zero:
+                yield Change(f"layout.zero={zero}{degrees}", {**values, "zero": zero})
+
+
+def _words(values: Mapping[str, int]) -> str:
+    return "".join(f" layout.{key}={value}" for key, value in values.items())
+
+
+def _sequence_parallelism(layout: Layout) -> Iterator[Change]:
+    if layout.tp > 1 and not layout.sp:
+        yield Change("layout.sp=true", {"sp": True})
+
+
+def _schedules(layout: Layout) -> Iterator[Change]:
+    """Yield schedules that hold fewer activations: fewer stages a rank, then plain 1F1B."""
+    if layout.pp == 1:
+        return
+    for virtual in range(layout.virtual_stages - 1, 1, -1):
+        yield Change(f"layout.virtual_stages={virtual}", {"virtual_stages": virtual})
+    if (layout.schedule, layout.virtual_stages) != ("1f1b", 1):
+        values = {"schedule": "1f1b", "virtual_stages": 1}
+        yield Change("layout.schedule=1f1b layout.virtual_stages=1", values)
+
+
+def _wider(setting: Setting, layout: Layout, axis: str) -> Iterator[Change]:
+    """Yield higher degrees of an axis at the cost of data ranks, the devices kept."""
+    for factor in divisors(layout.dp)[1:]:
+        values = {axis: getattr(layout, axis) * factor}
+        for data in ("dp_replicate", "dp_shard"):
+            if getattr(layout, data) % factor == 0:
+                values[data] = getattr(layout, data) // factor
+                break
+        else:
+            continue
+        if axis == "tp" and values["tp"] > setting.cluster.per_node:
+            return
+        text = _words(values)[1:]
+        sp = {"sp": True} if axis == "tp" else {}
+        yield Change(text + (" layout.sp=true" if sp else ""), {**values, **sp})
+
+
+def _offload(layout: Layout) -> Iterator[Change]:
+    kinds = get_args(Offload)
+    for offload in kinds[kinds.index(layout.offload) + 1 :]:
+        yield Change(f"layout.offload={offload}", {"offload": offload})
+
+
+def _shorter(setting: Setting) -> Iterator[Change]:
+    length = setting.train.seq_len // 2
+    while length >= 64:
+        yield Change(f"train.seq_len={length}", {}, seq_len=length)
+        length //= 2
+
+
+def _more_devices(setting: Setting, layout: Layout) -> Iterator[Change]:
+    """Yield more devices to shard over, where anything is sharded."""
+    if not layout.zero:
+        return
+    for factor in (2, 4, 8):
+        shards, devices = layout.dp_shard * factor, layout.world * factor
+        text = f"{devices} devices, layout.dp_shard={shards}"
+        yield Change(text, {"dp_shard": shards}, devices=devices)

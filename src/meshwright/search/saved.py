@@ -1,0 +1,79 @@
+"""A saved plan: read back to be run, if the program is still the one that was planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.search.plan import digest
+from meshwright.spec.loading import Config, load_config
+
+# What a program is made of besides the layout, as the digest has it.
+_OF_TRAINING = ("batch", "seq_len", "precision")
+
+
+def load_planned(
+    plan: Path, config: Path | None = None, overrides: Iterable[str] = (), needed: str = "--plan"
+) -> Config:
+    """Return the config that a saved plan is to be run with, its layout with the origin "plan".
+
+    Without a config file the plan's own config applies, too. Raises `ConfigError` where the file
+    is no plan, has no layout, or where the program is another one than was planned.
+    """
+    saved = _read(plan, needed)
+    layout = {"auto": False, **saved["layout"]}
+    sections: dict[str, Mapping[str, Any]] = {"layout": layout}
+    if config is None:
+        sections = {**_without_none(saved["config"]), **sections}
+    found = load_config(config, overrides, plan=sections)
+    values = found.layout.model_dump(exclude={"auto"})
+    now = Layout(**{key: value for key, value in values.items() if value is not None})
+    if digest(found, now) != saved["digest"]:
+        changes = "; ".join(_changes(found, now, saved)) or "its files were written by hand"
+        raise ConfigError(
+            f"{needed} {plan}: the program is not the one that was planned: {changes}. Plan again "
+            "with `meshwright plan --save`, or train without --plan"
+        )
+    return found
+
+
+def _read(plan: Path, needed: str) -> dict[str, Any]:
+    try:
+        saved = json.loads(plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{needed} {plan} cannot be read: {error}") from None
+    keys = ("config", "layout", "digest")
+    if not isinstance(saved, dict) or not all(key in saved for key in keys):
+        raise ConfigError(f"{needed} {plan} is not a plan of `meshwright plan --save`")
+    if saved["layout"] is None:
+        raise ConfigError(f"{needed} {plan} has no layout: none fitted")
+    return saved
+
+
+def _without_none(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in config.items()
+    }
+
+
+def _changes(found: Config, layout: Layout, saved: Mapping[str, Any]) -> list[str]:
+    """Return what differs from the plan, key by key."""
+    pairs = {
+        "model": (found.model.model_dump(mode="json"), saved["config"]["model"]),
+        "train": (
+            found.train.model_dump(mode="json", include=set(_OF_TRAINING)),
+            saved["config"]["train"],
+        ),
+        "layout": (layout.model_dump(mode="json"), saved["layout"]),
+    }
+    return [
+        f"{section}.{key} = {value}, planned with {old.get(key)}"
+        for section, (new, old) in pairs.items()
+        for key, value in new.items()
+        if value != old.get(key)
+    ]

@@ -1,0 +1,271 @@
+"""What the planner answers beside its ranking, each answer held against trying all layouts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout, broken
+from meshwright.predict.price import price, worst_memory
+from meshwright.search.lightest import lightest, lightest_of, with_train
+from meshwright.search.questions import (
+    cheapest,
+    fewest_devices,
+    largest_batches,
+    longest_context,
+    on_devices,
+    sizes_up_to,
+)
+from meshwright.search.remedies import remedies
+from meshwright.spec.resolve import model_spec
+from runs import TINY
+from test_search import everything, setting
+
+SEVEN = model_spec(preset="llama-2-7b")
+A40S = setting(SEVEN, 8, "a40", batch=128, seq_len=4096)
+
+
+def fits(one, label, margin=0.05):
+    found = worst_memory(one, Layout.parse(label))
+    return found.total <= found.limit * (1 - margin)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_lightest_of_all_layouts_is_found(devices):
+    one = setting(devices=devices)
+    layouts = [
+        layout
+        for layout in everything(one, devices)
+        if layout.offload == "none" and layout.recompute == "full"
+    ]
+    least = min(worst_memory(one, layout).total for layout in layouts)
+    found = lightest(one, devices)
+    assert found.bytes == pytest.approx(worst_memory(one, found.layout).total)
+    # Schedules that the search leaves out, such as one microbatch at a time, may hold less.
+    assert least <= found.bytes <= 1.1 * least
+    assert broken(one.model, one.train, found.layout) is None
+
+
+def test_the_fewest_devices():
+    assert sizes_up_to(A40S.cluster, 40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    fewest = fewest_devices(A40S, 8)
+    assert fewest == 4
+    for count, is_enough in ((fewest, True), (fewest // 2, False)):
+        tried = replace(A40S, cluster=on_devices(A40S.cluster, count))
+        light = lightest(tried, count)
+        assert (light.bytes <= 0.95 * 48 * 2**30) is is_enough
+    assert fewest_devices(A40S, 2) is None
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    found = largest_batches(A40S, 8)
+    assert [one.recompute for one in found if one.at_speed] == ["none", "selective", "full"]
+    assert [one.at_speed for one in found][:3] == [True] * 3
+    for one in found:
+        layout = one.found.layout
+        assert one.sequences == layout.dp * layout.microbatch
+        own = with_train(A40S, batch=one.batch)
+        assert broken(own.model, own.train, layout) is None
+        assert fits(own, layout.label)
+        count = one.batch // one.sequences
+        more = layout.model_copy(update={"microbatch": layout.microbatch + 1, "zero": 0})
+        more = more.model_copy(update={"dp_replicate": layout.dp, "dp_shard": 1})
+        assert lightest_of(own, more, count).bytes > 0.95 * 48 * 2**30
+    most = max(one.sequences for one in found)
+    assert found[-1].sequences == most
+    assert largest_batches(A40S, 8) == found
+
+
+def test_the_longest_context_fits_and_the_next_length_does_not():
+    one = with_train(A40S, batch=8)
+    length, found = longest_context(one, 8)
+    assert found.memory.total <= 0.95 * found.memory.limit
+    assert found.tokens == 8 * length
+    octave = 1 << (length.bit_length() - 1)
+    longer = with_train(one, seq_len=length + octave // 8)
+    assert lightest(longer, 8).bytes > 0.95 * 48 * 2**30
+    tiny = replace(one.cluster, device=replace(one.cluster.device, memory=10**9))
+    assert longest_context(replace(one, cluster=tiny), 8) is None
+
+
+def test_the_cheapest_token():
+    prices = {"a40": 1.0, "h100-sxm": 4.0}
+    found = cheapest(A40S, prices, 8)
+    costs = [one.cost for one in found]
+    assert costs == sorted(costs)
+    assert {one.device for one in found} == {"a40", "h100-sxm"}
+    for one in found:
+        hours = 1e6 / one.found.tokens_per_s / 3600
+        assert one.cost == pytest.approx(hours * one.devices * prices[one.device])
+        assert one.found.layout.world == one.devices
+    # A price twice as high doubles the cost of that kind alone.
+    dearer = {(o.device, o.devices): o.cost for o in cheapest(A40S, {**prices, "a40": 2.0}, 8)}
+    for one in found:
+        times = 2 if one.device == "a40" else 1
+        assert dearer[one.device, one.devices] == pytest.approx(times * one.cost)
+    with pytest.raises(ConfigError, match="--price"):
+        cheapest(A40S, {}, 8)
+
+
+@pytest.mark.parametrize("label", ["dp8 mb4", "shard8 zero3 mb16", "shard8 zero3 mb2", "tp8 mb64"])
+def test_what_helps_after_an_out_of_memory(label):
+    layout = Layout.parse(label)
+    now, found = remedies(A40S, layout)
+    assert found
+    assert not now.memory.fits
+    own = price(A40S, layout, events=False)
+    shorter = [one for one in found if one.text.startswith("train.seq_len")]
+    assert found[len(found) - len(shorter) :] == shorter
+    costs = [one.slower for one in found[: len(found) - len(shorter)]]
+    assert costs == sorted(costs)
+    for one in found:
+        assert one.found.memory.total <= 0.95 * one.found.memory.limit
+        assert one.saved == pytest.approx(own.memory.total - one.found.memory.total)
+        rate = one.found.tokens_per_s / one.found.devices
+        assert one.slower == pytest.approx(own.tokens_per_s / own.devices / rate - 1)
+    assert remedies(A40S, layout) == (now, found)
+
+
+def test_the_smallest_step_that_fits_is_named():
+    _, found = remedies(A40S, Layout.parse("shard8 zero3 mb16 recompute-selective"))
+    sizes = [one for one in found if one.text.startswith("layout.microbatch=")]
+    singles = [one for one in sizes if " and " not in one.text]
+    (step,) = singles
+    size = step.found.layout.microbatch
+    assert fits(A40S, f"shard8 zero3 mb{size} recompute-selective")
+    assert not fits(A40S, f"shard8 zero3 mb{2 * size} recompute-selective")
+
+
+def test_a_layout_that_should_fit_has_to_save_the_margin():
+    layout = Layout.parse("shard8 zero3 mb1 recompute-full")
+    now, found = remedies(A40S, layout)
+    assert now.memory.fits
+    assert found
+    assert all(one.saved >= 0.05 * now.memory.total for one in found)
+
+
+WORDS = [
+    *("model.preset=llama-2-7b", "cluster.preset=a40", "train.precision=bf16"),
+    *("train.batch=128", "train.seq_len=4096"),
+]
+ASKED = ("--fewest", "--largest-batch", "--longest-context", "--cheapest")
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    return code, capsys.readouterr()
+
+
+def test_questions_on_the_command_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out = run(capsys, "plan", *WORDS, "--top", "2", *ASKED, "--price", "a40=1")
+    assert code == 0
+    for words in (
+        "fewest devices that fit without offload: 4",
+        "largest batch at once",
+        "longest context with train.batch = 128",
+        "cost of a million tokens",
+    ):
+        assert words in out.out
+    assert out.out.count("answered in") == 4
+    assert max(map(len, out.out.splitlines())) <= 80
+    code, out = run(capsys, "plan", *WORDS, "cluster.price=1", *ASKED, "--json")
+    found = json.loads(out.out)["answers"]
+    assert found["fewest_devices"] == 4
+    assert found["largest_batch"][0]["sequences_at_once"] > 1
+    assert found["longest_context"]["seq_len"] > 4096
+    assert found["cheapest"][0]["price_per_hour"] == 1
+
+
+def test_after_an_out_of_memory_on_the_command_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out = run(capsys, "plan", *WORDS, "--after-oom", "dp8 mb4")
+    assert code == 0
+    assert "what fits, the cheapest in time first" in out.out
+    assert max(map(len, out.out.splitlines())) <= 80
+    code, out = run(capsys, "plan", *WORDS, "--after-oom", "dp8 mb4", "--json")
+    found = json.loads(out.out)
+    assert found["ran_out"]["fits"] is False
+    assert all(one["saved_bytes"] > 0 for one in found["fits"])
+    code, out = run(capsys, "plan", *WORDS, "cluster.memory=1GiB", "--after-oom", "dp8 mb4")
+    assert code == 1
+    assert "no change" in out.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cheapest"], "cluster.price"),
+        (["--price", "a40=1"], "--price is for --cheapest"),
+        (["--cheapest", "--price", "a40"], "not of the form"),
+        (["--cheapest", "--price", "a40=-1"], "above 0"),
+        (["--cheapest", "--price", "a41=1"], "a40"),
+        (["--after-oom", "dp8 mb3"], "must divide"),
+        (["--after-oom", "tests"], "unknown word"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    code, out = run(capsys, "plan", *WORDS, *words)
+    assert code == 2
+    assert message in out.err
+
+
+def test_a_saved_plan_is_trained_and_only_as_it_was_planned(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = str(tmp_path / "plan.json")
+    assert main(["plan", *TINY, "train.steps=2", "--save", plan]) == 0
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    capsys.readouterr()
+    for words, message in (
+        (["model.dim=64"], "model.dim = 64, planned with 32"),
+        (["layout.microbatch=1", "train.batch=2"], "train.batch = 2, planned with 4"),
+        (["--resume", "runs/latest"], "give one of them"),
+    ):
+        code, out = run(capsys, "train", "--plan", plan, *words)
+        assert (code, message in out.err) == (2, True), out.err
+    code, out = run(capsys, "train", "--plan", plan, "train.steps=1", "--json")
+    assert code == 0, out.err
+    folder = tmp_path / json.loads(out.out)["run"]
+    made = json.loads((folder / "plan.json").read_text())
+    assert made["layout"] == saved["layout"]
+    origins = json.loads((folder / "provenance.json").read_text())
+    assert origins["layout.tp"] == origins["layout.zero"] == "plan"
+    assert origins["train.steps"] == "override train.steps=1"
+    # What a run can do after an out-of-memory of its own layout
+    code, out = run(capsys, "plan", "--after-oom", str(folder), "--json")
+    assert json.loads(out.out)["ran_out"]["layout"] == made["layout"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]"])
+def test_what_is_no_plan_is_refused(capsys, tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    code, out = run(capsys, "train", "--plan", str(path))
+    assert code == 2
+    assert "plan.json" in out.err
+
+
+def test_auto_keeps_what_is_given_and_names_the_plan(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*TINY, "layout.auto=true", "layout.tp=2", "model.n_kv_heads=2"]
+    code, out = run(capsys, "config", "show", *words, "--json")
+    assert code == 0, out.err
+    shown = json.loads(out.out)
+    assert shown["layout"]["tp"] == {"value": 2, "origin": "override layout.tp=2"}
+    assert shown["layout"]["zero"]["origin"] == "plan"
+    assert shown["layout"]["auto"] == {"value": False, "origin": "plan"}
+    assert shown["resolved_layout"]["tp"] == 2
+    config = mw.load_config(overrides=[*TINY, "layout.auto=true", "cluster.devices_per_node=2"])
+    made = mw.plan(config, top=1, local_devices=2)
+    code, out = run(capsys, "config", "show", *TINY, "layout.auto=true", "--json")
+    assert json.loads(out.out)["resolved_layout"] == made.best.layout.model_dump()
+    code, out = run(capsys, "train", *words, "train.batch=3", "layout.microbatch=2")
+    assert code == 2
+    assert "layout.microbatch = 2" in out.err
+    code, out = run(capsys, "train", *TINY, "layout.auto=true", "cluster.memory=1KiB")
+    assert code == 2
+    assert "no layout" in out.err
