@@ -4,8 +4,8 @@
 
 A row has the fields that `meshwright predict --rows` reads, and what was measured: step_time_s,
 status ("ok" or "oom"), peak_mem_gib, group, tier, source_key. `--fit` fits the constants of a
-calibration to the rows of tier A and writes them; `--cross-validate` fits without each source in
-turn and predicts the source that was left out.
+calibration to the rows of tier A, those of memory first, and writes them; `--cross-validate` fits
+without each source in turn and predicts the source that was left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_fit import constants_toml, fit
+from benchmarks.published_fit import constants_toml, fit, fit_memory
 from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
 from meshwright.predict.price import memory, price, worst_memory
 from meshwright.predict.rows import Case, RowError, read_row
@@ -89,6 +89,17 @@ def with_calibration(found: Measured, calibration: Calibration) -> Case:
 def is_stated(found: Measured) -> bool:
     """Whether a row of tier A has a step time and says which layout it ran."""
     return found.row.get("tier") == "A" and found.seconds is not None and bool(found.row.get("mbs"))
+
+
+def says_of_memory(rows: Sequence[Measured]) -> list[Measured]:
+    """Return the rows that state their memory, or whose source reports what ran out."""
+    sources = {one.source for one in rows if one.row.get("status") == "oom"}
+    return [
+        one
+        for one in rows
+        if (one.gib and one.row.get("tier") != "C")
+        or (one.source in sources and one.row.get("tier") == "A")
+    ]
 
 
 def time_errors(rows: Iterable[Measured], calibration: Calibration) -> dict[str, float]:
@@ -290,6 +301,7 @@ def main() -> None:
         print(f"refused {count}: {reason}")
     stated = [found for found in rows if is_stated(found)]
     if args.fit:
+        calibration = fit_memory(says_of_memory(rows), calibration, args.sweeps)
         calibration = fit(stated, calibration, args.sweeps)
         args.fit.write_text(constants_toml(calibration), encoding="utf-8")
     if args.cross_validate:

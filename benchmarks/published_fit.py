@@ -1,14 +1,17 @@
-"""Fits a calibration's constants to measured step times, by going along one after the other."""
+"""Fits a calibration's constants to measured times and memory, one constant after the other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwright.predict.calibration import ANY, Calibration
+from meshwright.predict.price import worst_memory
+from meshwright.predict.stacks import CAUSAL
 from meshwright.predict.step import step_time
+from meshwright.units import GIB
 
 # Constants that are fitted, with the step in their logarithm and the bounds: by what they are of.
 PRODUCTS = (0.2, 0.25, 0.98)
@@ -27,6 +30,15 @@ OF_STACK = {
     "exposed.pp": (0.4, 0.01, 8.0),
 }
 ATTENTION = (0.3, 0.1, 0.95)
+# Bytes of an element that a system keeps beside the program's, in layers, logits and scores.
+OF_MEMORY = {
+    "kept_bytes": (0.4, 0.25, 40.0),
+    "loss_bytes": (0.3, 2.0, 24.0),
+    "gathered_loss_bytes": (0.3, 1.0, 16.0),
+    "score_bytes": (0.3, 0.5, 8.0),
+}
+# How much worse it is to promise memory that is not there than to refuse what would fit.
+_DANGER = 5.0
 # Errors below this are as good as none: what a measurement repeats to.
 _SOFT = 0.02
 
@@ -70,17 +82,73 @@ def error_of(row: Any, calibration: Calibration) -> float:
     return math.hypot(math.log(seconds / row.seconds), _SOFT) - _SOFT
 
 
-def fit(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:
-    """Return a calibration whose constants bring the mean error of the rows down.
+Free = dict[str, tuple[tuple[float, float, float], list[int]]]
 
-    Each constant in turn is moved up or down as long as that helps; the steps shrink by the sweep.
+
+def fit(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:
+    """Return a calibration whose constants bring the mean error of the rows' step times down."""
+    return _descend(rows, start, sweeps, free_constants(rows), error_of)
+
+
+def free_memory_constants(rows: Sequence[Any]) -> Free:
+    """Return the constants of memory that rows say something about, as `free_constants` does."""
+    found: Free = {}
+
+    def add(name: str, how: tuple[float, float, float], place: int) -> None:
+        found.setdefault(name, (how, []))[1].append(place)
+
+    for place, row in enumerate(rows):
+        layout, stack = row.case.layout, row.case.setting.stack
+        for what, how in OF_MEMORY.items():
+            if what == "gathered_loss_bytes" and (stack.splits_loss or layout.tp == 1):
+                continue
+            if what == "score_bytes" and CAUSAL[stack.attention]:
+                continue
+            if what == "kept_bytes" and layout.recompute == "full":
+                continue
+            add(f"{stack.name}.{what}", how, place)
+    return {name: value for name, value in found.items() if len(value[1]) >= 5}
+
+
+def memory_error_of(row: Any, calibration: Calibration) -> float:
+    """Return the loss of a row's memory: of what it states, and of a wrong out-of-memory verdict.
+
+    A layout that ran out and is said to fit is the worse error of the two: it counts for more.
     """
+    setting = replace(row.case.setting, calibration=calibration)
+    held = worst_memory(setting, row.case.layout)
+    error = 0.0
+    if row.gib and "LAST rank" not in str(row.row.get("mem_kind")):
+        size = held.allocated
+        if "allocated" not in str(row.row.get("mem_kind")):
+            size += held.by_category()["allocator"]
+        error += math.hypot(math.log(size / GIB / row.gib), _SOFT) - _SOFT
+    share = math.log(held.total / held.limit)
+    if row.row.get("status") == "oom":
+        error += _DANGER * max(-share, 0.0)
+    elif row.row.get("status") == "ok" and not row.gib:
+        error += max(share, 0.0)
+    return error
+
+
+def fit_memory(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:
+    """Return a calibration whose constants of memory bring the error of the rows' memory down."""
+    return _descend(rows, start, sweeps, free_memory_constants(rows), memory_error_of)
+
+
+def _descend(
+    rows: Sequence[Any],
+    start: Calibration,
+    sweeps: int,
+    free: Free,
+    loss: Callable[[Any, Calibration], float],
+) -> Calibration:
+    """Move each constant in turn up or down as long as that helps; steps shrink by the sweep."""
     constants = dict(start.constants)
-    free = free_constants(rows)
-    for name in free:
+    for name, ((_, low, _), _places) in free.items():
         kind, _, what = name.partition(".")
-        constants.setdefault(name, start.find(what, kind))
-    errors = [error_of(row, Calibration(constants)) for row in rows]
+        constants[name] = max(constants.get(name, start.find(what, kind)), low)
+    errors = [loss(row, Calibration(constants)) for row in rows]
     scale = 1.0
     for _ in range(sweeps):
         for name, ((step, low, high), places) in free.items():
@@ -91,7 +159,7 @@ def fit(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:
                     if value == constants[name]:
                         break
                     tried = Calibration({**constants, name: value})
-                    new = [error_of(rows[place], tried) for place in places]
+                    new = [loss(rows[place], tried) for place in places]
                     if sum(new) >= sum(errors[place] for place in places) - 1e-9:
                         break
                     constants[name] = value

@@ -3,14 +3,19 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import meshwright as mw
 from meshwright.cli.main import main
-from meshwright.layout import Layout
+from meshwright.errors import ConfigError
+from meshwright.launch import planned
+from meshwright.launch.machine import gpu_name
+from meshwright.layout import Layout, Machine
 from meshwright.search.plan import digest
 
+ROOT = Path(__file__).parents[1]
 SEVENTY = [
     "model.preset=llama-3-70b",
     "cluster.preset=h100-sxm",
@@ -125,6 +130,40 @@ def test_the_default_config_is_planned_on_the_machine_at_hand(capsys):
     code, out = run(capsys, "plan", "cluster.device=cpu", "--json")
     assert code == 0
     assert json.loads(out.out)["cluster"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/plans").glob("*.toml")), ids=str)
+def test_the_guide_recommends_what_the_planner_does(path):
+    guide = (ROOT / "docs/guides/plans.md").read_text()
+    section = guide.split(f"meshwright plan examples/plans/{path.name} ")[1].split("\n## ")[0]
+    made = mw.plan(mw.load_config(path), top=3)
+    assert f"best: {made.best.layout.label}\n" in section
+    assert f"{made.found.considered:,} legal layouts" in section
+
+
+def test_the_gpu_at_hand_is_named_by_its_driver(tmp_path, monkeypatch):
+    (tmp_path / "0000:01:00.0").mkdir()
+    file = tmp_path / "0000:01:00.0" / "information"
+    config = mw.load_config(overrides=SEVEN[3:])
+    machine = Machine("cuda", 4, 16, "CUDA GPU", is_fixed=True)
+    for model, preset in (
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ):
+        file.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 70\n")
+        assert gpu_name(tmp_path) == model
+        monkeypatch.setattr(planned, "gpu_name", lambda: gpu_name(tmp_path))
+        cluster = planned.on_machine(config, machine).cluster
+        assert (cluster.preset, cluster.devices_per_node) == (preset, 4)
+    file.write_text("Model: Quadro FX\n")
+    with pytest.raises(ConfigError, match="Quadro FX is not in the catalogue"):
+        planned.on_machine(config, machine)
 
 
 def test_plan_from_python():

@@ -180,6 +180,14 @@ def test_questions_on_the_command_line(capsys, monkeypatch):
     assert found["cheapest"][0]["price_per_hour"] == 1
 
 
+def test_questions_from_python():
+    made = mw.plan(mw.load_config(overrides=WORDS), top=1, margin=0.1)
+    assert made.fewest_devices() == fewest_devices(A40S, 8, 0.1)
+    assert made.largest_batches() == largest_batches(A40S, 8, 0.1)
+    assert made.longest_context() == longest_context(A40S, 8, 0.1)
+    assert made.cheapest({"a40": 1.0}) == cheapest(A40S, {"a40": 1.0}, 8, 0.1)
+
+
 def test_after_an_out_of_memory_on_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out = run(capsys, "plan", *WORDS, "--after-oom", "dp8 mb4")

@@ -104,7 +104,7 @@ def test_the_best_with_offload_is_found_where_nothing_else_fits():
     assert fitting
     best = min(price(one, layout, events=False).time.total for layout in fitting)
     form = price(one, found[0].layout, events=False).time.total
-    assert form == pytest.approx(best, rel=0.01)
+    assert form == pytest.approx(best, rel=0.02)  # a simpler one may be preferred
 
 
 def test_a_search_is_deterministic_and_ranks_by_speed():
@@ -244,7 +244,7 @@ def test_of_layouts_that_are_as_fast_the_simplest_is_best():
     assert len(long.layout.label.split()) == len(plain.layout.label.split()) + 3
 
     def taking(found, share):
-        causes = {cause: 0.0 for cause in found.time.causes}
+        causes = dict.fromkeys(found.time.causes, 0.0)
         return replace(found, time=StepTime({**causes, "compute": share}))
 
     assert preference(taking(plain, 1.0)) < preference(taking(long, 0.999))

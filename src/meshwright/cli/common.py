@@ -15,7 +15,6 @@ from rich.table import Table
 from meshwright.errors import ConfigError
 from meshwright.spec.loading import Config, load_config
 
-
 # Of a layout's label: "interleaved_zero_bubble".
 _LONGEST_WORD = 23
 

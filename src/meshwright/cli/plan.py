@@ -23,7 +23,8 @@ from meshwright.cli.common import (
 from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.launch.machine import count_gpus, detect
+from meshwright.launch.machine import detect
+from meshwright.launch.planned import on_machine
 from meshwright.layout import Layout, broken
 from meshwright.predict.calibration import read_calibration
 from meshwright.predict.price import Memory, Prediction
@@ -42,7 +43,6 @@ from meshwright.search.plan import (
 from meshwright.search.questions import on_devices
 from meshwright.search.rank import MARGIN
 from meshwright.search.remedies import remedies
-from meshwright.spec.loading import Config
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -90,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.margin < 1:
         raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
     calibration = read_calibration(args.calibration) if args.calibration else None
-    local = _local_devices(config)
+    if config.cluster.preset == "local":
+        config = on_machine(config, detect(config.cluster, os.environ))
     if args.explain:
-        setting = setting_of(config, calibration, local)
+        setting = setting_of(config, calibration)
         found = explain(setting, Layout.parse(args.explain))
         if args.json:
             terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
@@ -104,12 +105,12 @@ def run(args: argparse.Namespace) -> int:
         layout = (
             Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
         )
-        return _after_oom(setting_of(config, calibration, local), layout, args)
+        return _after_oom(setting_of(config, calibration), layout, args)
     started = time.perf_counter()
-    made = plan(config, args.top, calibration, args.margin, local)
+    made = plan(config, args.top, calibration, args.margin)
     seconds = time.perf_counter() - started
     document = as_json(made)
-    more = answers(args, config, made.setting)
+    more = answers(args, made)
     if more:
         document["answers"] = {one.name: one.document for one in more}
     if args.save:
@@ -149,18 +150,6 @@ def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> in
     else:
         print_remedies(now, found, time.perf_counter() - started)
     return EXIT_DONE if found else EXIT_CHECK_FAILED
-
-
-def _local_devices(config: Config) -> int:
-    """Return the devices of the machine at hand, where the config means it."""
-    if config.cluster.preset != "local":
-        return 1
-    if config.cluster.device != "cpu" and count_gpus(os.environ):
-        raise ConfigError(
-            "cluster.preset = 'local' and there are GPUs: name them to plan, as in "
-            "cluster.preset=h100-sxm, or plan for the CPU with cluster.device=cpu"
-        )
-    return detect(config.cluster, os.environ).devices
 
 
 def _print_plan(made: Plan, seconds: float) -> None:

@@ -13,18 +13,9 @@ from rich.console import Console
 from meshwright.cli.common import say, table
 from meshwright.errors import ConfigError
 from meshwright.predict.price import Prediction
-from meshwright.predict.setting import Setting
-from meshwright.search.plan import ledger
-from meshwright.search.questions import (
-    Batch,
-    Offer,
-    cheapest,
-    fewest_devices,
-    largest_batches,
-    longest_context,
-)
+from meshwright.search.plan import Plan, ledger
+from meshwright.search.questions import Batch, Offer
 from meshwright.search.remedies import Remedy
-from meshwright.spec.loading import Config
 from meshwright.units import format_bytes, format_count
 
 
@@ -61,19 +52,18 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def answers(args: argparse.Namespace, config: Config, setting: Setting) -> list[Answer]:
+def answers(args: argparse.Namespace, made: Plan) -> list[Answer]:
     """Return the answers to the questions that the arguments ask; raises `ConfigError`."""
-    devices, margin = setting.cluster.devices, args.margin
     asked: list[tuple[str, Callable[[], tuple[Any, Callable[[], None]]]]] = []
     if args.fewest:
-        asked.append(("fewest_devices", lambda: _fewest(setting, devices, margin)))
+        asked.append(("fewest_devices", lambda: _fewest(made)))
     if args.largest_batch:
-        asked.append(("largest_batch", lambda: _largest(setting, devices, margin)))
+        asked.append(("largest_batch", lambda: _largest(made)))
     if args.longest_context:
-        asked.append(("longest_context", lambda: _longest(setting, devices, margin)))
+        asked.append(("longest_context", lambda: _longest(made)))
     if args.cheapest:
-        prices = _prices(args.price, config, setting)
-        asked.append(("cheapest", lambda: _cheapest(setting, prices, devices, margin)))
+        prices = _prices(args.price, made)
+        asked.append(("cheapest", lambda: _cheapest(made, prices)))
     elif args.price:
         raise ConfigError("--price is for --cheapest")
     found = []
@@ -84,10 +74,10 @@ def answers(args: argparse.Namespace, config: Config, setting: Setting) -> list[
     return found
 
 
-def _prices(words: list[str], config: Config, setting: Setting) -> Mapping[str, float]:
+def _prices(words: list[str], made: Plan) -> Mapping[str, float]:
     prices = {}
-    if config.cluster.price is not None:
-        prices[setting.cluster.device.name] = config.cluster.price
+    if made.config.cluster.price is not None:
+        prices[made.setting.cluster.device.name] = made.config.cluster.price
     for word in words:
         name, equals, number = word.partition("=")
         try:
@@ -99,8 +89,8 @@ def _prices(words: list[str], config: Config, setting: Setting) -> Mapping[str, 
     return prices
 
 
-def _fewest(setting: Setting, devices: int, margin: float) -> tuple[int | None, Callable[[], None]]:
-    found = fewest_devices(setting, devices, margin)
+def _fewest(made: Plan) -> tuple[int | None, Callable[[], None]]:
+    found, devices = made.fewest_devices(), made.setting.cluster.devices
 
     def show() -> None:
         text = f"more than {devices}" if found is None else str(found)
@@ -114,14 +104,13 @@ def _row(found: Prediction) -> tuple[str, str, str]:
     return found.layout.label, format_bytes(found.memory.total), rate
 
 
-def _largest(
-    setting: Setting, devices: int, margin: float
-) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    found = largest_batches(setting, devices, margin)
+def _largest(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    found = made.largest_batches()
 
     def show() -> None:
         if not found:
-            print(f"largest batch: not even one sequence of {setting.train.seq_len} tokens fits")
+            length = made.setting.train.seq_len
+            print(f"largest batch: not even one sequence of {length} tokens fits")
             return
         say(
             "largest batch at once, by what is recomputed; larger ones accumulate these without "
@@ -141,26 +130,24 @@ def _batch(one: Batch) -> dict[str, Any]:
     return {**sizes, **ledger(one.found)}
 
 
-def _longest(
-    setting: Setting, devices: int, margin: float
-) -> tuple[dict[str, Any] | None, Callable[[], None]]:
-    found = longest_context(setting, devices, margin)
+def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
+    found = made.longest_context()
 
     def show() -> None:
         if found is None:
             print("longest context: not even the shortest sequences fit")
             return
         label, memory, rate = _row(found[1])
-        print(f"longest context with train.batch = {setting.train.batch}: {found[0]:,} tokens")
+        print(f"longest context with train.batch = {made.setting.train.batch}: {found[0]:,} tokens")
         say(f"{label}: {memory}, {rate} tokens/s", "  ")
 
     return None if found is None else {"seq_len": found[0], **ledger(found[1])}, show
 
 
 def _cheapest(
-    setting: Setting, prices: Mapping[str, float], devices: int, margin: float
+    made: Plan, prices: Mapping[str, float]
 ) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    found = cheapest(setting, prices, devices, margin)
+    found, devices = made.cheapest(prices), made.setting.cluster.devices
 
     def show() -> None:
         if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -58,6 +59,15 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     found = len(list(folder.iterdir())) if folder.is_dir() else 0
     return found or len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+
+
+def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
+    """Return what the driver calls the first GPU, such as "NVIDIA H100 80GB HBM3", if it says."""
+    for file in sorted(folder.glob("*/information")):
+        found = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
+        if found:
+            return found[1]
+    return None
 
 
 def _processor() -> str:

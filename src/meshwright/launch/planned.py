@@ -1,8 +1,9 @@
-"""`layout.auto`: the layout that the planner chooses for the machine that is to train."""
+"""What a plan is for where the config says "local", and `layout.auto`: the planner's choice."""
 
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
+from meshwright.launch.machine import gpu_name
 from meshwright.layout import Machine
 from meshwright.spec.loading import Config
 
@@ -10,16 +11,33 @@ from meshwright.spec.loading import Config
 def settled(config: Config, machine: Machine) -> Config:
     """Return a config whose layout is decided: by the planner where `layout.auto` is set.
 
-    Raises `ConfigError` where no layout fits, or where the machine's GPUs are not named.
+    Raises `ConfigError` where no layout fits, or where the machine's GPUs are not known.
     """
     if not config.layout.auto:
         return config
-    if machine.device == "cuda" and config.cluster.preset == "local":
-        raise ConfigError(
-            "layout.auto = true prices layouts for the GPUs of this machine: name them, as in "
-            "cluster.preset=h100-sxm"
-        )
     # Only here: a run whose layout is given starts without the planner.
     from meshwright.search.plan import planned
 
-    return planned(config, machine.devices)
+    found = planned(on_machine(config, machine))
+    return config.model_copy(update={"layout": found.layout, "origins": found.origins})
+
+
+def on_machine(config: Config, machine: Machine) -> Config:
+    """Return a config whose cluster is so many devices of this machine's kind, for the planner.
+
+    Raises `ConfigError` where the machine's GPUs are not in the catalogue.
+    """
+    from meshwright.predict.catalogue import device_named
+
+    changes: dict[str, object] = {"devices_per_node": machine.devices}
+    if machine.device == "cuda" and config.cluster.preset == "local":
+        name = gpu_name()
+        device = None if name is None else device_named(name)
+        if device is None:
+            raise ConfigError(
+                f"cluster.preset = 'local': {name or 'the GPU of this machine'} is not in the "
+                "catalogue. Name one that is alike, as in cluster.preset=h100-sxm, or plan for the "
+                "CPU with cluster.device=cpu"
+            )
+        changes["preset"] = device.name
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.spec.training import ClusterSpec
 
 # The fields that name a device "local" in a config, until it has been measured.
 LOCAL_DEVICE = "cpu"
+
+
+# Patterns of what drivers and papers call a device, the first that is found.
+_DEVICES: Final = (
+    (r"H100.*96", "h100-96gb-hbm2e"),
+    (r"H100.*PCI", "h100-pcie"),
+    (r"H100.*NVL", "h100-nvl"),
+    (r"H100", "h100-sxm"),
+    (r"GB300", "gb300"),
+    (r"GB200", "gb200"),
+    (r"A100.*40", "a100-40gb"),
+    (r"A100", "a100-80gb"),
+    (r"A800", "a800"),
+    (r"V100.*16", "v100-16gb"),
+    (r"V100", "v100-32gb"),
+    (r"3090", "rtx3090"),
+    (r"4090", "rtx4090"),
+    (r"5090", "rtx5090"),
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +116,16 @@ def find_device(name: str) -> Device:
         legal = nearest(name, devices, 3) or sorted(devices)
         raise ConfigError(refusal(f"cluster.preset = {name!r} is not known", legal=legal))
     return devices[name]
+
+
+def device_named(text: str) -> Device | None:
+    """Return the device that a driver or a paper calls so, as "NVIDIA H100 80GB HBM3", if any."""
+    devices, _ = catalogue()
+    for pattern, name in _DEVICES:
+        if re.search(pattern, text, re.IGNORECASE):
+            return devices[name]
+    alike = [name for name in devices if name.split("-")[0] in text.lower()]
+    return devices[max(alike, key=len)] if alike else None
 
 
 def find_link(name: str) -> Link:

@@ -44,11 +44,11 @@ class Network:
         share = calibration.find("inner.share", *kinds)
         self.inner = cluster.inner.bandwidth * share if measured is None else measured
         self.outer = cluster.outer.bandwidth * calibration.find("outer.share", *kinds)
-        self.inner_latency = {
-            kind: calibration.find(f"inner.latency.{kind}", *kinds) for kind in KINDS
-        }
-        self.times = {kind: calibration.find(f"times.{kind}", *kinds) for kind in KINDS}
-        self.outer_latency = calibration.find("outer.latency", *kinds)
+        own = calibration.constants
+        plain = own.get(f"{kind}.inner.latency", cluster.inner.latency)
+        self.inner_latency = {one: own.get(f"{kind}.inner.latency.{one}", plain) for one in KINDS}
+        self.times = {one: calibration.find(f"times.{one}", *kinds) for one in KINDS}
+        self.outer_latency = cluster.outer.latency
 
     def seconds(self, kind: str, size_bytes: float, size: int, stride: int) -> float:
         """Return the seconds of one message among `size` ranks that are `stride` apart."""

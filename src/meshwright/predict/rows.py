@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
-from meshwright.predict.catalogue import Device, catalogue, cluster_of, find_device
+from meshwright.predict.catalogue import Device, cluster_of, device_named, find_device
 from meshwright.predict.price import Memory, Prediction, price, worst_memory
 from meshwright.predict.setting import Setting
 from meshwright.predict.stacks import STACKS, Stack, with_attention
@@ -45,22 +45,6 @@ class Case:
     assumed: tuple[str, ...]
 
 
-# Patterns of a row's `gpu`, the first that is found in it.
-_DEVICES: Final = (
-    (r"H100.*96", "h100-96gb-hbm2e"),
-    (r"H100.*PCI", "h100-pcie"),
-    (r"H100.*NVL", "h100-nvl"),
-    (r"H100", "h100-sxm"),
-    (r"GB300", "gb300"),
-    (r"GB200", "gb200"),
-    (r"A100.*40", "a100-40gb"),
-    (r"A100", "a100-80gb"),
-    (r"A800", "a800"),
-    (r"V100", "v100-32gb"),
-    (r"3090", "rtx3090"),
-    (r"4090", "rtx4090"),
-    (r"5090", "rtx5090"),
-)
 # Patterns of a row's `framework`.
 _FRAMEWORKS: Final = (
     (r"aleph", "aleph-alpha"),
@@ -140,15 +124,12 @@ def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
 
 
 def _device(row: Row, assumed: list[str]) -> Device:
-    devices, _ = catalogue()
     text = str(row["gpu"])
-    alike = [name for name in devices if name.split("-")[0] in text.lower()]
-    name = _first(_DEVICES, text) or max(alike, key=len, default=None)
-    if name is None:
+    device = device_named(text)
+    if device is None:
         raise RowError(f"the device {text!r} is not in the catalogue")
-    device = find_device(name)
     if device.kind == "a100" and not re.search("40|80", text) and row.get("gpu_mem_gb") is None:
-        assumed.append(f"device {name}")
+        assumed.append(f"device {device.name}")
     if row.get("gpu_mem_gb") == 40 and device.name == "a100-80gb":
         device = find_device("a100-40gb")
     return device

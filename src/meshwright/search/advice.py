@@ -15,7 +15,7 @@ _HOST_BYTES = 16
 
 
 def lost_by(found: Prediction, winner: Prediction) -> str:
-    """Return why a layout is slower than the winner: the cause that costs it most more, or that it isn't simple."""
+    """Return why a layout loses: the cause that costs it most more, or that it is less simple."""
     if found.time.total < winner.time.total:
         return f"{1 - found.time.total / winner.time.total:.1%} faster, but less simple"
     more = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from meshwright.predict.catalogue import resolve_cluster
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
+from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
-from meshwright.search.questions import on_devices
+from meshwright.search.questions import Batch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.search.space import Pins
 from meshwright.spec.loading import Config
@@ -33,11 +35,29 @@ class Plan:
     config: Config
     setting: Setting
     found: Found
+    margin: float = MARGIN
 
     @property
     def best(self) -> Prediction | None:
         """The layout to run, or None where none fits."""
         return self.found.ranked[0] if self.found.ranked else None
+
+    def fewest_devices(self) -> int | None:
+        """Return the fewest of the cluster's devices that fit: `questions.fewest_devices`."""
+        return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
+
+    def largest_batches(self) -> list[Batch]:
+        """Return the largest batches that fit at once: `questions.largest_batches`."""
+        return questions.largest_batches(self.setting, self.setting.cluster.devices, self.margin)
+
+    def longest_context(self) -> tuple[int, Prediction] | None:
+        """Return the longest sequences that fit: `questions.longest_context`."""
+        return questions.longest_context(self.setting, self.setting.cluster.devices, self.margin)
+
+    def cheapest(self, prices: Mapping[str, float]) -> list[Offer]:
+        """Return numbers and kinds of devices by the cost of a token: `questions.cheapest`."""
+        devices = self.setting.cluster.devices
+        return questions.cheapest(self.setting, prices, devices, self.margin)
 
 
 def setting_of(
@@ -80,19 +100,18 @@ def plan(
             f"no layout of {setting.cluster.devices} devices is legal with train.batch = "
             f"{config.train.batch}{fixed}"
         )
-    return Plan(config, setting, found)
+    return Plan(config, setting, found, margin)
 
 
-def planned(config: Config, per_node: int) -> Config:
-    """Return a config whose `layout.auto` the planner resolves, for nodes of so many devices.
+def planned(config: Config) -> Config:
+    """Return a config whose `layout.auto` the planner resolves for its cluster.
 
     The keys of the layout that were given stay, the others get the origin "plan". Raises
     `ConfigError` where no layout is legal or fits.
     """
     section = config.layout.model_dump(exclude={"auto"})
     pins = {key: value for key, value in section.items() if _is_given(config, key)}
-    cluster = config.cluster.model_copy(update={"devices_per_node": per_node})
-    made = plan(config.model_copy(update={"cluster": cluster}), 1, pins=pins)
+    made = plan(config, 1, pins=pins)
     if made.best is None:
         held = made.found.unfit
         needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""

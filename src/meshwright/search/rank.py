@@ -43,9 +43,9 @@ from meshwright.spec.training import Offload
 MARGIN = 0.05
 # So many divisions are held against each other by `preference`, whatever is asked for.
 _COMPARED = 8
-# Share of the time that each further word of a layout's label has to earn. Predictions are a few
-# percent off, so of layouts that are about as fast the simplest is the one to run.
-_WORD = 0.001
+# Share of the time that each further word of a layout's label, or stage, has to earn. Predictions
+# are a few percent off, so of layouts that are about as fast the simplest is the one to run.
+_WORD = 0.002
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9
 # Schedules that others beat by what they are, and why.
@@ -90,8 +90,13 @@ class _Choice:
 
 
 def preference(found: Prediction) -> float:
-    """Return what layouts are ranked by: seconds, a little more for each word of the label."""
-    return found.time.total * (1 + _WORD * len(found.layout.label.split()))
+    """Return what layouts are ranked by: seconds, a little more for what has to be set up.
+
+    That is each word of the label, and each further stage on a rank.
+    """
+    layout = found.layout
+    effort = len(layout.label.split()) + layout.virtual_stages - 1
+    return found.time.total * (1 + _WORD * effort)
 
 
 class Search:
