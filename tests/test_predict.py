@@ -357,6 +357,13 @@ def test_accuracy_is_counted_right(tmp_path):
     assert (verdicts.total, len(verdicts.dangerous)) == (9, 1)
 
 
+def test_a_source_that_is_left_out_leaves_no_constants():
+    shipped = shipped_calibration()
+    kept = published.unfitted(shipped)
+    assert kept.constants == {n: v for n, v in shipped.constants.items() if n.startswith("any.")}
+    assert kept.find("products.bf16", "h100") == shipped.constants["any.products.bf16"]
+
+
 @needs_rows
 def test_published_measurements():
     calibration = shipped_calibration()
