@@ -15,6 +15,7 @@ ORDER = [
     "errors",
     "spec",
     "layout",
+    "interop",
     "program",
     "predict",
     "models",
@@ -28,7 +29,7 @@ ORDER = [
     "launch",
     "cli",
 ]
-TORCH_FREE_ROOMS = ["spec", "layout", "program", "predict", "search", "data"]
+TORCH_FREE_ROOMS = ["spec", "layout", "interop", "program", "predict", "search", "data"]
 
 
 def modules():

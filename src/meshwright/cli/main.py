@@ -22,7 +22,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
     "doctor": "examine the machine, a config before its start, or a run",
-    "config": "show the resolved config with origins, or its schema",
+    "config": "show the resolved config with origins, or its schema; import another system's",
 }
 
 EXAMPLE = """\

@@ -16,6 +16,7 @@ from meshwright.cli.common import (
     read_config,
     read_words,
 )
+from meshwright.cli.imports import add_accept, train_config
 from meshwright.errors import ConfigError
 from meshwright.spec.loading import Config
 
@@ -28,6 +29,7 @@ examples:
   meshwright train --resume runs/latest train.steps=200    go on, on any layout
   meshwright train run.toml layout.auto=true               the planner chooses the layout
   meshwright train --plan plan.json                        what `plan --save` has written
+  meshwright train run.toml --deepspeed ds_config.json     batch, optimizer, ZeRO of that
 
 Starts the local ranks itself; under torchrun it joins the ranks that are there:
   torchrun --nproc-per-node 2 -m meshwright train run.toml
@@ -56,6 +58,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PART[,PART]",
         help=f"with --resume: may differ from the run's ({', '.join(PARTS)})",
     )
+    parser.add_argument(
+        "--deepspeed",
+        type=Path,
+        metavar="ds_config.json",
+        help="take a DeepSpeed config over the config; every key is honoured, told of or refused",
+    )
+    add_accept(parser)
     add_json(parser)
 
 
@@ -76,8 +85,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
     """Return the config that the arguments name: of a plan, of the run to go on with, or a file."""
+    default = None if resume is None else resume.run / "config.toml"
+    if args.accept and args.deepspeed is None:
+        raise ConfigError("--accept is about another system's config: add --deepspeed FILE")
+    if args.deepspeed is not None and args.plan is not None:
+        raise ConfigError("--plan and --deepspeed are both whole configs: give one of them")
+    if args.deepspeed is not None:
+        return train_config(args, default, sys.stderr)
     if args.plan is None:
-        return read_config(args, None if resume is None else resume.run / "config.toml")
+        return read_config(args, default)
     if resume is not None:
         raise ConfigError("--plan starts a run and --resume goes on with one: give one of them")
     # Not at the top, for the same reason

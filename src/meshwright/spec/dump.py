@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.spec.loading import Config
+from meshwright.spec.resolve import Values
 
 
 def to_toml(config: Config) -> str:
@@ -13,20 +15,39 @@ def to_toml(config: Config) -> str:
     lines: list[str] = []
     for section, values in config.model_dump(mode="json").items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]
+        lines += [
+            f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None
+        ]
         lines.append("")
     return "\n".join(lines)
 
 
-def _value(value: Any) -> str:
+def given_toml(given: Mapping[str, Values]) -> str:
+    """Return what a config states as TOML, the origin of each value behind it."""
+    lines: list[str] = []
+    for section, values in given.items():
+        rows = [(key, value) for key, value in values.items() if value.value is not None]
+        if rows:
+            lines.append(f"[{section}]")
+            lines += [f"{k} = {toml_value(v.value)}  # {_comment(v.origin)}" for k, v in rows]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _comment(text: str) -> str:
+    return " ".join(text.split())
+
+
+def toml_value(value: Any) -> str:
+    """Return a scalar, list or small table as TOML writes it."""
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
         return json.dumps(value).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        inner = ", ".join(f"{k} = {_value(v)}" for k, v in value.items() if v is not None)
+        inner = ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return f"{{{inner}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     return repr(value)

@@ -79,6 +79,14 @@ def load_config(
     the file and the overrides, with the origin "plan". Raises `ConfigError` naming the key, the
     value, where it was written, the rule, and the nearest legal value.
     """
+    return build_config(read_given(path, overrides))
+
+
+def read_given(path: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Values]:
+    """Return what a TOML file and the overrides over it state, each value with its origin.
+
+    Raises `ConfigError` for what cannot be read and for keys that do not exist.
+    """
     given: dict[str, Values] = {name: {} for name in SECTIONS}
     if path is not None:
         _merge(given, _read_toml(Path(path)))
@@ -91,7 +99,7 @@ def load_config(
         ],
     )
     _merge(given, _read_overrides(overrides))
-    return build_config(given)
+    return given
 
 
 def build_config(given: dict[str, Values]) -> Config:

@@ -1,0 +1,148 @@
+"""What `config import` and `train --deepspeed` share: reading foreign configs, showing verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.errors import ConfigError
+from meshwright.interop.flat import System
+from meshwright.interop.importing import Imported, import_files, refusal_text
+from meshwright.interop.report import VERDICTS, Entry, Report
+from meshwright.launch.machine import detect
+from meshwright.layout import Machine, resolve_layout
+from meshwright.spec.dump import toml_value
+from meshwright.spec.loading import Config, build_config, read_given
+from meshwright.spec.resolve import Values
+
+_STYLES: Mapping[str, str] = {
+    "honoured": "green",
+    "translated": "cyan",
+    "ignored": "dim",
+    "unsupported": "yellow",
+    "contradictory": "bold red",
+}
+
+
+def add_accept(parser: argparse.ArgumentParser) -> None:
+    """Add `--accept KEY[,KEY]`."""
+    parser.add_argument(
+        "--accept",
+        metavar="KEY[,KEY]",
+        default="",
+        help="unsupported keys of the file that may be left out; all: every one",
+    )
+
+
+def import_config(
+    paths: list[Path],
+    words: list[str],
+    *,
+    base: Path | None,
+    accept: str = "",
+    system: System | None = None,
+    devices: int | None = None,
+) -> Imported:
+    """Read foreign files over a base config; without `devices`, those of the machine count."""
+    if devices is not None and devices < 1:
+        raise ConfigError(f"--devices {devices} must be at least 1")
+    return import_files(
+        paths,
+        system=system,
+        base=base,
+        overrides=words,
+        devices=devices or _devices(base, words),
+        is_fixed=devices is not None or "WORLD_SIZE" in os.environ,
+        accepted=[key for key in accept.split(",") if key],
+    )
+
+
+def _devices(base: Path | None, words: list[str]) -> int:
+    """Return how many ranks a run would have: torchrun's, or the devices of the cluster."""
+    given = os.environ.get("WORLD_SIZE", "")
+    if given.isdigit():
+        return int(given)
+    cluster = [word for word in words if word.startswith("cluster.")]
+    stated = read_given(base, cluster)
+    only: dict[str, Values] = {section: {} for section in stated}
+    config = build_config(only | {"cluster": stated["cluster"]})
+    return detect(config.cluster, os.environ).devices * config.cluster.nodes
+
+
+def settle(imported: Imported, devices: int | None = None) -> Config:
+    """Return the config that an import makes; raises `ConfigError` where it is refused."""
+    if imported.report.refused:
+        raise ConfigError(refusal_text(imported.report))
+    given = {section: dict(values) for section, values in imported.given.items()}
+    config = build_config(given)
+    if devices is not None:
+        resolve_layout(config, Machine("cpu", devices, 1, "to import", is_fixed=False))
+    return config
+
+
+def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) -> Config:
+    """Return the config of `train --deepspeed`; what is not taken over is told."""
+    files = [word for word in args.words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"one config file at most, but there are {len(files)}: {' '.join(files)}")
+    words = [word for word in args.words if "=" in word]
+    base = Path(files[0]) if files else default
+    imported = import_config(
+        [args.deepspeed], words, base=base, accept=args.accept, system="deepspeed"
+    )
+    config = settle(imported)
+    if os.environ.get("RANK", "0") == "0":
+        print(summary(imported.report), file=out)
+        for entry in imported.report.entries:
+            if entry.verdict == "unsupported":
+                print(f"  {entry.key} = {entry.value}: {entry.note}", file=out)
+    return config
+
+
+def summary(report: Report) -> str:
+    """Return a line of counts."""
+    counts = ", ".join(f"{report.count(v)} {v}" for v in VERDICTS if report.count(v))
+    return f"{' + '.join(report.files)}: {report.keys} keys: {counts}"
+
+
+def print_report(report: Report, out: TextIO) -> None:
+    """Print a row for each key, then what follows from what the files leave out."""
+    console = Console(file=out, width=None if out.isatty() else 80, highlight=False)
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("key", overflow="fold", max_width=26)
+    table.add_column("value", overflow="fold", max_width=12)
+    table.add_column("verdict", min_width=13)
+    table.add_column("here", overflow="fold")
+    for entry in report.entries:
+        mark = "!" if entry in report.refused else ""
+        value = f"({_short(entry.value)})" if entry.is_default else _short(entry.value)
+        verdict = Text(f"{entry.verdict}{mark}", _STYLES[entry.verdict])
+        table.add_row(Text(entry.key), Text(value), verdict, Text(_here(entry)))
+    console.print(table)
+    if report.filled:
+        console.print("\nfollows from what the file leaves out:")
+        rest = Table(box=None, pad_edge=False, show_header=False)
+        rest.add_column(overflow="fold")
+        rest.add_column(overflow="fold")
+        for filled in report.filled:
+            rest.add_row(Text(f"{filled.key} = {_short(filled.value)}"), Text(filled.why))
+        console.print(rest)
+    console.print(f"\n{summary(report)}", soft_wrap=True)
+    console.print(f"{report.share:.0%} of the keys take effect")
+
+
+def _here(entry: Entry) -> str:
+    to = ", ".join(f"{key} = {_short(value)}" for key, value in entry.to.items())
+    return "; ".join(part for part in (to, entry.note) if part)
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else toml_value(value)
+    return text if len(text) <= 36 else f"{text[:33]}..."

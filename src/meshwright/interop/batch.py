@@ -1,0 +1,137 @@
+"""Batch arithmetic: global batch = microbatch x accumulation x data-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.interop.source import Source
+
+_DEGREES = ("layout.dp_replicate", "layout.dp_shard")
+
+
+class Names(NamedTuple):
+    """What a system calls the global batch, the microbatch and the accumulation."""
+
+    total: str
+    micro: str
+    accumulation: str
+
+
+def read_batch(source: Source, names: Names) -> None:
+    """Take the batch keys, fill in what follows, and report numbers that contradict each other.
+
+    The data-parallel degree is that of the base config, else what the number of devices leaves
+    after `pp`, `cp` and `tp`; where the user gave none and the file has all three sizes, it is what
+    they mean together. Sets `train.batch`, `layout.microbatch` and the data-parallel degree.
+    """
+    total, micro, accumulation = (source.whole(name) for name in names)
+    if total is None and micro is None:
+        return  # the base config's batch stays
+    known = dict(zip(names, (total, micro, accumulation), strict=True))
+    ranks, whence = _data_ranks(source, known, names)
+    if ranks == 0:
+        return
+    if not source.setting.is_fixed and total is not None and _from_devices(whence):
+        ranks = _that_divide(ranks, total, (micro or 1) * (accumulation or 1))
+    # What is left out follows: DeepSpeed infers the third of three, and accumulates once at least.
+    if total is None:
+        accumulation = accumulation or 1
+        total = (micro or 1) * accumulation * ranks
+    elif micro is None:
+        micro = total // (ranks * (accumulation or 1))
+        accumulation = accumulation or 1
+    elif accumulation is None:
+        accumulation = total // (micro * ranks)
+    assert micro is not None
+    if micro * accumulation * ranks != total or micro < 1:
+        _contradiction(source, names, known, ranks, whence)
+        return
+    product = f"{micro} x {accumulation} x {ranks} data-parallel ranks = {total}"
+    note = f"{product}; {whence}"
+    if known[names.total] is None:
+        source.translate(names.micro, {"layout.microbatch": micro, "train.batch": total}, note)
+    else:
+        source.honour(names.total, {"train.batch": total}, note)
+        source.honour(names.micro, {"layout.microbatch": micro})
+    if names.accumulation in source.values and known[names.accumulation] is not None:
+        follows = "follows here from train.batch / (layout.microbatch x data-parallel ranks)"
+        source.translate(names.accumulation, {"train.batch": total}, follows)
+    _fill(source, micro, total, ranks, note)
+
+
+def _from_devices(whence: str) -> bool:
+    """Return whether the degree is only what this machine's devices suggest."""
+    return whence.startswith(_HERE)
+
+
+def _that_divide(ranks: int, total: int, size: int) -> int:
+    """Return the most ranks, up to those here, that the batch divides among, as `layout` does."""
+    if total % size:
+        return ranks
+    return next(n for n in range(ranks, 0, -1) if (total // size) % n == 0)
+
+
+_HERE = "the devices here"
+
+
+def _data_ranks(source: Source, known: dict[str, int | None], names: Names) -> tuple[int, str]:
+    """Return the data-parallel degree and where it comes from; 0 where the devices do not do."""
+    base = [source.target(key) for key in _DEGREES]
+    if any(degree is not None for degree in base):
+        product = (base[0] or 1) * (base[1] or 1)
+        return product, f"{' x '.join(_DEGREES)} = {product} of the config"
+    total, micro, accumulation = (known[name] for name in names)
+    if not source.setting.is_fixed and total and micro and accumulation:
+        if total % (micro * accumulation):
+            _contradiction(source, names, known, None, "")
+            return 0, ""
+        return total // (micro * accumulation), "the ranks that the three sizes mean"
+    degrees = {key: int(source.target(f"layout.{key}") or 1) for key in ("pp", "cp", "tp")}
+    ranks = degrees["pp"] * degrees["cp"] * degrees["tp"]
+    text = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
+    devices = source.setting.devices
+    if devices % ranks or devices < ranks:
+        present = [key for key, size in known.items() if size is not None]
+        nearest = max(1, round(devices / ranks)) * ranks
+        rule = f"{text} = {ranks} ranks hold one model, but there are {devices} devices"
+        source.contradict(present, f"{rule}; nearest: --devices {nearest}", ["train.batch"])
+        return 0, ""
+    told = f"{devices} devices" if source.setting.is_fixed else f"{_HERE}, {devices},"
+    return devices // ranks, f"{told} / ({text})"
+
+
+def _contradiction(
+    source: Source,
+    names: Names,
+    known: dict[str, int | None],
+    ranks: int | None,
+    whence: str,
+) -> None:
+    total = known[names.total] or 1
+    present = [name for name, size in known.items() if size is not None]
+    factors = [f"{name} = {known[name]}" for name in names[1:] if known[name] is not None]
+    if ranks is not None:
+        factors.append(f"{ranks} data-parallel ranks ({whence})")
+    product = ranks or 1
+    for name in names[1:]:
+        product *= known[name] or 1
+    lower, upper = total // product * product, (total // product + 1) * product
+    exact = all(known[name] is not None for name in names[1:]) and ranks is not None
+    legal = [product] if exact else [n for n in (lower, upper) if n]
+    rule = f"{names.total} = {total} is not {'' if exact else 'a multiple of '}"
+    text = f"{rule}{' x '.join(factors)} = {product}"
+    wanted = " or ".join(f"{names.total} = {n}" for n in legal)
+    source.contradict(present, f"{text}; nearest: {wanted}", ["train.batch"])
+
+
+def _fill(source: Source, micro: int, total: int, ranks: int, why: str) -> None:
+    """Set what the file implies: the microbatch, the batch, and how the data ranks divide."""
+    for key, value in (("layout.microbatch", micro), ("train.batch", total)):
+        if source.target(key) is None:
+            source.fill(key, value, why)
+    if any(source.target(key) is not None for key in _DEGREES):
+        return
+    shards = int(source.target("layout.zero") or 0) > 0
+    source.fill(_DEGREES[1] if shards else _DEGREES[0], ranks, why)
+    if shards:
+        source.fill(_DEGREES[0], 1, "ZeRO shards over all data-parallel ranks")

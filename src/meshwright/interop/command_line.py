@@ -1,0 +1,114 @@
+"""A command line, or a shell script that builds one, to arguments; nothing is executed.
+
+Understood: `NAME=value`, `export`, arrays `NAME=( ... )` and `NAME+=( ... )`, `$NAME`, `${NAME}`,
+`${NAME[@]}`, `${NAME:-default}` and line continuation. What a script computes is not: such a value
+stays as it is written, and is reported.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from meshwright.errors import ConfigError
+
+_ASSIGNMENT = re.compile(
+    r"^[ \t]*(?:export[ \t]+)?(\w+)(\+?)=(\((?:[^()]|\([^()]*\))*\)|\"[^\"]*\"|'[^']*'|[^\s;]*)",
+    re.MULTILINE,
+)
+_REFERENCE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|(\w+))")
+_PRODUCT = re.compile(r"\$\(\(([\d\s*+()-]+)\)\)")
+
+
+def read_arguments(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the `--name value ...` of a command line by name, and those that it gives differently.
+
+    A flag alone is true, several values are a list. Conditions of a script are not evaluated: where
+    that, or a repetition, gives a name two values, the second result says which. Raises
+    `ConfigError` for unmatched quotes, and where there is no argument.
+    """
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text.replace("\\\n", " "))
+    variables: dict[str, str] = {}
+    for variable, adds, value in _ASSIGNMENT.findall(text):
+        value = value.strip()
+        value = value[1:-1] if value[:1] in ("(", '"', "'") else value
+        resolved = _resolve(" ".join(value.split()), variables)
+        variables[variable] = (f"{variables.get(variable, '')} " if adds else "") + resolved
+    commands = _ASSIGNMENT.sub("", text)
+    lines = [line for line in commands.splitlines() if "--" in _resolve(line, variables)]
+    try:
+        words = [word for line in lines for word in shlex.split(_resolve(line, variables))]
+        words = [part for word in words for part in _parts(word)]
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be read as a command line: {error}") from None
+    found: dict[str, Any] = {}
+    clashes: dict[str, str] = {}
+    for argument, value in _arguments(words):
+        if argument in found and found[argument] != value:
+            clashes[argument] = f"given as {found[argument]!r} and as {value!r}"
+        found[argument] = value
+    if not found:
+        raise ConfigError(f"{name} has no argument of the form --name value")
+    return found, clashes
+
+
+def _resolve(text: str, variables: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        variable = match[1] or match[3]
+        if variable in variables:
+            return variables[variable]
+        default = match[2]
+        return str(match[0]) if default is None else default.strip("\"'")
+
+    for _ in range(8):  # a variable may hold another's name
+        new = _REFERENCE.sub(value, text)
+        if new == text:
+            break
+        text = new
+    return _PRODUCT.sub(lambda m: str(_product(m[1])), text)
+
+
+def _product(text: str) -> str:
+    """Return a product of whole numbers; any other arithmetic stays as it is written."""
+    factors = [part.strip() for part in text.split("*")]
+    if not all(factor.isdigit() for factor in factors):
+        return f"$(({text}))"
+    product = 1
+    for factor in factors:
+        product *= int(factor)
+    return str(product)
+
+
+def _parts(word: str) -> list[str]:
+    """Split an array's element such as `"--split '99,1,0'"`, which bash joins into the line."""
+    return shlex.split(word) if word.startswith("--") and " " in word else [word]
+
+
+def _arguments(words: list[str]) -> list[tuple[str, Any]]:
+    """Return each argument with its value: true, one value, or a list."""
+    found: list[tuple[str, list[Any]]] = []
+    is_open = False
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("_", "-"), [_typed(value)] if equals else []))
+            is_open = True
+        elif word.endswith(".py") or word in (";", "&&", "&", "|"):
+            is_open = False  # the script that a launcher starts, or the end of the command
+        elif is_open:
+            found[-1][1].append(_typed(word))
+    return [
+        (name, True if not values else values[0] if len(values) == 1 else values)
+        for name, values in found
+    ]
+
+
+def _typed(word: str) -> Any:
+    """Return a number where a word is one."""
+    for kind in (int, float):
+        try:
+            return kind(word) if "_" not in word else word
+        except ValueError:
+            continue
+    return word

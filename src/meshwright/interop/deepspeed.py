@@ -1,0 +1,180 @@
+"""DeepSpeed's JSON: what the table `deepspeed.toml` cannot say row by row.
+
+Source of the keys: DeepSpeed's docs/_pages/config-json.md, and runtime/config.py for those that
+the page leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.interop.batch import Names, read_batch
+from meshwright.interop.source import AUTO, Source
+
+BATCH = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_ZERO = "zero_optimization"
+
+
+def read_deepspeed(source: Source) -> None:
+    """Give every key of a DeepSpeed config its verdict."""
+    read_parallel(source)
+    read_precision(source)
+    read_zero(source)
+    read_scheduler(source)
+    read_batch(source, BATCH)
+    source.finish()
+
+
+def read_parallel(source: Source) -> None:
+    """Take the sizes of tensor, sequence and pipeline parallelism."""
+    for key, to in (
+        ("tensor_parallel.autotp_size", "layout.tp"),
+        ("tensor_parallel.tp_size", "layout.tp"),
+        ("pipeline.stages", "layout.pp"),
+    ):
+        if source.get(key) == 0:
+            source.honour(key, note="off")
+        elif (size := source.whole(key)) is not None:
+            source.honour(key, {to: size})
+    size = source.whole("sequence_parallel_size")
+    if size is not None:
+        note = "heads are exchanged as Ulysses does"
+        degree: dict[str, Any] = {"layout.cp": size}
+        kind = {"layout.cp_kind": "ulysses"} if size > 1 else {}
+        source.translate("sequence_parallel_size", degree | kind, note)
+
+
+def read_precision(source: Source) -> None:
+    """Take the switches of fp16, bf16 and autocast; both at once contradict each other."""
+    names = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
+    on = {key: to for key, to in names.items() if source.get(key) is True}
+    if len(set(on.values())) > 1:
+        source.contradict(list(on), f"{' and '.join(on)} are both true; keep one", [_PRECISION])
+    for key, to in on.items():
+        source.honour(key, {_PRECISION: to})
+    for key in names:
+        if source.values.get(key) is False:
+            source.honour(key, note="off")
+    if source.get("torch_autocast.enabled") is True:
+        _read_autocast(source)
+    is_auto = any(source.values.get(key) == AUTO for key in names)
+    if source.target(_PRECISION) is None and not is_auto:
+        source.fill(_PRECISION, "fp32", "DeepSpeed trains in fp32 unless fp16 or bf16 is enabled")
+
+
+_PRECISION = "train.precision"
+
+
+def _read_autocast(source: Source) -> None:
+    dtype = str(source.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+    to = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    if to is None:
+        why = f"no autocast to {dtype}; train.precision has fp32, bf16, fp16"
+        source.refuse("torch_autocast.enabled", why, settled_by=[_PRECISION])
+        return
+    note = "all blocks compute in it, with fp32 weights kept by the optimizer"
+    source.translate("torch_autocast.enabled", {_PRECISION: to}, note)
+    source.translate("torch_autocast.dtype", {_PRECISION: to})
+
+
+def read_zero(source: Source) -> None:
+    """Take where states are offloaded to, and how far they are sharded."""
+    devices = {
+        f"{_ZERO}.offload_param.device": "params",
+        f"{_ZERO}.cpu_offload_param": "params",
+        f"{_ZERO}.offload_optimizer.device": "optimizer",
+        f"{_ZERO}.cpu_offload": "optimizer",
+    }
+    asked = {key: source.get(key) for key in devices}
+    wanted = [to for key, to in devices.items() if asked[key] not in (None, False, "none")]
+    best = "params" if "params" in wanted else "optimizer"
+    for key, value in asked.items():
+        if value in (False, "none"):
+            source.honour(key, note="off")
+        elif value == "nvme":
+            source.miss(key, "no offload to disk; nearest: device = cpu, layout.offload")
+        elif value in (True, "cpu"):
+            note = "" if devices[key] == best else "params offloads the optimizer's states too"
+            source.translate(key, {"layout.offload": best}, note)
+    _read_mics(source)
+
+
+def _read_mics(source: Source) -> None:
+    key = f"{_ZERO}.mics_shard_size"
+    if source.get(key) == -1:
+        source.honour(key, note="off")
+        return
+    size, devices = source.whole(key), source.setting.devices
+    if size is None:
+        return
+    if devices % size:
+        source.contradict([key], f"{size} does not divide {devices} devices")
+        return
+    to = {"layout.dp_shard": size, "layout.dp_replicate": devices // size}
+    source.translate(key, to, "shards in groups, replicates over them")
+
+
+_SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "WarmupLR": {"optimizer.schedule": "constant"},
+    "WarmupDecayLR": {"optimizer.schedule": "linear", "optimizer.min_lr_ratio": 0.0},
+    "WarmupCosineLR": {"optimizer.schedule": "cosine"},
+}
+
+
+def read_scheduler(source: Source) -> None:
+    """Take the learning-rate schedule: warm-up, then constant, linear or cosine decay."""
+    kind = source.get("scheduler.type")
+    if kind is None:
+        return
+    to = _SCHEDULES.get(str(kind))
+    params = "scheduler.params."
+    if to is None:
+        why = "optimizer.schedule has cosine, linear, wsd and constant after a linear warm-up"
+        source.refuse("scheduler.type", f"no {kind}: {why}", settled_by=["optimizer.schedule"])
+        for key in [key for key in source.values if key.startswith(params)]:
+            source.miss(key, f"of {kind}")
+        return
+    shape = source.get(f"{params}warmup_type", "log")
+    is_curved = shape != "linear"
+    curved = "the warm-up is linear here, DeepSpeed's is logarithmic" if is_curved else ""
+    source.translate("scheduler.type", to, curved)
+    if is_curved:
+        source.miss(f"{params}warmup_type", "the warm-up is linear; nearest: linear")
+    else:
+        source.honour(f"{params}warmup_type", note="linear")
+    if kind == "WarmupCosineLR":
+        ratio = source.number(f"{params}cos_min_ratio", 0.0001)
+        source.honour(f"{params}cos_min_ratio", {"optimizer.min_lr_ratio": ratio})
+        if source.target("optimizer.min_lr_ratio") != ratio:
+            source.fill("optimizer.min_lr_ratio", ratio, "DeepSpeed's default of cos_min_ratio")
+    steps = source.whole(f"{params}total_num_steps")
+    if steps is not None:
+        note = "the schedule ends where training does"
+        source.translate(f"{params}total_num_steps", {"train.steps": steps}, note)
+    _read_rates(source, params, kind)
+
+
+def _read_rates(source: Source, params: str, kind: str) -> None:
+    highest, first = f"{params}warmup_max_lr", f"{params}warmup_min_lr"
+    if source.get(highest) is not None:
+        lr = source.number(highest, 0.0)
+        source.honour(highest, {"optimizer.lr": lr})
+        stated = source.get("optimizer.params.lr")
+        if stated is not None and stated != lr:
+            why = f"the scheduler's warmup_max_lr = {lr:g} takes its place, as in DeepSpeed"
+            source.ignore("optimizer.params.lr", why)
+    elif kind == "WarmupDecayLR" and source.values.get(highest) is None:
+        source.fill("optimizer.lr", 0.001, "DeepSpeed's default of warmup_max_lr")
+    for key in (first, f"{params}warmup_min_ratio"):
+        if source.get(key) in (0, 0.0):
+            source.honour(key, note="warm-up from nothing")
+        elif source.get(key) is not None:
+            source.miss(key, "the warm-up starts from nothing")
+    steps = f"{params}warmup_num_steps"
+    if source.get(steps) == 0:
+        source.honour(steps, {"optimizer.warmup_steps": 0})
+    elif (count := source.whole(steps)) is not None:
+        source.honour(steps, {"optimizer.warmup_steps": count})
+    elif steps not in source.values:
+        source.fill("optimizer.warmup_steps", 1000, f"DeepSpeed's default of {steps}")

@@ -1,0 +1,118 @@
+"""Files to flat keys: JSON, YAML and command lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from meshwright.errors import ConfigError, refusal
+
+System = Literal["deepspeed", "gpt-neox", "hf", "megatron"]
+SYSTEMS: tuple[System, ...] = ("deepspeed", "gpt-neox", "hf", "megatron")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-5 for text; as in 1.2, it is a number here."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text; raises `ConfigError` where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the JSON or YAML mapping of a file; raises `ConfigError` where there is none."""
+    text = read_text(path)
+    try:
+        if path.suffix == ".json":
+            content = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
+        else:
+            content = yaml.load(text, Loader=_Loader)
+    except (ValueError, yaml.YAMLError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid {_language(path)}: {where}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} is not a mapping of keys to values")
+    return {str(key): value for key, value in content.items()}
+
+
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that a file has twice: the first would be dropped silently."""
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path} has the key {twice} twice; keep one")
+    return dict(pairs)
+
+
+def _language(path: Path) -> str:
+    return "JSON" if path.suffix == ".json" else "YAML"
+
+
+def guess_system(path: Path) -> System:
+    """Return the system whose config a file seems to be; raises `ConfigError` where none is."""
+    if path.suffix == ".json":
+        content = read_mapping(path)
+        is_hf = "model_type" in content or "architectures" in content
+        return "hf" if is_hf else "deepspeed"
+    if path.suffix in (".yml", ".yaml"):
+        return "gpt-neox"
+    if re.search(r"(?m)(^|\s)--[a-z][\w-]+", read_text(path)):
+        return "megatron"
+    rule = f"{path} is no config that is known by its name"
+    hint = "--from says which system's it is"
+    raise ConfigError(refusal(rule, legal=[f"--from {name}" for name in SYSTEMS], hint=hint))
+
+
+def flatten(content: Mapping[str, Any], *, dashes: bool = False) -> dict[str, Any]:
+    """Return nested mappings as dotted keys; an empty mapping is a value of its own.
+
+    With `dashes`, a dash in a name means an underscore, as GPT-NeoX reads it. Raises `ConfigError`
+    where both spellings stand side by side with different values.
+    """
+    flat: dict[str, Any] = {}
+
+    def visit(prefix: str, mapping: Mapping[str, Any]) -> None:
+        for name, value in mapping.items():
+            key = prefix + (str(name).replace("-", "_") if dashes else str(name))
+            if isinstance(value, Mapping) and value:
+                visit(f"{key}.", value)
+                continue
+            if key in flat and flat[key] != value:
+                raise ConfigError(f"{key} is there twice, as {flat[key]!r} and as {value!r}")
+            flat[key] = value
+
+    visit("", content)
+    return flat
+
+
+def merge(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of several files, and for each that two of them give differently, how.
+
+    The later file's value is kept.
+    """
+    merged: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    clashes: dict[str, str] = {}
+    for name, values in files.items():
+        for key, value in values.items():
+            if key in merged and merged[key] != value:
+                clashes[key] = f"{merged[key]!r} in {owner[key]}, {value!r} in {name}"
+            merged[key], owner[key] = value, name
+    return merged, clashes

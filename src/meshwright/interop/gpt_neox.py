@@ -1,0 +1,296 @@
+"""GPT-NeoX's YAML: what the table `gpt_neox.toml` cannot say row by row.
+
+Source of the keys, their defaults and formulas: GPT-NeoX's megatron/neox_arguments/neox_args.py,
+arguments.py, model/transformer.py and learning_rates.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.interop.architecture import Choice, Traits, read_family
+from meshwright.interop.batch import read_batch
+from meshwright.interop.deepspeed import BATCH, read_precision, read_zero
+from meshwright.interop.documents import read_split
+from meshwright.interop.source import Source
+from meshwright.spec.resolve import BUILTIN_VOCAB, tokenizer_json_size
+from meshwright.units import round_up
+
+_GATED = {"swiglu": "silu", "geglu": "gelu"}
+_PLAIN = {"gelu": "gelu", "silu": "silu", "swish": "silu"}
+
+
+def read_gpt_neox(source: Source) -> None:
+    """Give every key of GPT-NeoX configs its verdict."""
+    _read_parallel(source)
+    if source.values.keys() & {"num_layers", "hidden_size"}:  # else another file has the model
+        _read_model(source)
+        _read_attention(source)
+    _read_precision(source)
+    read_zero(source)
+    _read_schedule(source)
+    _read_recompute(source)
+    _read_data(source)
+    _read_log(source)
+    read_batch(source, BATCH)
+    source.finish()
+
+
+def _read_parallel(source: Source) -> None:
+    key = "pipe_parallel_size"
+    if source.get(key) == 0:
+        source.translate(key, {"layout.pp": 1}, "0 means one stage without a pipeline")
+    elif (size := source.whole(key)) is not None:
+        source.honour(key, {"layout.pp": size})
+    size = source.whole("model_parallel_size")
+    if size is not None:
+        source.honour("model_parallel_size", {"layout.tp": size})
+
+
+def _read_model(source: Source) -> None:
+    norm = str(source.get("norm", "layernorm"))
+    activation = str(source.get("activation", "gelu"))
+    if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
+        why = f"no {norm}; nearest: layernorm (model.family = neox) or rmsnorm (llama)"
+        source.refuse("norm", why)
+        return
+    if activation not in _GATED | _PLAIN:
+        source.refuse("activation", f"no {activation}; nearest: {', '.join(_GATED | _PLAIN)}")
+        return
+    is_rms = norm.endswith("rmsnorm")
+    traits = Traits(
+        norm=Choice("norm", norm),
+        is_rms=is_rms,
+        activation=Choice("activation", activation),
+        is_gated=activation in _GATED,
+        rotary=Choice("rotary_pct", source.number("rotary_pct", 1.0)),
+        parallel=Choice("gpt_j_residual", source.get("gpt_j_residual", False)),
+    )
+    family = read_family(source, traits)
+    _read_activation(source, activation)
+    _read_norm(source, is_rms)
+    if family == "neox" and source.get("num_kv_heads") not in (
+        None,
+        source.get("num_attention_heads"),
+    ):
+        source.refuse("num_kv_heads", "model.family = neox has a key/value head per head")
+    if source.get("gpt_j_residual", False):
+        why = "attention and MLP have a norm each; nearest: gpt_j_tied = false"
+        if source.get("gpt_j_tied", False):
+            source.refuse("gpt_j_tied", why)
+    _read_ffn(source, activation in _GATED)
+    tied = not source.get("no_weight_tying", False)
+    if "no_weight_tying" in source.values:
+        source.translate("no_weight_tying", {"model.tie_embeddings": tied})
+    else:
+        source.fill("model.tie_embeddings", tied, "GPT-NeoX ties the embeddings by default")
+
+
+def _read_activation(source: Source, activation: str) -> None:
+    ours = (_GATED | _PLAIN)[activation]
+    is_tanh = activation == "gelu" and source.get("bias_gelu_fusion", False)
+    if is_tanh:
+        ours = "gelu_tanh"
+        note = "the fused kernel computes the tanh form"
+        source.translate("bias_gelu_fusion", {"model.activation": ours}, note)
+    if activation == ours:
+        source.honour("activation", {"model.activation": ours})
+    else:
+        source.translate("activation", {"model.activation": ours})
+    if source.target("model.activation") != ours:
+        source.fill("model.activation", ours, "GPT-NeoX's default of activation")
+
+
+def _read_norm(source: Source, is_rms: bool) -> None:
+    mine, other = ("rms_norm_epsilon", "layernorm_epsilon")[:: 1 if is_rms else -1]
+    source.ignore(other, "of the other norm")
+    if source.get(mine) is not None:
+        source.honour(mine, {"model.norm_eps": source.number(mine, 1e-5)})
+    else:
+        source.fill("model.norm_eps", 1e-8 if is_rms else 1e-5, f"GPT-NeoX's default of {mine}")
+    if is_rms:
+        source.honour("use_bias_in_norms", note="RMSNorm has no bias")
+    elif source.get("use_bias_in_norms", True) is False:
+        source.refuse("use_bias_in_norms", "LayerNorm has a bias")
+
+
+def _read_ffn(source: Source, is_gated: bool) -> None:
+    """Set the width of the MLP as megatron/model/transformer.py's ParallelMLP has it."""
+    dim = source.whole("hidden_size")
+    if dim is None:
+        return
+    width = source.whole("intermediate_size")
+    key = "intermediate_size"
+    if width is None and source.get("expansion_factor") is not None:
+        key, width = "expansion_factor", int(source.number("expansion_factor", 4.0) * dim)
+    multiple = source.whole("mlp_multiple_of") or 1
+    asked = width or 4 * dim
+    inner = int(asked * 2 / 3) // 2 if is_gated else asked
+    inner = round_up(inner, multiple)
+    of = f"{asked} x 2/3 / 2" if is_gated else f"{asked}"
+    note = f"{of} in multiples of {multiple}"
+    if key in source.values and inner == asked:
+        source.honour(key, {"model.ffn_dim": inner})
+    elif key in source.values:
+        source.translate(key, {"model.ffn_dim": inner}, note)
+    else:
+        source.fill("model.ffn_dim", inner, f"4 x hidden_size: {note}")
+    if "mlp_multiple_of" in source.values:
+        source.translate("mlp_multiple_of", {"model.ffn_dim": inner}, note)
+
+
+def _read_attention(source: Source) -> None:
+    key, rotary = "pos_emb", source.get("pos_emb", "learned")
+    if rotary == "rotary":
+        source.honour(key, note="as both families do")
+    else:
+        why = f"no {rotary} positions; nearest: rotary"
+        source.refuse(key, why, default="learned")
+    kinds = _attention_kinds(source.get("attention_config", []))
+    if kinds <= {"global", "flash"}:
+        source.honour("attention_config", note="dense and causal; the kernel is torch's choice")
+    else:
+        others = ", ".join(sorted(kinds - {"global", "flash"}))
+        source.refuse("attention_config", f"no {others} layers; nearest: global, flash")
+
+
+def _attention_kinds(config: Any) -> set[str]:
+    """Return the kinds of layers of `[[["flash"], 12], ...]`."""
+    kinds: set[str] = set()
+    for item in config if isinstance(config, list) else [config]:
+        names = item[0] if isinstance(item, list) and item else item
+        kinds |= {str(name) for name in (names if isinstance(names, list) else [names])}
+    return kinds
+
+
+def _read_precision(source: Source) -> None:
+    names = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
+    stated = source.get("precision")
+    if stated is None and source.get("fp16.enabled") and source.get("fp16.type") == "bfloat16":
+        source.translate("fp16.type", {"train.precision": "bf16"}, "the older way to ask for bf16")
+        source.translate("fp16.enabled", {"train.precision": "bf16"}, "fp16.type is bfloat16")
+        return
+    if stated in names:
+        clash = [
+            key
+            for key, other in (("fp16.enabled", "bf16"), ("bf16.enabled", "fp16"))
+            if source.get(key) is True and names[stated] in (other, "fp32")
+        ]
+        if clash:
+            why = f"precision = {stated}, but {clash[0]} is true; keep one"
+            source.contradict(["precision", *clash], why, ["train.precision"])
+        source.translate("precision", {"train.precision": names[stated]})
+    elif stated is not None:
+        why = f"no {stated}; nearest: {', '.join(names)}"
+        source.refuse("precision", why, settled_by=["train.precision"])
+    read_precision(source)
+
+
+def _read_schedule(source: Source) -> None:
+    style = source.get("lr_decay_style", "linear")
+    ours = {"cosine": "cosine", "linear": "linear", "constant": "constant"}.get(style)
+    if ours is None:
+        why = f"no {style} decay; nearest: cosine, linear, constant"
+        source.refuse("lr_decay_style", why, settled_by=["optimizer.schedule"])
+    elif "lr_decay_style" in source.values:
+        but = "falls straight to min_lr; there to 0, cut off at min_lr" if ours == "linear" else ""
+        take = source.translate if but else source.honour
+        take("lr_decay_style", {"optimizer.schedule": ours}, but)
+    elif source.get("train_iters") is not None:
+        source.fill("optimizer.schedule", ours, "GPT-NeoX's default of lr_decay_style")
+    lr = source.number("optimizer.params.lr", source.number("lr", 0.0))
+    low = source.get("min_lr")
+    if low is not None and lr > 0:
+        ratio = source.number("min_lr", 0.0) / lr
+        source.translate("min_lr", {"optimizer.min_lr_ratio": round(ratio, 12)}, f"of lr = {lr:g}")
+    elif low is None and lr > 0:
+        source.fill("optimizer.min_lr_ratio", 0.0, "GPT-NeoX's default of min_lr is 0")
+    steps, decay = source.whole("train_iters"), source.whole("lr_decay_iters")
+    if decay is not None and steps is not None:
+        if decay == steps or ours == "constant":
+            source.honour("lr_decay_iters", note="the schedule ends where training does")
+        else:
+            why = f"the schedule ends at the last step; train_iters = {steps}"
+            source.refuse("lr_decay_iters", why, settled_by=["train.steps"])
+    total = decay or steps
+    if total is not None:
+        share = source.number("warmup", 0.01)
+        note = f"{share:g} x {total} steps"
+        to = {"optimizer.warmup_steps": int(share * total)}
+        source.translate("warmup", to, note)
+        if "warmup" not in source.values:
+            source.fill("optimizer.warmup_steps", int(share * total), note)
+
+
+def _read_recompute(source: Source) -> None:
+    if "checkpoint_activations" not in source.values:
+        return
+    is_on = bool(source.get("checkpoint_activations", False))
+    to = {"layout.recompute": "full" if is_on else "none"}
+    source.translate("checkpoint_activations", to)
+    if not is_on:
+        for key in ("checkpoint_num_layers", "partition_activations", "synchronize_each_layer"):
+            source.ignore(key, "checkpoint_activations is not on")
+
+
+def _read_data(source: Source) -> None:
+    train = source.get("train_data_paths")
+    if isinstance(train, list):
+        source.honour("train_data_paths", {"data.source": train})
+    if source.get("split") is not None:
+        read_split(source, "split")
+    kind = source.get("tokenizer_type", "GPT2BPETokenizer")
+    file = source.get("vocab_file")
+    settles = ["data.tokenizer"]
+    if kind in ("GPT2BPETokenizer", "HFGPT2Tokenizer"):
+        source.translate("tokenizer_type", {"data.tokenizer": "gpt2"})
+        source.ignore("vocab_file", "GPT-2's vocabulary is known by its name")
+        source.ignore("merge_file", "GPT-2's merges are known by its name")
+        if "tokenizer_type" not in source.values and "vocab_file" in source.values:
+            source.fill("data.tokenizer", "gpt2", "GPT-NeoX's default of tokenizer_type")
+    elif kind == "HFTokenizer":
+        source.honour("tokenizer_type", note="a tokenizer.json")
+        if file is not None and Path(str(file)).is_file():
+            source.honour("vocab_file", {"data.tokenizer": str(file)})
+        elif file is not None:
+            source.refuse(
+                "vocab_file", "no such file here: give data.tokenizer", settled_by=settles
+            )
+    else:
+        why = f"no {kind}; nearest: gpt2, or a tokenizer.json as data.tokenizer"
+        source.refuse("tokenizer_type", why, settled_by=settles)
+        source.miss("vocab_file", f"of {kind}")
+    _read_vocabulary(source)
+
+
+def _read_log(source: Source) -> None:
+    if source.get("tensorboard_dir") is not None:
+        note = "events go into the run folder"
+        source.translate("tensorboard_dir", {"log.tensorboard": True}, note)
+    if source.get("use_wandb") is True:
+        project = str(source.get("wandb_project", "neox"))
+        source.translate("use_wandb", {"log.wandb": project})
+        source.honour("wandb_project", {"log.wandb": project})
+    else:
+        source.honour("use_wandb", note="off")
+        source.ignore("wandb_project", "use_wandb is not true")
+
+
+def _read_vocabulary(source: Source) -> None:
+    """Pad the vocabulary as GPT-NeoX does, where the tokenizer's size is known."""
+    key = "make_vocab_size_divisible_by"
+    name = source.target("data.tokenizer")
+    size = BUILTIN_VOCAB.get(str(name))
+    if size is None and name is not None and Path(str(name)).is_file():
+        size = tokenizer_json_size(Path(str(name)))
+    if size is None:
+        why = "the vocabulary is the tokenizer's in multiples of 64; nearest: model.vocab_size"
+        source.miss(key, why)
+        return
+    multiple = (source.whole(key) or 128) * (source.whole("model_parallel_size") or 1)
+    padded = round_up(size, multiple)
+    note = f"{size} of {name} in multiples of {multiple}"
+    source.translate(key, {"model.vocab_size": padded}, note)
+    if key not in source.values and "hidden_size" in source.values:
+        source.fill("model.vocab_size", padded, note)

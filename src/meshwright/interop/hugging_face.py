@@ -1,0 +1,72 @@
+"""Hugging Face's config.json: each key beside what `spec.hf` makes of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.interop.source import Source
+from meshwright.interop.table import Row
+from meshwright.spec.hf import spec_from_hf
+
+# Where each key lands; what has no own place is a condition that the model meets.
+_TARGETS = {
+    "model_type": "family",
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "context",
+    "rms_norm_eps": "norm_eps",
+    "layer_norm_eps": "norm_eps",
+    "hidden_act": "activation",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "init_std",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "use_parallel_residual": "parallel_residual",
+    "hidden_dropout": "dropout",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "rope_parameters": "rope_scaling",
+    "partial_rotary_factor": "rotary_pct",
+    "rotary_pct": "rotary_pct",
+    "rotary_emb_base": "rope_theta",
+}
+_BY_RULE = Row(by_rule=True)
+
+
+def read_hugging_face(source: Source) -> None:
+    """Give every key of a config.json its verdict.
+
+    What `spec_from_hf` refuses is the verdict of the key that it names first.
+    """
+    config: Mapping[str, Any] = source.values
+    try:
+        fields = spec_from_hf(config).model_dump(exclude={"preset", "init_from"})
+    except ConfigError as error:
+        named = [key for key in config if str(error).startswith(f"{key} ")]
+        source.refuse(named[0] if named else "model_type", str(error), default="none")
+        for key in config.keys() - set(named):
+            if source.tables[0].find(key) == _BY_RULE:
+                source.miss(key, "the model is refused")
+        fields = {}
+    for key, field in _TARGETS.items():
+        if field not in fields:
+            continue
+        value = fields[field]
+        if isinstance(value, dict) or value != config.get(key):
+            source.translate(key, {f"model.{field}": value})
+        else:
+            source.honour(key, {f"model.{field}": value})
+    for key, row in source.tables[0].rows.items():
+        if row == _BY_RULE and fields:
+            source.honour(key, note="as it must be")
+    for field, value in fields.items():
+        if value is not None and source.target(f"model.{field}") is None:
+            source.fill(f"model.{field}", value, "transformers' default")
+    source.finish()

@@ -1,0 +1,152 @@
+"""Files of another training system to a report on every key, and a Meshwright config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.errors import ConfigError
+from meshwright.interop.command_line import read_arguments
+from meshwright.interop.deepspeed import read_deepspeed
+from meshwright.interop.flat import (
+    System,
+    flatten,
+    guess_system,
+    merge,
+    read_mapping,
+    read_text,
+)
+from meshwright.interop.gpt_neox import read_gpt_neox
+from meshwright.interop.hugging_face import read_hugging_face
+from meshwright.interop.megatron import read_megatron
+from meshwright.interop.report import Report
+from meshwright.interop.source import Setting, Source
+from meshwright.interop.table import load_table
+from meshwright.spec.loading import SECTIONS, read_given
+from meshwright.spec.resolve import Value, Values
+
+_READERS: Mapping[System, tuple[Callable[[Source], None], tuple[str, ...]]] = {
+    "deepspeed": (read_deepspeed, ("deepspeed",)),
+    "gpt-neox": (read_gpt_neox, ("gpt_neox", "deepspeed")),
+    "hf": (read_hugging_face, ("hf",)),
+    "megatron": (read_megatron, ("megatron",)),
+}
+_EXTRA = "deepspeed_extra_args."
+
+
+class Imported(NamedTuple):
+    """The report, and what the config states: the base, then the files, then the overrides."""
+
+    report: Report
+    given: dict[str, Values]
+
+
+def import_files(
+    paths: Sequence[Path],
+    *,
+    system: System | None = None,
+    base: Path | None = None,
+    overrides: Iterable[str] = (),
+    devices: int = 1,
+    is_fixed: bool = False,
+    accepted: Sequence[str] = (),
+) -> Imported:
+    """Read the files of one system; GPT-NeoX's may be several, which are merged.
+
+    What a file states goes over the base config, and the overrides over both; what it leaves out
+    means the other system's default, unless the base states it. `devices` is the number of ranks
+    that the batch is counted with; `is_fixed` says that the user gave it. `accepted` names
+    unsupported keys that may be left out ("all": every one). Raises `ConfigError` for files that
+    cannot be read; what cannot be had is in the report.
+    """
+    words = list(overrides)
+    stated, over = read_given(base), read_given(None, words)
+    known = system or guess_system(paths[0])
+    if known != "gpt-neox" and len(paths) > 1:
+        raise ConfigError(f"{known} has one config file, but there are {len(paths)}")
+    values, clashes = _read_all(paths, known)
+    if not values:
+        raise ConfigError(f"{paths[0]} has no keys")
+    reader, tables = _READERS[known]
+    base_values = _by_name(stated) | _by_name(over)
+    setting = Setting(base_values, tuple(_by_name(over)), devices, is_fixed)
+    source = Source(values, [load_table(name) for name in tables], setting)
+    reader(source)
+    for key, how in clashes.items():
+        row = source.tables[0].find(key)
+        source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
+    entries = _ordered(source)
+    given = tuple(setting.given)
+    refused = tuple(entry for entry in entries if entry.refuses(accepted, given))
+    files = tuple(path.name for path in paths)
+    report = Report(known, files, entries, tuple(source.filled), refused)
+    return Imported(report, _compose(report, stated, over))
+
+
+def _ordered(source: Source) -> tuple[Any, ...]:
+    """Return the entries in the order of the files; what they leave out comes last."""
+    of_file = [source.entries[key] for key in source.values]
+    return (*of_file, *(entry for entry in source.entries.values() if entry.is_default))
+
+
+def _read_all(paths: Sequence[Path], system: System) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of all files, and what the files or arguments give in two ways."""
+    if system == "megatron":
+        return read_arguments(read_text(paths[0]), str(paths[0]))
+    return merge({path.name: _read(path, system) for path in paths})
+
+
+def _read(path: Path, system: System) -> dict[str, Any]:
+    content = read_mapping(path)
+    if system == "hf":
+        return content
+    flat = flatten(content, dashes=system == "gpt-neox")
+    return {key.removeprefix(_EXTRA): value for key, value in flat.items()}
+
+
+def _by_name(given: Mapping[str, Values]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value.value
+        for section, values in given.items()
+        for key, value in values.items()
+    }
+
+
+def _compose(
+    report: Report, stated: Mapping[str, Values], over: Mapping[str, Values]
+) -> dict[str, Values]:
+    """Return what the config states, lowest precedence first."""
+    given: dict[str, Values] = {name: {} for name in SECTIONS}
+
+    def put(name: str, value: Any, origin: str) -> None:
+        section, _, key = name.partition(".")
+        given[section][key] = Value(value, origin)
+
+    for filled in report.filled:
+        put(filled.key, filled.value, f"import: {filled.why}")
+    for section, values in stated.items():
+        given[section].update(values)
+    if report.system == "hf":  # the model is the file's as a whole
+        given["model"] = {}
+        for filled in report.filled:
+            put(filled.key, filled.value, f"import: {filled.why}")
+    where = " + ".join(report.files)
+    for entry in report.entries:
+        for name, value in entry.to.items():
+            put(name, value, f"{where}: {entry.key}")
+    for section, values in over.items():
+        given[section].update(values)
+    return given
+
+
+def refusal_text(report: Report) -> str:
+    """Return why an import is refused: each key with its value and reason, and what to do."""
+    lines = [f"{len(report.refused)} keys of {' + '.join(report.files)} cannot be taken over:"]
+    for entry in report.refused:
+        told = " (left out)" if entry.is_default else ""
+        lines.append(f"  {entry.key} = {entry.value!r}{told}: {entry.note}")
+    names = [entry.key for entry in report.refused if entry.verdict == "unsupported"]
+    if names:
+        lines.append(f"To go on without them: --accept {','.join(names)}")
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""Megatron-LM's arguments: what the table `megatron.toml` cannot say row by row.
+
+Source of the arguments and defaults: Megatron-LM's megatron/training/arguments.py and the configs
+that it takes them from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.interop.architecture import Choice, Traits, read_family
+from meshwright.interop.batch import Names, read_batch
+from meshwright.interop.documents import read_split
+from meshwright.interop.source import Source
+from meshwright.spec.resolve import BUILTIN_VOCAB
+from meshwright.units import round_up
+
+BATCH = Names("global-batch-size", "micro-batch-size", "(accumulation)")
+_ROTARY = "use-rotary-position-embeddings"
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def read_megatron(source: Source) -> None:
+    """Give every argument of a Megatron command line its verdict."""
+    _read_launcher(source)
+    _read_parallel(source)
+    if source.values.keys() & {"num-layers", "hidden-size"}:
+        _read_model(source)
+    _read_precision(source)
+    _read_sharding(source)
+    _read_batch_and_steps(source)
+    _read_schedule(source)
+    _read_recompute(source)
+    _read_data(source)
+    source.finish()
+
+
+def _read_launcher(source: Source) -> None:
+    """Take torchrun's number of ranks, where `--devices` does not say it."""
+    nodes, each = source.whole("nnodes"), source.whole("nproc-per-node")
+    if each is None:
+        return
+    if not source.setting.is_fixed:
+        source.count_devices((nodes or 1) * each)
+    total = source.setting.devices
+    note = f"{total} ranks in all"
+    source.translate("nproc-per-node", {"cluster.devices_per_node": each}, note)
+    source.translate("nnodes", {"cluster.nodes": nodes or 1}, note)
+
+
+def _read_parallel(source: Source) -> None:
+    for name, to in (
+        ("tensor-model-parallel-size", "layout.tp"),
+        ("pipeline-model-parallel-size", "layout.pp"),
+        ("context-parallel-size", "layout.cp"),
+    ):
+        size = source.whole(name)
+        if size is not None:
+            source.honour(name, {to: size})
+    per, pp = source.whole("num-layers-per-virtual-pipeline-stage"), source.target("layout.pp")
+    stages = source.whole("num-virtual-stages-per-pipeline-rank")
+    layers, key = source.whole("num-layers"), "num-virtual-stages-per-pipeline-rank"
+    if per is not None and layers is not None:
+        key = "num-layers-per-virtual-pipeline-stage"
+        stages, rest = divmod(layers, per * (pp or 1))
+        if rest:
+            why = f"{per} x pipeline-model-parallel-size {pp or 1} does not divide {layers} layers"
+            source.contradict([key], why, ["layout.virtual_stages"])
+            return
+    if stages is not None:
+        schedule = "interleaved_1f1b" if stages > 1 else "1f1b"
+        both = {"layout.virtual_stages": stages, "layout.schedule": schedule}
+        source.translate(key, both)
+
+
+def _read_model(source: Source) -> None:
+    norm = str(source.get("normalization", "LayerNorm"))
+    is_gated = source.get("swiglu", False) is True
+    traits = Traits(
+        norm=Choice("normalization", norm),
+        is_rms=norm == "RMSNorm",
+        activation=Choice("swiglu", "swiglu" if is_gated else "gelu"),
+        is_gated=is_gated,
+        rotary=Choice("rotary-percent", source.number("rotary-percent", 1.0)),
+        parallel=Choice("parallel-residual", False),
+    )
+    family = read_family(source, traits)
+    source.honour("swiglu", {"model.activation": "silu"}, "a gated MLP")
+    if not is_gated:
+        source.fill("model.activation", "gelu", "Megatron's default")
+    kind = source.get("position-embedding-type", "learned_absolute")
+    if source.get(_ROTARY) is True or kind == "rope":
+        source.honour("position-embedding-type", note="as both families do")
+        source.honour(_ROTARY, note="as both families do")
+    else:
+        why = f"no {kind} positions; nearest: rope"
+        source.refuse("position-embedding-type", why, default="learned_absolute")
+    _read_heads(source, family)
+    dim = source.whole("hidden-size")
+    if dim is not None and source.get("ffn-hidden-size") is None:
+        # arguments.py: 4 h, and with swiglu 2/3 of it in multiples of 64
+        width = int(4 * dim * 2 / 3 / 64) * 64 if is_gated else 4 * dim
+        source.fill("model.ffn_dim", width, "Megatron's default of ffn-hidden-size")
+    _read_biases(source)
+    untied = source.get("untie-embeddings-and-output-weights", False) is True
+    source.translate("untie-embeddings-and-output-weights", {"model.tie_embeddings": not untied})
+    if not untied:
+        source.fill("model.tie_embeddings", True, "Megatron ties the embeddings by default")
+    if source.number("attention-dropout", 0.1) != 0:
+        why = "attention drops nothing; nearest: attention-dropout 0, or model.dropout"
+        source.refuse("attention-dropout", why, default=0.1)
+
+
+def _read_heads(source: Source, family: str | None) -> None:
+    heads, groups = source.whole("num-attention-heads"), source.whole("num-query-groups")
+    is_grouped = source.get("group-query-attention", False) is True
+    if is_grouped and groups is not None:
+        if family == "neox" and groups != heads:
+            source.refuse("num-query-groups", "model.family = neox has a key/value head per head")
+            return
+        source.honour("num-query-groups", {"model.n_kv_heads": groups})
+        source.honour("group-query-attention", note="num-query-groups says it")
+    elif groups is not None:
+        source.ignore("num-query-groups", "group-query-attention is not on")
+    if heads is not None and not is_grouped:
+        source.fill("model.n_kv_heads", heads, "a key/value head per head")
+
+
+def _read_biases(source: Source) -> None:
+    none = source.get("disable-bias-linear", False) is True
+    qkv = source.get("add-qkv-bias", False) is True
+    if none and qkv:
+        why = "queries, keys, values and the output have biases together or none"
+        source.refuse("add-qkv-bias", why)
+    biases = {"model.attention_bias": not none, "model.mlp_bias": not none}
+    source.translate("disable-bias-linear", biases)
+    if not none and "hidden-size" in source.values:
+        for key, value in biases.items():
+            source.fill(key, value, "Megatron's linear layers have biases by default")
+
+
+def _read_precision(source: Source) -> None:
+    on = [name for name in ("fp16", "bf16") if source.get(name) is True]
+    if len(on) > 1:
+        source.contradict(on, "both are given; keep one", ["train.precision"])
+    for name in on:
+        source.honour(name, {"train.precision": name})
+    if source.target("train.precision") is None:
+        source.fill("train.precision", "fp32", "Megatron trains in fp32 without fp16 or bf16")
+    if "fp16" not in on:
+        for name in ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window"):
+            source.ignore(name, "of fp16")
+        source.ignore("hysteresis", "of fp16")
+
+
+def _read_sharding(source: Source) -> None:
+    zero = 1 if source.get("use-distributed-optimizer") is True else 0
+    fsdp = [n for n in ("use-megatron-fsdp", "use-torch-fsdp2") if source.get(n) is True]
+    name = "data-parallel-sharding-strategy"
+    if fsdp:
+        strategy = str(source.get(name, "optim_grads_params"))
+        zero = _SHARDING.get(strategy, 3)
+        source.translate(name, {"layout.zero": zero})
+    else:
+        source.ignore(name, "of use-megatron-fsdp")
+    for flag in ("use-distributed-optimizer", *fsdp):
+        source.translate(flag, {"layout.zero": zero})
+
+
+def _read_batch_and_steps(source: Source) -> None:
+    read_batch(source, BATCH)
+    samples, batch = source.whole("train-samples"), source.target("train.batch")
+    if samples is not None and batch:
+        note = f"{samples} samples / {batch} a step"
+        source.translate("train-samples", {"train.steps": samples // int(batch)}, note)
+
+
+def _read_schedule(source: Source) -> None:
+    batch, steps = int(source.target("train.batch") or 1), source.target("train.steps")
+    steps = source.whole("train-iters") or steps
+    decay = source.whole("lr-decay-iters")
+    decay_key = "lr-decay-iters"
+    if (samples := source.whole("lr-decay-samples")) is not None:
+        decay, decay_key = samples // batch, "lr-decay-samples"
+    if decay is not None and decay == steps:
+        source.honour(decay_key, note="the schedule ends where training does")
+    elif decay is not None:
+        why = f"the schedule ends at the last step, {steps}; it asks for {decay}"
+        source.refuse(decay_key, why, settled_by=["train.steps"])
+    for key, warmup in (
+        ("lr-warmup-iters", source.get("lr-warmup-iters")),
+        ("lr-warmup-samples", source.number("lr-warmup-samples", 0.0) // batch),
+        ("lr-warmup-fraction", source.number("lr-warmup-fraction", 0.0) * (decay or steps or 0)),
+    ):
+        if warmup is not None:
+            source.translate(key, {"optimizer.warmup_steps": int(warmup)})
+    if source.target("optimizer.warmup_steps") is None:
+        source.fill("optimizer.warmup_steps", 0, "Megatron's default: no warm-up")
+    lr = source.number("lr", 0.0)
+    if lr > 0:
+        ratio = round(source.number("min-lr", 0.0) / lr, 12)
+        source.translate("min-lr", {"optimizer.min_lr_ratio": ratio}, f"of lr = {lr:g}")
+        if "min-lr" not in source.values:
+            source.fill("optimizer.min_lr_ratio", 0.0, "Megatron's default of min-lr is 0")
+    betas = [source.number("adam-beta1", 0.9), source.number("adam-beta2", 0.999)]
+    for name in ("adam-beta1", "adam-beta2"):
+        source.translate(name, {"optimizer.betas": betas})
+    if source.target("optimizer.betas") is None:
+        source.fill("optimizer.betas", betas, "Megatron's default of adam-beta1, adam-beta2")
+
+
+def _read_recompute(source: Source) -> None:
+    kind = source.get("recompute-granularity")
+    if source.get("recompute-activations") is True:
+        source.translate("recompute-activations", {"layout.recompute": "selective"})
+    if kind in ("selective", "full"):
+        source.honour("recompute-granularity", {"layout.recompute": kind})
+
+
+def _read_data(source: Source) -> None:
+    kind, model = source.get("tokenizer-type"), source.get("tokenizer-model")
+    settles = ["data.tokenizer"]
+    if kind == "GPT2BPETokenizer" or (kind is None and source.get("vocab-file") is not None):
+        source.translate("tokenizer-type", {"data.tokenizer": "gpt2"})
+        for name in ("vocab-file", "merge-file"):
+            source.ignore(name, "GPT-2's tokenizer is known by its name")
+        if kind is None:
+            source.fill("data.tokenizer", "gpt2", "vocab-file and merge-file are GPT-2's")
+    elif kind == "HuggingFaceTokenizer":
+        source.honour("tokenizer-type", note="a tokenizer.json")
+        if model is not None and Path(str(model)).exists():
+            source.honour("tokenizer-model", {"data.tokenizer": str(model)})
+        else:
+            why = "no such folder or tokenizer.json here: give data.tokenizer"
+            source.refuse("tokenizer-model", why, settled_by=settles)
+    elif kind is not None:
+        why = f"no {kind}; nearest: gpt2, or a tokenizer.json as data.tokenizer"
+        source.refuse("tokenizer-type", why, settled_by=settles)
+    if source.get("split") is not None:
+        read_split(source, "split")
+    if source.get("tensorboard-dir") is not None:
+        note = "events go into the run folder"
+        source.translate("tensorboard-dir", {"log.tensorboard": True}, note)
+    size = source.whole("vocab-size") or BUILTIN_VOCAB.get(str(source.target("data.tokenizer")))
+    if size is not None:
+        multiple = source.whole("make-vocab-size-divisible-by") or 128
+        multiple *= source.whole("tensor-model-parallel-size") or 1
+        padded, note = round_up(size, multiple), f"{size} in multiples of {multiple}"
+        for name in ("vocab-size", "make-vocab-size-divisible-by"):
+            source.translate(name, {"model.vocab_size": padded}, note)
+        if source.target("model.vocab_size") is None:
+            source.fill("model.vocab_size", padded, note)

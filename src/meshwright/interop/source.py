@@ -1,0 +1,270 @@
+"""A file's keys, taken one by one until each has its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.errors import nearest
+from meshwright.interop.report import Entry, Filled, Verdict
+from meshwright.interop.table import Row, Table
+from meshwright.spec.loading import SECTIONS
+from meshwright.spec.training import Zero
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an import knows beside the files.
+
+    `base` are the values of the base config and the overrides, by `section.key`; `given` those
+    that were overridden, which have the last word. `devices` is how many ranks there are;
+    `is_fixed` says that the user said so.
+    """
+
+    base: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+    devices: int = 1
+    is_fixed: bool = False
+
+
+class Source:
+    """The flattened keys of the files, and the verdicts so far.
+
+    A key has its verdict once: what a rule has taken, the table leaves alone.
+    """
+
+    def __init__(self, values: Mapping[str, Any], tables: Sequence[Table], setting: Setting):
+        self.values = dict(values)
+        self.tables = list(tables)
+        self.setting = setting
+        self.entries: dict[str, Entry] = {}
+        self.filled: list[Filled] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or the default where the key is absent, null or "auto"."""
+        value = self.values.get(key)
+        return default if value is None or value == AUTO else value
+
+    def whole(self, key: str) -> int | None:
+        """Return a whole number of at least 1, or None where the key is absent, null or "auto"."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+            self.contradict([key], f"{value!r} must be a whole number")
+            return None
+        if value < 1:
+            self.contradict([key], f"{value!r} must be at least 1")
+            return None
+        return int(value)
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number, or the default where the key is absent or not one."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.contradict([key], f"{value!r} must be a number")
+            return default
+        return float(value)
+
+    def target(self, key: str) -> Any:
+        """Return what a Meshwright key is so far: overridden, imported, of the base, or filled."""
+        if key in self.setting.given:
+            return self.setting.base[key]
+        for entry in self.entries.values():
+            if key in entry.to:
+                return entry.to[key]
+        if key in self.setting.base:
+            return self.setting.base[key]
+        return next((f.value for f in self.filled if f.key == key), None)
+
+    def count_devices(self, devices: int) -> None:
+        """Take the number of ranks that the file's own launcher starts."""
+        self.setting = replace(self.setting, devices=devices, is_fixed=True)
+
+    def honour(self, key: str, to: Mapping[str, Any] | None = None, note: str = "") -> None:
+        """Take a key whose value means the same here."""
+        self._take(key, "honoured", to, note)
+
+    def translate(self, key: str, to: Mapping[str, Any], note: str = "") -> None:
+        """Take a key that other keys or values say here."""
+        self._take(key, "translated", to, note)
+
+    def ignore(self, key: str, why: str) -> None:
+        """Take a key that does not matter here."""
+        self._take(key, "ignored", None, why)
+
+    def refuse(
+        self, key: str, why: str, *, settled_by: Sequence[str] = (), default: Any = None
+    ) -> None:
+        """Take a key that asks for another model or training than Meshwright has.
+
+        With a default, also where the file leaves the key out and so means the default.
+        """
+        is_default = key not in self.values
+        if is_default and default is None:
+            return
+        value = default if is_default else self.values[key]
+        self.entries.setdefault(
+            key,
+            Entry(
+                key, value, "unsupported", {}, why, True, tuple(settled_by), is_default=is_default
+            ),
+        )
+
+    def miss(self, key: str, why: str) -> None:
+        """Take a key that Meshwright lacks, but that does not change what is trained."""
+        self._take(key, "unsupported", None, why)
+
+    def contradict(self, keys: Sequence[str], why: str, settled_by: Sequence[str] = ()) -> None:
+        """Take keys that contradict each other, whatever was said of them before."""
+        present = [key for key in keys if key in self.values] or list(keys)[:1]
+        for key in present:
+            value = self.values.get(key)
+            self.entries[key] = Entry(
+                key,
+                value,
+                "contradictory",
+                {},
+                why,
+                settled_by=tuple(settled_by),
+                is_default=key not in self.values,
+            )
+
+    def fill(self, key: str, value: Any, why: str) -> None:
+        """Set a Meshwright key that follows from the file without being in it."""
+        self.filled.append(Filled(key, value, why))
+
+    def finish(self) -> None:
+        """Give every key that no rule has taken the verdict of its row."""
+        for key, value in self.values.items():
+            if key not in self.entries:
+                self._classify(key, value)
+        for table, key, row in self._rows():
+            silent = row.default is not None and self.get(key) is None
+            with_it = not row.given_with or row.given_with in self.values
+            if silent and with_it and row.to not in self._set():
+                self.fill(row.to, row.default, f"{table.name}'s default of {key}")
+
+    def _rows(self) -> list[tuple[Table, str, Row]]:
+        """Return all rows; where two tables have a key, the first one's."""
+        found: dict[str, tuple[Table, str, Row]] = {}
+        for table in self.tables:
+            for key, row in table.rows.items():
+                found.setdefault(key, (table, key, row))
+        return list(found.values())
+
+    def _set(self) -> set[str]:
+        """Return the Meshwright keys that are set so far."""
+        of_entries = {key for entry in self.entries.values() for key in entry.to}
+        return of_entries | {filled.key for filled in self.filled}
+
+    def _classify(self, key: str, value: Any) -> None:
+        switch = self._off(key)
+        if switch is not None:
+            self.ignore(key, f"{switch} is not on")
+            return
+        found = [row for table in self.tables if (row := table.find(key)) is not None]
+        if not found:
+            self._unknown(key, value)
+            return
+        row = found[0]
+        if value is False and key.endswith(".enabled"):
+            self.honour(key, note="off")
+        elif value is None:
+            self.ignore(key, "not set")
+        elif value == AUTO and (row.to or row.by_rule):
+            base = self.target(row.to) if row.to else None
+            what = f" {row.to} = {base}" if base is not None else ""
+            self.honour(key, None, f"auto: as the base config or the default has it{what}")
+        elif any(_equal(value, same) for same in row.same):
+            self.honour(key, None, row.why or "as Meshwright does")
+        elif row.ignored:
+            self.ignore(key, row.ignored)
+        elif row.to and (row.values is None or _spelled(value) in _lower(row.values)):
+            self._set_to(key, value, row)
+        else:
+            why = row.unsupported
+            if row.to and row.values is not None:
+                of = ", ".join(dict.fromkeys(str(v) for v in row.values.values()))
+                why = f"{why}; {row.to} has {of}" if why else f"{row.to} has {of}"
+            settled = (row.to,) if row.to else ()
+            entry = Entry(key, value, "unsupported", {}, why, row.changes, settled)
+            self.entries[key] = entry
+
+    def _set_to(self, key: str, value: Any, row: Row) -> None:
+        new = value if row.values is None else _lower(row.values)[_spelled(value)]
+        # JSON and YAML of others write whole numbers as 1e5 or 5.0 too
+        if isinstance(new, float) and new.is_integer() and _is_whole(row.to):
+            new = int(new)
+        wrong = _invalid(row.to, new)
+        if isinstance(value, str) and "$" in value:
+            why = f"set when the script runs: give {row.to}"
+            self.refuse(key, why, settled_by=[row.to])
+        elif wrong:
+            self.contradict([key], wrong, [row.to])
+        elif row.but or not _equal(new, value):
+            self.translate(key, {row.to: new}, row.but)
+        else:
+            self.honour(key, {row.to: new})
+
+    def _unknown(self, key: str, value: Any) -> None:
+        known = [name for table in self.tables for name in table.rows if "*" not in name]
+        close = nearest(key, known)
+        hint = f"; nearest known: {close[0]}" if close else ""
+        why = f"unknown to {self.tables[0].name} as Meshwright knows it{hint}"
+        self.entries[key] = Entry(key, value, "unsupported", {}, why, changes=True)
+
+    def _off(self, key: str) -> str | None:
+        """Return the switch that turns a key's section off, if any."""
+        parts = key.split(".")
+        switched = {name for table in self.tables for name in table.switched}
+        for depth in range(1, len(parts)):
+            section = ".".join(parts[:depth])
+            for name in (f"{section}.enabled", f"{section}.shared_parameters.enabled"):
+                if name != key and self.values.get(name) is False:
+                    return name
+            name = f"{section}.enabled"
+            if section in switched and self.values.get(name) is None and key != name:
+                return name
+        return None
+
+    def _take(self, key: str, verdict: Verdict, to: Mapping[str, Any] | None, note: str) -> None:
+        if key in self.values and key not in self.entries:
+            self.entries[key] = Entry(key, self.values[key], verdict, dict(to or {}), note)
+
+
+def _is_whole(name: str) -> bool:
+    """Return whether a Meshwright key takes whole numbers only."""
+    section, _, key = name.partition(".")
+    return SECTIONS[section].model_fields[key].annotation in (int, int | None, Zero)
+
+
+def _invalid(name: str, value: Any) -> str:
+    """Return why a Meshwright key cannot have a value; empty where it can."""
+    section, _, key = name.partition(".")
+    try:
+        SECTIONS[section].__pydantic_validator__.validate_python({key: value})
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["loc"][:1] == (key,):
+                reason = detail["msg"].removeprefix("Value error, ")
+                return f"{name} = {value!r}: {reason[0].lower()}{reason[1:]}"
+    return ""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values are the same; true is not 1 here."""
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def _spelled(value: Any) -> str:
+    return str(value).lower()
+
+
+def _lower(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.lower(): value for name, value in values.items()}

@@ -1,0 +1,66 @@
+"""The tables of known keys: `deepspeed.toml`, `gpt_neox.toml`, `megatron.toml`, `hf.toml`.
+
+A row says what becomes of a key, in this order:
+
+- `same`: values that ask for what Meshwright does anyway, and `why` it does;
+- `ignored`: why the key does not matter here;
+- `to`: the Meshwright key that it sets, through `values` where they have other names; `but` says
+  what differs;
+- `unsupported`: why it cannot be had. `changes`: without it something else would be trained.
+
+`default` is what the other system does where the key is left out, if `given_with` (another key of
+the file) is there; it sets `to` too. `*` in a key stands for any part of a name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Row(BaseModel):
+    """One key of another system; the module's docstring has the fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    same: tuple[Any, ...] = ()
+    why: str = ""
+    ignored: str = ""
+    to: str = ""
+    values: dict[str, Any] | None = None
+    but: str = ""
+    unsupported: str = ""
+    changes: bool = False
+    default: Any = None
+    given_with: str = ""
+    by_rule: bool = False
+
+
+class Table(BaseModel):
+    """The rows of a system, and its sections that do nothing unless `enabled` is true."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    switched: tuple[str, ...] = ()
+    rows: dict[str, Row]
+
+    def find(self, key: str) -> Row | None:
+        """Return the row of a key: its own, else that of the longest pattern."""
+        if key in self.rows:
+            return self.rows[key]
+        patterns = [name for name in self.rows if "*" in name and fnmatchcase(key, name)]
+        return self.rows[max(patterns, key=len)] if patterns else None
+
+
+def load_table(name: str) -> Table:
+    """Return a table that is shipped, such as `deepspeed`."""
+    content: Mapping[str, Any] = tomllib.loads(
+        (files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
+    )
+    return Table.model_validate(content)

@@ -1,0 +1,409 @@
+"""Configs of other systems: every key has its verdict, every number its arithmetic."""
+
+import json
+import tomllib
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.errors import ConfigError
+from meshwright.interop.command_line import read_arguments
+from meshwright.interop.flat import guess_system
+from meshwright.interop.importing import import_files
+from meshwright.interop.report import VERDICTS
+from meshwright.interop.table import load_table
+from meshwright.spec.loading import SECTIONS, build_config, load_config
+
+BATCH = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
+DS = {
+    **BATCH,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 50, "warmup_num_steps": 5, "warmup_type": "linear"},
+    },
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "hysteresis": 2},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "wandb": {"enabled": True},
+}
+NEOX = """{
+  "pipe-parallel-size": 1, "model_parallel_size": 2,
+  "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
+  "max_position_embeddings": 64, "pos_emb": "rotary", "rotary_pct": 0.25,
+  "no_weight_tying": true, "gpt_j_residual": true, "attention_config": [[["flash"], 2]],
+  # comments, and trailing commas
+  "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1.0e-8}},
+  "min_lr": 0.00006, "train_iters": 100, "lr_decay_iters": 100, "lr_decay_style": "cosine",
+  "warmup": 0.05, "weight_decay": 0.1, "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 2, "fp16": {"enabled": true, "loss_scale": 0},
+  "zero_optimization": {"stage": 1}, "checkpoint_activations": true, "split": "949,50,1",
+}"""
+ARGS = """#!/bin/bash
+GPUS=4   # a comment
+MODEL_ARGS=(
+    --num-layers 2
+    --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64
+    --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --ffn-hidden-size 96 --vocab-size 300
+)
+MODEL_ARGS+=("--group-query-attention --num-query-groups 2")
+torchrun --nproc_per_node $GPUS pretrain_gpt.py ${MODEL_ARGS[@]} \\
+    --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16 --lr 3e-4 --min-lr 3e-5 \\
+    --global-batch-size 16 --micro-batch-size 2 --train-samples 1600 --lr-warmup-samples 160
+"""
+
+
+def imported(tmp_path, content, name="ds.json", **options):
+    file = tmp_path / name
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return import_files([file], **options)
+
+
+def config_of(found):
+    assert not found.report.refused, [(e.key, e.note) for e in found.report.refused]
+    return build_config({section: dict(values) for section, values in found.given.items()})
+
+
+def entry(found, key):
+    return next(e for e in found.report.entries if e.key == key)
+
+
+def leaves(content):
+    for value in content.values():
+        yield from leaves(value) if isinstance(value, dict) else [value]
+
+
+def test_deepspeed(tmp_path):
+    found = imported(tmp_path, DS, devices=4, is_fixed=True)
+    config = config_of(found)
+    assert (config.train.batch, config.layout.microbatch) == (32, 4)
+    assert (config.layout.zero, config.layout.dp_shard, config.layout.dp_replicate) == (2, 4, 1)
+    assert config.layout.offload == "optimizer"
+    assert (config.train.precision, config.train.clip_norm, config.train.log_every) == (
+        *("bf16", 0.5),
+        10,
+    )
+    # What the file leaves out is DeepSpeed's default, not Meshwright's
+    assert config.optimizer.betas == (0.9, 0.999)
+    assert (config.optimizer.schedule, config.optimizer.min_lr_ratio) == ("cosine", 0.0001)
+    assert (config.train.steps, config.optimizer.warmup_steps) == (50, 5)
+    assert config.log.wandb == "deepspeed"
+    assert entry(found, "fp16.hysteresis").verdict == "ignored"
+    assert config.origins["train.clip_norm"] == "ds.json: gradient_clipping"
+
+
+def test_every_key_has_one_verdict(tmp_path):
+    found = imported(tmp_path, DS, devices=4, is_fixed=True)
+    assert len(found.report.entries) == len(list(leaves(DS))) == found.report.keys
+    assert sum(found.report.count(verdict) for verdict in VERDICTS) == found.report.keys
+    assert all(e.to or e.note for e in found.report.entries)
+
+
+ARITHMETIC = {
+    # total, micro, accumulation, devices -> batch, microbatch, ranks; None: contradictory
+    (32, 4, 2, 4): (32, 4, 4),
+    (32, 4, None, 4): (32, 4, 4),
+    (32, None, 2, 4): (32, 4, 4),
+    (None, 4, 2, 4): (32, 4, 4),
+    (None, 4, None, 4): (16, 4, 4),
+    (32, None, None, 4): (32, 8, 4),
+    (32, 4, 2, 2): None,
+    (30, 4, None, 2): None,
+    (2, None, None, 4): None,
+}
+
+
+@pytest.mark.parametrize("sizes", ARITHMETIC)
+def test_batch_arithmetic(tmp_path, sizes):
+    names = [*BATCH, "gradient_accumulation_steps"]
+    content = {name: n for name, n in zip(names, sizes, strict=False) if n is not None}
+    found = imported(tmp_path, content, devices=sizes[3], is_fixed=True)
+    wanted = ARITHMETIC[sizes]
+    if wanted is None:
+        assert {e.verdict for e in found.report.refused} == {"contradictory"}
+        assert {e.key for e in found.report.refused} == set(content)
+        return
+    config = config_of(found)
+    layout = config.layout
+    assert (config.train.batch, layout.microbatch, layout.dp_replicate) == wanted
+
+
+def test_contradiction_shows_all_numbers(tmp_path):
+    content = {**BATCH, "gradient_accumulation_steps": 2}
+    found = imported(tmp_path, content, devices=2, is_fixed=True)
+    assert found.report.refused[0].note == (
+        "train_batch_size = 32 is not train_micro_batch_size_per_gpu = 4 x "
+        "gradient_accumulation_steps = 2 x 2 data-parallel ranks (2 devices / (pp 1 x cp 1 x tp 1))"
+        " = 16; nearest: train_batch_size = 16"
+    )
+    # Unless devices are given, the three sizes say how many ranks there are
+    found = imported(tmp_path, content, devices=2)
+    assert config_of(found).layout.dp_replicate == 4
+    # and a batch that is given has the last word
+    overrides = ["train.batch=8", "layout.microbatch=4"]
+    found = imported(tmp_path, content, devices=2, is_fixed=True, overrides=overrides)
+    assert config_of(found).train.batch == 8
+
+
+def test_auto_comes_from_the_base(tmp_path):
+    base = tmp_path / "base.toml"
+    base.write_text("[train]\nbatch = 24\nclip_norm = 0.3\n[optimizer]\nlr = 0.01\n")
+    content = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "fp16": {"enabled": "auto"},
+    }
+    found = imported(tmp_path, content, base=base, devices=2)
+    config = config_of(found)
+    assert (config.train.batch, config.train.clip_norm, config.optimizer.lr) == (24, 0.3, 0.01)
+    assert entry(found, "gradient_clipping").note.endswith("train.clip_norm = 0.3")
+    assert {entry(found, key).verdict for key in ("train_batch_size", "fp16.enabled")} == {
+        "honoured"
+    }
+
+
+REFUSED = {
+    "optimizer.type": ({"optimizer": {"type": "Lamb"}}, "optimizer.name=adamw"),
+    "scheduler.type": ({"scheduler": {"type": "OneCycle"}}, "optimizer.schedule=cosine"),
+    "amp.enabled": ({"amp": {"enabled": True}}, None),
+    "sparse_attention.mode": ({"sparse_attention": {"mode": "fixed"}}, None),
+    "gradient_cliping": ({"gradient_cliping": 1.0}, None),
+    "elasticity.enabled": ({"elasticity": {"enabled": True}}, None),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_would_train_something_else_is_refused(tmp_path, key):
+    content, override = REFUSED[key]
+    assert [e.key for e in imported(tmp_path, content).report.refused] == [key]
+    assert not imported(tmp_path, content, accepted=[key]).report.refused
+    if override:
+        assert not imported(tmp_path, content, overrides=[override]).report.refused
+
+
+def test_unknown_key_names_the_nearest(tmp_path):
+    found = imported(tmp_path, {"gradient_cliping": 1.0})
+    assert entry(found, "gradient_cliping").note.endswith("nearest known: gradient_clipping")
+
+
+def test_both_precisions_contradict(tmp_path):
+    content = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    found = imported(tmp_path, content)
+    assert [e.verdict for e in found.report.refused] == ["contradictory"] * 2
+
+
+def test_sections_that_are_off_do_not_matter(tmp_path):
+    content = {
+        "elasticity": {"enabled": False, "max_train_batch_size": 9},
+        "curriculum_learning": {"curriculum_type": "seqlen"},
+    }
+    report = imported(tmp_path, content).report
+    assert not report.refused
+    assert report.count("ignored") == 2
+
+
+def test_gpt_neox(tmp_path):
+    found = imported(tmp_path, NEOX, "a.yml", devices=4, is_fixed=True)
+    config = config_of(found)
+    model, optimizer, layout = config.model, config.optimizer, config.layout
+    assert (model.family, model.dim, model.rotary_pct, model.ffn_dim) == ("neox", 64, 0.25, 256)
+    assert (model.parallel_residual, model.tie_embeddings) == (True, False)
+    assert (layout.tp, layout.pp, layout.dp_shard, layout.zero) == (2, 1, 2, 1)
+    assert (config.train.batch, layout.microbatch, layout.recompute) == (16, 4, "full")
+    assert (optimizer.weight_decay, optimizer.min_lr_ratio) == (0.1, pytest.approx(0.1))
+    assert (optimizer.warmup_steps, optimizer.schedule) == (5, "cosine")
+    assert config.data.validation == pytest.approx(0.051)
+    assert model.vocab_size % 256 == 0 or found.report.count("unsupported")
+
+
+def test_gpt_neox_llama_sizes(tmp_path):
+    content = """{"num_layers": 2, "hidden_size": 4096, "intermediate_size": 32768,
+      "mlp_multiple_of": 256, "num_attention_heads": 32, "pos_emb": "rotary", "norm": "rmsnorm",
+      "activation": "swiglu", "use_bias_in_attn_linear": false, "use_bias_in_mlp": false,
+      "rms_norm_epsilon": 1.0e-6, "rotary_pct": 1}"""
+    model = config_of(imported(tmp_path, content, "a.yml", devices=1)).model
+    assert (model.family, model.ffn_dim, model.norm_eps) == ("llama", 11008, 1e-6)
+    assert not model.attention_bias
+    assert not model.mlp_bias
+    assert model.tie_embeddings  # GPT-NeoX's default
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('"pos_emb": "rotary", ', "", "pos_emb"),  # its default is learned
+        ('"pos_emb": "rotary"', '"pos_emb": "alibi"', "pos_emb"),
+        ('"flash"', '"mamba"', "attention_config"),
+        ('"lr_decay_iters": 100', '"lr_decay_iters": 50', "lr_decay_iters"),
+        ('"num_layers": 2', '"num_layers": 2, "norm": "rmsnorm"', "activation"),
+        ("1.0e-8", "1.0e_8", "optimizer.params.eps"),
+        ('"split": "949,50,1"', '"split": "all"', "split"),
+        ('"model_parallel_size": 2', '"model_parallel_size": 8', "train_micro_batch_size_per_gpu"),
+    ],
+)
+def test_gpt_neox_refusals(tmp_path, old, new, key):
+    assert old in NEOX
+    found = imported(tmp_path, NEOX.replace(old, new), "a.yml", devices=4, is_fixed=True)
+    assert key in [e.key for e in found.report.refused]
+
+
+def test_gpt_neox_files_are_merged(tmp_path):
+    one, two = tmp_path / "one.yml", tmp_path / "two.yml"
+    one.write_text(NEOX)
+    two.write_text('{"log-interval": 7, "train-iters": 100}')
+    config = config_of(import_files([one, two], devices=2, is_fixed=True))
+    assert config.train.log_every == 7
+    two.write_text('{"log-interval": 7, "train-iters": 90}')
+    report = import_files([one, two], devices=2, is_fixed=True).report
+    assert report.refused[0].note == "100 in one.yml, 90 in two.yml; keep one"
+
+
+def test_megatron(tmp_path):
+    config = config_of(imported(tmp_path, ARGS, "run.sh"))
+    model, layout = config.model, config.layout
+    assert (model.family, model.n_kv_heads, model.ffn_dim) == ("llama", 2, 96)
+    assert model.vocab_size == 512  # 300 in multiples of 128 x tp 2
+    assert (layout.tp, layout.zero, layout.dp_shard) == (2, 1, 2)
+    assert (config.train.batch, layout.microbatch, config.train.steps) == (16, 2, 100)
+    assert (config.optimizer.warmup_steps, config.optimizer.schedule) == (10, "linear")
+    assert config.optimizer.betas == (0.9, 0.999)
+    assert config.cluster.devices_per_node == 4
+
+
+def test_megatron_defaults_that_meshwright_lacks(tmp_path):
+    text = ARGS.replace(" --attention-dropout 0", "").replace("--position-embedding-type rope", "")
+    refused = {e.key: e for e in imported(tmp_path, text, "run.sh").report.refused}
+    assert set(refused) == {"attention-dropout", "position-embedding-type"}
+    assert all(e.is_default for e in refused.values())
+
+
+def test_command_lines():
+    found, clashes = read_arguments(
+        "A=${B:-7}\nC=$(($A*2))\npython train.py --x $A --y $C --z '1 2' --flag --l 1 2\n"
+        "if true; then\n  D=(--x 8)\nfi\ntorchrun ${D[@]}\n",
+        "run.sh",
+    )
+    assert found == {"x": 8, "y": 14, "z": "1 2", "flag": True, "l": [1, 2]}
+    assert clashes == {"x": "given as 7 and as 8"}
+    with pytest.raises(ConfigError, match="no argument of the form --name value"):
+        read_arguments("echo hello", "run.sh")
+
+
+def test_arguments_that_a_script_computes_are_refused(tmp_path):
+    found = imported(tmp_path, ARGS.replace("--bf16", "--bf16 --data-path $1"), "run.sh")
+    assert [e.key for e in found.report.refused] == ["data-path"]
+    overrides = ["data.source=stdlib"]
+    found = imported(tmp_path, ARGS + " --data-path $1", "run.sh", overrides=overrides)
+    assert config_of(found).data.source == "stdlib"
+
+
+HF = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "sliding_window": None,
+}
+
+
+def test_hugging_face(tmp_path):
+    found = imported(tmp_path, HF, "config.json")
+    config = config_of(found)
+    assert (config.model.n_kv_heads, config.model.rope_theta) == (2, 500000.0)
+    assert config.model.norm_eps == 1e-6  # transformers' default
+    assert entry(found, "architectures").verdict == "ignored"
+    assert entry(found, "hidden_size").to == {"model.dim": 64}
+    refused = imported(tmp_path, {**HF, "sliding_window": 128}, "config.json").report.refused
+    assert [e.key for e in refused] == ["sliding_window"]
+    refused = imported(tmp_path, {**HF, "qk_norms": True}, "config.json").report.refused
+    assert [e.key for e in refused] == ["qk_norms"]
+
+
+def test_tables_name_real_keys():
+    keys = {f"{name}.{key}" for name, spec in SECTIONS.items() for key in spec.model_fields}
+    for name in ("deepspeed", "gpt_neox", "megatron", "hf"):
+        table = load_table(name)
+        for key, row in table.rows.items():
+            assert not row.to or row.to in keys, key
+            says = row.same or row.ignored or row.to or row.unsupported or row.by_rule
+            assert says, key
+        assert all(any(key.startswith(f"{s}.") for key in table.rows) for s in table.switched)
+
+
+def test_files_are_told_apart(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("python x.py --num-layers 3")
+    (tmp_path / "b.txt").write_text("nothing")
+    names = {name: guess_system(tmp_path / name) for name in ("config.json", "ds.json", "a.txt")}
+    assert names == {"config.json": "hf", "ds.json": "deepspeed", "a.txt": "megatron"}
+    with pytest.raises(ConfigError, match="--from deepspeed"):
+        guess_system(tmp_path / "b.txt")
+    (tmp_path / "ds.json").write_text('{"a": 1, "a": 2}')
+    with pytest.raises(ConfigError, match="the key a twice"):
+        import_files([tmp_path / "ds.json"])
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "ds.json").write_text(json.dumps(DS))
+    words = ["config", "import", "ds.json", "--devices", "4", "train.seed=3"]
+    assert main([*words, "--out", "run.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "keys take effect" in shown
+    config = load_config(tmp_path / "run.toml")
+    assert (config.train.batch, config.train.seed, config.layout.zero) == (32, 3, 2)
+    assert main(words) == 0  # without --out, the TOML alone is on stdout
+    assert tomllib.loads(capsys.readouterr().out)["train"]["batch"] == 32
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {row["verdict"] for row in report["keys"]} <= set(VERDICTS)
+    (tmp_path / "ds.json").write_text(json.dumps({**DS, "train_batch_size": 33}))
+    assert main([*words, "--out", "other.toml"]) == 2
+    assert "nearest: train_batch_size = 32 or train_batch_size = 48" in capsys.readouterr().err
+    assert not (tmp_path / "other.toml").exists()
+
+
+def test_train_takes_a_deepspeed_config(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("def f(x):\n    return x\n" * 400)
+    (tmp_path / "run.toml").write_text(
+        "[model]\ndim = 32\nn_layers = 1\nn_heads = 4\n[train]\nseq_len = 32\n"
+        '[data]\nsource = "corpus"\nvalidation = 0.0\n[cluster]\ndevice = "cpu"\n'
+        "devices_per_node = 1\n"
+    )
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+                "fp16": {"enabled": False},
+                "hybrid_engine": {"enabled": True},
+            }
+        )
+    )
+    words = ["train", "run.toml", "--deepspeed", "ds.json", "train.steps=2", "--json"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "hybrid_engine.enabled = True: no generation inside of training" in shown.err
+    config = load_config(next((tmp_path / "runs").glob("run-*/config.toml")))
+    assert (config.train.batch, config.layout.microbatch, config.train.clip_norm) == (4, 2, 0.0)
+    assert main([*words[:3], "ds.json", "--deepspeed", "none.json"]) == 2
+    assert main(["train", "run.toml", "--accept", "x"]) == 2
