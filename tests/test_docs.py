@@ -87,7 +87,8 @@ def test_commands(page, workplace, capsys):
             # What the program is made of has to stay as it was planned
             words, has_run = [*words, "train.steps=2", *TINY[-5:]], True
         elif command == "train" and code == 0:
-            files = [word for word in rest if not word.startswith("--")]
+            pairs = zip(["", *rest], rest, strict=False)
+            files = [w for last, w in pairs if last != "--deepspeed" and not w.startswith("--")]
             config = read_config(SimpleNamespace(words=files))
             resolve_layout(config, detect(config.cluster, os.environ))
             if has_run or (page.parent.name == "commands" and page.name != "train.md"):

@@ -29,7 +29,7 @@ examples:
   meshwright train --resume runs/latest train.steps=200    go on, on any layout
   meshwright train run.toml layout.auto=true               the planner chooses the layout
   meshwright train --plan plan.json                        what `plan --save` has written
-  meshwright train run.toml --deepspeed ds_config.json     batch, optimizer, ZeRO of that
+  meshwright train --deepspeed ds_config.json run.toml     batch, optimizer, ZeRO of that
 
 Starts the local ranks itself; under torchrun it joins the ranks that are there:
   torchrun --nproc-per-node 2 -m meshwright train run.toml

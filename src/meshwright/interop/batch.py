@@ -26,6 +26,7 @@ def read_batch(source: Source, names: Names) -> None:
     """
     total, micro, accumulation = (source.whole(name) for name in names)
     if total is None and micro is None:
+        _spread(source, None, "")
         return  # the base config's batch stays
     known = dict(zip(names, (total, micro, accumulation), strict=True))
     ranks, whence = _data_ranks(source, known, names)
@@ -77,7 +78,8 @@ _HERE = "the devices here"
 def _data_ranks(source: Source, known: dict[str, int | None], names: Names) -> tuple[int, str]:
     """Return the data-parallel degree and where it comes from; 0 where the devices do not do."""
     base = [source.target(key) for key in _DEGREES]
-    if any(degree is not None for degree in base):
+    is_asked = any(key in source.setting.given for key in _DEGREES)
+    if any(base) and (is_asked or not source.setting.is_fixed):
         product = (base[0] or 1) * (base[1] or 1)
         return product, f"{' x '.join(_DEGREES)} = {product} of the config"
     total, micro, accumulation = (known[name] for name in names)
@@ -129,9 +131,25 @@ def _fill(source: Source, micro: int, total: int, ranks: int, why: str) -> None:
     for key, value in (("layout.microbatch", micro), ("train.batch", total)):
         if source.target(key) is None:
             source.fill(key, value, why)
-    if any(source.target(key) is not None for key in _DEGREES):
+    _spread(source, ranks, why)
+
+
+def _spread(source: Source, ranks: int | None, why: str) -> None:
+    """Set how the data-parallel ranks divide: under ZeRO, the states are sharded over all of them.
+
+    Degrees that the user gave, or that the file has, stay.
+    """
+    given = source.setting.given
+    of_file = [key for entry in source.entries.values() for key in entry.to]
+    if any(key in given or key in of_file for key in _DEGREES):
         return
     shards = int(source.target("layout.zero") or 0) > 0
-    source.fill(_DEGREES[1] if shards else _DEGREES[0], ranks, why)
-    if shards:
-        source.fill(_DEGREES[0], 1, "ZeRO shards over all data-parallel ranks")
+    base = [source.setting.base.get(key) for key in _DEGREES]
+    if ranks is None:
+        if not shards or not base[0] or base[1]:
+            return
+        ranks, why = int(base[0]), "ZeRO shards over all data-parallel ranks of the config"
+    elif ranks == (base[0] or 1) * (base[1] or 1) and base[1]:
+        return  # the base config says how they divide
+    source.imply(_DEGREES[0], 1 if shards else ranks, why)
+    source.imply(_DEGREES[1], ranks if shards else 1, why)

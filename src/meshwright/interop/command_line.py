@@ -38,7 +38,7 @@ def read_arguments(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]
     commands = _ASSIGNMENT.sub("", text)
     lines = [line for line in commands.splitlines() if "--" in _resolve(line, variables)]
     try:
-        words = [word for line in lines for word in shlex.split(_resolve(line, variables))]
+        words = [w for line in lines for w in (*shlex.split(_resolve(line, variables)), ";")]
         words = [part for word in words for part in _parts(word)]
     except ValueError as error:
         raise ConfigError(f"{name} cannot be read as a command line: {error}") from None

@@ -80,6 +80,7 @@ def _read_autocast(source: Source) -> None:
 
 def read_zero(source: Source) -> None:
     """Take where states are offloaded to, and how far they are sharded."""
+    source.take(f"{_ZERO}.stage")
     devices = {
         f"{_ZERO}.offload_param.device": "params",
         f"{_ZERO}.cpu_offload_param": "params",

@@ -123,13 +123,13 @@ def _compose(
         section, _, key = name.partition(".")
         given[section][key] = Value(value, origin)
 
-    for filled in report.filled:
-        put(filled.key, filled.value, f"import: {filled.why}")
     for section, values in stated.items():
         given[section].update(values)
     if report.system == "hf":  # the model is the file's as a whole
         given["model"] = {}
-        for filled in report.filled:
+    for filled in report.filled:
+        section, _, key = filled.key.partition(".")
+        if key not in given[section] or not filled.is_default:
             put(filled.key, filled.value, f"import: {filled.why}")
     where = " + ".join(report.files)
     for entry in report.entries:

@@ -48,11 +48,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Filled:
-    """A Meshwright key that the files imply: a default of the other system, or arithmetic."""
+    """A Meshwright key that the files imply: a default of the other system, or arithmetic.
+
+    A default gives way to the base config; what follows from the files' own numbers does not.
+    """
 
     key: str
     value: Any
     why: str
+    is_default: bool = True
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,10 @@ class Source:
         for entry in self.entries.values():
             if key in entry.to:
                 return entry.to[key]
-        if key in self.setting.base:
+        filled = next((f for f in self.filled if f.key == key), None)
+        if key in self.setting.base and (filled is None or filled.is_default):
             return self.setting.base[key]
-        return next((f.value for f in self.filled if f.key == key), None)
+        return None if filled is None else filled.value
 
     def count_devices(self, devices: int) -> None:
         """Take the number of ranks that the file's own launcher starts."""
@@ -139,11 +140,19 @@ class Source:
         """Set a Meshwright key that follows from the file without being in it."""
         self.filled.append(Filled(key, value, why))
 
+    def imply(self, key: str, value: Any, why: str) -> None:
+        """Set a Meshwright key that follows from the file's own numbers, over the base config."""
+        self.filled.append(Filled(key, value, why, is_default=False))
+
+    def take(self, key: str) -> None:
+        """Give one key the verdict of its row now, for rules that need what it sets."""
+        if key in self.values and key not in self.entries:
+            self._classify(key, self.values[key])
+
     def finish(self) -> None:
         """Give every key that no rule has taken the verdict of its row."""
-        for key, value in self.values.items():
-            if key not in self.entries:
-                self._classify(key, value)
+        for key in self.values:
+            self.take(key)
         for table, key, row in self._rows():
             silent = row.default is not None and self.get(key) is None
             with_it = not row.given_with or row.given_with in self.values

@@ -79,11 +79,13 @@ def load_config(
     the file and the overrides, with the origin "plan". Raises `ConfigError` naming the key, the
     value, where it was written, the rule, and the nearest legal value.
     """
-    return build_config(read_given(path, overrides))
+    return build_config(read_given(path, overrides, plan=plan))
 
 
-def read_given(path: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Values]:
-    """Return what a TOML file and the overrides over it state, each value with its origin.
+def read_given(
+    path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
+) -> dict[str, Values]:
+    """Return what a TOML file, a plan and overrides state, each over the one before, with origins.
 
     Raises `ConfigError` for what cannot be read and for keys that do not exist.
     """
