@@ -31,7 +31,7 @@ TOY = [
     *SIZES,
     *("train.steps=3", "train.seq_len=32", "train.eval_every=0", "optimizer.warmup_steps=1"),
     *("data.source=stdlib", "data.tokenizer=bytes", "layout.pp=1", "layout.tp=1", "layout.cp=1"),
-    *("log.dir=runs", "log.tensorboard=false", "checkpoint.every=0", "checkpoint.dir=saved"),
+    *("log.dir=runs", "log.tensorboard=false", "checkpoint.every=0"),
     *("cluster.device=cpu", "cluster.devices_per_node=2", "train.log_every=1"),
 ]
 BASE = "[layout]\nauto = false\n"
@@ -86,7 +86,11 @@ def toy(path: Path, base: Path) -> Imported:
     """Import a config at toy size; the file's batch stays, unless it is too large for that."""
     for batch in ([], ["train.batch=8", "layout.microbatch=2"]):
         imported = import_files(
-            [path], base=base, overrides=[*TOY, *batch], devices=2, is_fixed=True
+            [path],
+            base=base,
+            overrides=[*TOY, f"checkpoint.dir=saved-{path.stem}", *batch],
+            devices=2,
+            is_fixed=True,
         )
         found = imported.given["train"].get("batch")
         if not imported.report.refused and (found is None or found.value <= 64):
@@ -112,8 +116,8 @@ def main() -> None:
 
 
 def table(found: list[tuple[str, Path | None]]) -> list[tuple[str, Path]]:
-    """Print a row for each config; return those that are not refused."""
-    good, shares, keys = [], [], 0
+    """Print a row for each config; return those of the taken that are worth training."""
+    good, shares, keys, taken = [], [], 0, 0
     print("| config | keys | take effect | ignored | unsupported | refused for |")
     print("|---|---|---|---|---|---|")
     for title, path in found:
@@ -133,11 +137,15 @@ def table(found: list[tuple[str, Path | None]]) -> list[tuple[str, Path]]:
         )
         shares.append(report.share * report.keys)
         keys += report.keys
+        sets = {key for entry in report.entries for key in entry.to}
         if not report.refused:
+            taken += 1
+        # Worth training: some keys, and no service that must be installed
+        if not report.refused and len(sets) > 1 and "log.wandb" not in sets:
             good.append((title, path))
     print(
         f"\n{len(shares)} configs, {keys} keys: {sum(shares) / max(1, keys):.0%} take effect; "
-        f"{len(good)} configs are taken over, {len(shares) - len(good)} refused\n"
+        f"{taken} configs are taken over, {len(shares) - taken} refused\n"
     )
     return good
 

@@ -366,6 +366,8 @@ def test_tables_name_real_keys():
 def test_files_are_told_apart(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF))
     (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "neox.json").write_text('{"pipe-parallel-size": 1}')
+    assert guess_system(tmp_path / "neox.json") == "gpt-neox"
     (tmp_path / "a.txt").write_text("python x.py --num-layers 3")
     (tmp_path / "b.txt").write_text("nothing")
     names = {name: guess_system(tmp_path / name) for name in ("config.json", "ds.json", "a.txt")}

@@ -16,6 +16,10 @@ System = Literal["deepspeed", "gpt-neox", "hf", "megatron"]
 SYSTEMS: tuple[System, ...] = ("deepspeed", "gpt-neox", "hf", "megatron")
 
 
+# GPT-NeoX's configs may be JSON too; these keys are none of DeepSpeed's
+_NEOX_KEYS = frozenset(("num_layers", "pipe_parallel_size", "vocab_file", "train_iters"))
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-5 for text; as in 1.2, it is a number here."""
 
@@ -69,8 +73,10 @@ def guess_system(path: Path) -> System:
     """Return the system whose config a file seems to be; raises `ConfigError` where none is."""
     if path.suffix == ".json":
         content = read_mapping(path)
-        is_hf = "model_type" in content or "architectures" in content
-        return "hf" if is_hf else "deepspeed"
+        names = {name.replace("-", "_") for name in content}
+        if names & {"model_type", "architectures"}:
+            return "hf"
+        return "gpt-neox" if names & _NEOX_KEYS else "deepspeed"
     if path.suffix in (".yml", ".yaml"):
         return "gpt-neox"
     if re.search(r"(?m)(^|\s)--[a-z][\w-]+", read_text(path)):
