@@ -1,18 +1,16 @@
 """Configs of other systems: every key has its verdict, every number its arithmetic."""
 
 import json
-import tomllib
 
 import pytest
 
-from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.interop.command_line import read_arguments
 from meshwright.interop.flat import guess_system
 from meshwright.interop.importing import import_files
 from meshwright.interop.report import VERDICTS
 from meshwright.interop.table import load_table
-from meshwright.spec.loading import SECTIONS, build_config, load_config
+from meshwright.spec.loading import SECTIONS, build_config
 
 BATCH = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
 DS = {
@@ -377,57 +375,3 @@ def test_files_are_told_apart(tmp_path):
     (tmp_path / "ds.json").write_text('{"a": 1, "a": 2}')
     with pytest.raises(ConfigError, match="the key a twice"):
         import_files([tmp_path / "ds.json"])
-
-
-def test_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    (tmp_path / "ds.json").write_text(json.dumps(DS))
-    words = ["config", "import", "ds.json", "train.seed=3", "--devices", "4"]
-    assert main([*words, "--out", "run.toml"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "keys take effect" in shown
-    config = load_config(tmp_path / "run.toml")
-    assert (config.train.batch, config.train.seed, config.layout.zero) == (32, 3, 2)
-    assert main(words) == 0  # without --out, the TOML alone is on stdout
-    assert tomllib.loads(capsys.readouterr().out)["train"]["batch"] == 32
-    assert main([*words, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert {row["verdict"] for row in report["keys"]} <= set(VERDICTS)
-    (tmp_path / "ds.json").write_text(json.dumps({**DS, "train_batch_size": 33}))
-    assert main([*words, "--out", "other.toml"]) == 2
-    assert "nearest: train_batch_size = 32 or train_batch_size = 48" in capsys.readouterr().err
-    assert not (tmp_path / "other.toml").exists()
-
-
-def test_train_takes_a_deepspeed_config(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("def f(x):\n    return x\n" * 400)
-    (tmp_path / "run.toml").write_text(
-        "[model]\ndim = 32\nn_layers = 1\nn_heads = 4\n[train]\nseq_len = 32\n"
-        '[data]\nsource = "corpus"\nvalidation = 0.0\n[cluster]\ndevice = "cpu"\n'
-        "devices_per_node = 1\n"
-    )
-    (tmp_path / "ds.json").write_text(
-        json.dumps(
-            {
-                "train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-                "fp16": {"enabled": False},
-                "hybrid_engine": {"enabled": True},
-            }
-        )
-    )
-    words = ["train", "--deepspeed", "ds.json", "--json", "run.toml", "train.steps=2"]
-    assert main(words) == 0
-    shown = capsys.readouterr()
-    assert "hybrid_engine.enabled = True: no generation inside of training" in shown.err
-    config = load_config(next((tmp_path / "runs").glob("run-*/config.toml")))
-    assert (config.train.batch, config.layout.microbatch, config.train.clip_norm) == (4, 2, 0.0)
-    assert main(["train", "--deepspeed", "none.json", "run.toml"]) == 2
-    assert main(["train", "run.toml", "--accept", "x"]) == 2
