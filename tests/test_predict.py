@@ -4,6 +4,7 @@ import json
 import os
 import re
 import statistics
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,13 @@ from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.calibration import parse_calibration, shipped_calibration
 from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
-from meshwright.predict.memory import Held, in_flight, kept_per_layer, model_states
+from meshwright.predict.memory import (
+    Held,
+    in_flight,
+    kept_per_layer,
+    model_states,
+    waiting,
+)
 from meshwright.predict.network import Network, place
 from meshwright.predict.pipeline import by_events, closed_form
 from meshwright.predict.price import price, worst_memory
@@ -180,6 +187,8 @@ def test_forms_of_schedules_hold_against_their_tables(name, pp, virtual):
     layout = Layout(pp=pp, schedule=name, virtual_stages=virtual)
     for rank, table in enumerate(compute_tables(name, pp, virtual, count)):
         assert in_flight(layout, rank, count) == peak_in_flight(table)
+        waits = accumulate((a.kind == "I") - (a.kind == "W") for a in table)
+        assert waiting(layout, rank, count) == max(waits)
     model = SMALL.model_copy(update={"n_layers": pp * virtual})
     program = lower(model, TrainSpec(batch=count, seq_len=32), layout)
     stages = pp * virtual

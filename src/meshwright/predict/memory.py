@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, get_args
 
 from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.stacks import CAUSAL, Stack
@@ -142,9 +143,30 @@ def activations(
     at_work = _at_work(layout, stack, found, plain, calibration)
     loss = [_loss(stack, found, layout.tp, calibration)] if held.has_head else []
     found_terms = [at_work, *loss] if at_work.bytes else loss
+    terms += _deferred(layout, found, plain, average, waiting(layout, rank, microbatches))
     if CAUSAL[stack.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
     return terms + found_terms
+
+
+def _deferred(
+    layout: Layout, found: LayoutWork, plain: LayoutWork, layers: float, times: int
+) -> list[Term]:
+    """Return what weights' gradients wait with where a schedule computes them later.
+
+    The gradients of all products' results, arXiv:2401.10241, section 2; their inputs are among
+    what is kept, unless they are made again in the backward before.
+    """
+    if not times:
+        return []
+    again = 0.0
+    if layout.recompute != "none":
+        again = max(
+            0.0, dict(plain.layer.kept)["product"] - dict(found.layer.kept).get("product", 0.0)
+        )
+    size = found.layer.deferred + again
+    template = "{:,.0f} B x {:g} layers x {} that wait"
+    return [Term("deferred gradients", size * layers * times, template, (size, layers, times))]
 
 
 def _at_work(
@@ -238,6 +260,17 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
     most = pp * virtual + (layout.schedule == "dualpipev")
     return float(min(most, virtual * microbatches))
+
+
+def waiting(layout: Layout, rank: int, microbatches: int) -> int:
+    """Return the most weights' gradients, of a stage and microbatch each, that wait on a rank.
+
+    In closed form; a test holds it against the tables.
+    """
+    if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
+        return 0
+    most = 2 * rank + 1 if layout.schedule == "zbv" else rank + 1
+    return min(most, layout.virtual_stages * microbatches)
 
 
 def outside(

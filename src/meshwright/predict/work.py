@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.operations import Operation, Sizes, operations
@@ -50,7 +51,7 @@ class Work(NamedTuple):
     `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
     once for each operation; `norm_moved` those of norms, `loss_moved` of the loss, `kept` what
     stays for the backward, by kind of operation. `scores` are the pairs of query and key over all
-    local heads.
+    local heads. `deferred` are the gradients of all products' results.
     """
 
     products: tuple[Product, ...]
@@ -60,6 +61,7 @@ class Work(NamedTuple):
     norm_moved: float
     loss_moved: float
     kept: tuple[tuple[str, float], ...]
+    deferred: float
     messages: tuple[Message, ...]
 
 
@@ -139,6 +141,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             work.norm_moved * rows,
             work.loss_moved * rows,
             tuple((kind, size * rows) for kind, size in work.kept),
+            work.deferred * rows,
             tuple(Message(m.kind, m.axis, m.bytes * rows, m.times, m.phase) for m in work.messages),
         )
         for work in (one.layer, one.first, one.last)
@@ -190,7 +193,10 @@ def _work(
     kept: dict[str, float] = {}
     for op in ops:
         kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
-    return Work(products, attention, scores, moved, norms, loss, tuple(kept.items()), messages)
+    waits = float(sum(need.deferred for need in backward_needs(program, sizes))) if scores else 0.0
+    return Work(
+        products, attention, scores, moved, norms, loss, tuple(kept.items()), waits, messages
+    )
 
 
 def _product(program: Program, sizes: Sizes, name: str) -> Product:
