@@ -46,6 +46,8 @@ def test_a_program_is_what_its_ranks_do(case):
 
 # What is wrong must be found.
 
+COLLECTIVES = "meshwright.execute.wire.collectives"
+
 
 def lying(change):
     """A `collectives` that changes what the true one says of the first reduce-scatter."""
@@ -70,12 +72,12 @@ def test_a_wrong_collective_is_found(world):
         (lambda one: [replace(one, axis="cp")], "over cp: 0 where the program has 16"),
         (lambda one: [replace(one, count=one.count + 1)], "36 where the program has 37"),
     ):
-        with mock.patch.object(census, "collectives", lying(change)):
+        with mock.patch(COLLECTIVES, lying(change)):
             verdict = counted(world, case, groups=groups)["collectives"]
         assert not verdict.passed
         assert any(sign in text for text in verdict.observed), verdict.observed
         assert {text[:6] for text in verdict.observed} == {"rank 0", "rank 1"}
-    with mock.patch.object(census, "collectives", lying(lambda one: [replace(one, reason="")])):
+    with mock.patch(COLLECTIVES, lying(lambda one: [replace(one, reason="")])):
         assert counted(world, case, groups=groups)["collectives"].passed
 
 

@@ -24,6 +24,7 @@ ORDER = [
     "execute",
     "checkpoint",
     "train",
+    "simulate",
     "prove",
     "bench",
     "launch",

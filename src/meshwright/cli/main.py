@@ -16,6 +16,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "train": "train a model: start the ranks, write the run folder",
     "plan": "rank the layouts that fit, by speed, without running anything",
     "predict": "predict memory and step time of rows of measurements",
+    "simulate": "rehearse the real program on fake ranks, any number of them",
     "prove": "prove that a layout computes what one device does",
     "bench": "measure the machine, and layouts side by side on it",
     "generate": "sample text from a run or a Hugging Face folder",

@@ -43,8 +43,16 @@ def build(
     """
     layout, spec = program.layout, program.model
     deferral = Deferral()
-    at, places = _positions(program, groups, device)
-    modules: dict[int, nn.Module] = {}
+    modules = describe(program, groups, deferral, compiled=compiled)
+    return materialise(program, groups, device, source, modules, deferral)
+
+
+def describe(
+    program: Program, groups: Groups, deferral: Deferral, *, compiled: bool = False
+) -> dict[int, Transformer]:
+    """Return this rank's stages on the meta device, cut and wrapped, by number."""
+    layout, spec = program.layout, program.model
+    modules = {}
     for stage in program.held(groups.at["pp"]):
         model = build_model(spec, device="meta", max_seq_len=program.train.seq_len)
         model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
@@ -54,19 +62,36 @@ def build(
             recompute(block, layout.recompute)
             if compiled:
                 block.compile()
-        is_plain = layout.zero == 0 and program.train.precision == "fp32"
-        if not is_plain:
+        if not _is_plain(program):
             distribute_data(model, model.blocks, layout, program.train, groups.parameters)
-        model.to_empty(device="cpu" if layout.offload == "params" else device)
-        model.init_tables(device)
-        if is_plain:  # only now: the parameters are new ones
-            replicate_plainly(model, model.blocks, groups.parameters["replicate"], groups.ledger)
         modules[stage.index] = model
-    parallel = Parallel(
-        program, groups, device, modules, _held(program, modules), at, places, deferral
-    )
+    return modules
+
+
+def materialise(
+    program: Program,
+    groups: Groups,
+    device: torch.device,
+    source: Source,
+    modules: dict[int, Transformer],
+    deferral: Deferral,
+) -> Parallel:
+    """Give the stages that `describe` has returned memory, and weights from `source`."""
+    at, places = _positions(program, groups, device)
+    for model in modules.values():
+        model.to_empty(device="cpu" if program.layout.offload == "params" else device)
+        model.init_tables(device)
+        if _is_plain(program):  # only now: the parameters are new ones
+            replicate_plainly(model, model.blocks, groups.parameters["replicate"], groups.ledger)
+    whole: dict[int, nn.Module] = dict(modules)
+    parallel = Parallel(program, groups, device, whole, _held(program, whole), at, places, deferral)
     fill(parallel, source)
     return parallel
+
+
+def _is_plain(program: Program) -> bool:
+    """Whether weights and gradients are as the model has them: no shards, no other dtype."""
+    return program.layout.zero == 0 and program.train.precision == "fp32"
 
 
 def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:

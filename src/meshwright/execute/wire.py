@@ -8,7 +8,7 @@ that runs inside of another one's kernel is the outer one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.execute.groups import Groups
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import Program
 
 # Axes in the order in which a group's name is looked for.
 _AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
@@ -110,6 +112,24 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _first(self, group: str) -> str:
         return next((axis for axis in _AXES if self._axes.get(axis) == group), "")
+
+
+def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[Message]:
+    """Return what a program says that a rank sends in a step, by the axes as `wire` names them."""
+    found: Counter[Message] = Counter()
+    for one in collectives(program, rank):
+        found[Message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
+    return found
+
+
+def message_differences(expected: Counter[Message], observed: Counter[Message]) -> Iterator[str]:
+    """Yield in words where messages differ from those that were expected."""
+    for message in sorted(expected | observed):
+        if expected[message] != observed[message]:
+            yield (
+                f"{message.kind} of {message.bytes} bytes over {message.axis}: "
+                f"{observed[message]} where the program has {expected[message]}"
+            )
 
 
 def _named(groups: Groups) -> Mapping[str, str]:

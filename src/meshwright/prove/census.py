@@ -6,7 +6,6 @@ second lock against drift.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
@@ -15,11 +14,10 @@ import torch.distributed.pipelining.schedules as theirs
 
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.wire import Message, Wire, Work
+from meshwright.execute.wire import Wire, Work, expected_messages, message_differences
 from meshwright.execute.world import World
 from meshwright.models import build_model
 from meshwright.program.actions import Action, Kind, Table
-from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program, lower
 from meshwright.program.operations import matmul_flops
 from meshwright.program.shards import shard_rank
@@ -84,9 +82,9 @@ def prove_census(
         gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
     for held in parallel.held:
         held.parameter.grad = None
-    expected = messages(program, world.rank, wire)
+    expected = expected_messages(program, world.rank, wire)
     count = sum(everyones(sum(expected.values()), world))
-    sent = list(_message_differences(expected, wire.messages))
+    sent = list(message_differences(expected, wire.messages))
     verdicts.append(verdict("collectives", f"{count} messages on {world.size} ranks", sent))
     flops = everyones((matmul_flops(program, groups.at["pp"]), work.products), world)
     by_program, counted = ([pair[side] for pair in flops] for side in (0, 1))
@@ -94,23 +92,6 @@ def prove_census(
         Verdict("matrix products", layout, by_program, counted, 0.0, by_program == counted)
     )
     return tuple(verdicts)
-
-
-def messages(program: Program, rank: int, wire: Wire) -> Counter[Message]:
-    """Return what the program says that a rank sends, by the axes as `wire` names them."""
-    found: Counter[Message] = Counter()
-    for one in collectives(program, rank):
-        found[Message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
-    return found
-
-
-def _message_differences(expected: Counter[Message], observed: Counter[Message]) -> Iterator[str]:
-    for message in sorted(expected | observed):
-        if expected[message] != observed[message]:
-            yield (
-                f"{message.kind} of {message.bytes} bytes over {message.axis}: "
-                f"{observed[message]} where the program has {expected[message]}"
-            )
 
 
 def _model_differences(program: Program) -> Iterator[str]:

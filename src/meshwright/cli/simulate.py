@@ -1,0 +1,151 @@
+"""`meshwright simulate`: the real program on fake ranks, beside what was predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.data.files import write_atomic
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.program.parts import parameter_count
+from meshwright.search.plan import setting_of
+from meshwright.simulate.run import (
+    Simulated,
+    Simulation,
+    as_json,
+    layout_of,
+    ranks_of,
+    simulate,
+)
+from meshwright.units import format_bytes, format_count, format_seconds
+
+EXAMPLE = """\
+examples:
+  meshwright simulate run.toml layout.tp=2 --ranks all
+  meshwright simulate run.toml layout.pp=4 layout.tp=2 --world 64 --ranks stages
+  meshwright simulate run.toml cluster.preset=a40 layout.zero=3 --ranks 0,last --save ledger.json
+
+exit codes: 0 done, 1 a rank does not fit or does not do what the program says, 2 refused
+"""
+# Differences and collectives that are shown of a rank; --json has all.
+SHOWN = 8
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `simulate`."""
+    parser.description = (
+        "Rehearse one training step of a config on fake ranks: the code that trains, without "
+        "messages and without memory, for any number of ranks, on one core."
+    )
+    parser.epilog = EXAMPLE
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="so many ranks, instead of the cluster's devices"
+    )
+    parser.add_argument(
+        "--ranks",
+        default="stages",
+        metavar="RANKS",
+        help="of numbers, middle, last, all, stages (one of each pipeline stage; the default)",
+    )
+    parser.add_argument("--save", type=Path, metavar="ledger.json", help="write the ledger")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the ranks hold, send and compute; 1 where one does not fit or differs."""
+    config = read_config(args)
+    if args.world is not None and args.world < 1:
+        raise ConfigError(f"--world {args.world} must be at least 1")
+    setting = setting_of(config)
+    layout = layout_of(config, setting, args.world)
+    ranks = ranks_of(args.ranks, layout)
+    started = time.perf_counter()
+
+    def tell(one: Simulated) -> None:
+        mine = one.rehearsal
+        took = format_seconds(mine.seconds)
+        print(f"rank {mine.rank}: {format_bytes(one.peak)}, in {took}", file=sys.stderr)
+
+    found = simulate(config, layout, ranks, setting, tell)
+    document = as_json(found)
+    if args.save:
+        write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
+    if args.json:
+        print_json(document)
+    else:
+        _print(found, time.perf_counter() - started)
+    return EXIT_DONE if found.fits and found.agrees else EXIT_CHECK_FAILED
+
+
+def _print(found: Simulation, seconds: float) -> None:
+    program, device = found.program, found.setting.cluster.device
+    print(
+        f"{format_count(parameter_count(program.model))} parameters, {program.layout.label}: "
+        f"{program.layout.world} ranks, {program.microbatches} microbatches of "
+        f"{program.layout.microbatch} x {program.train.seq_len} tokens, {program.train.precision}"
+    )
+    memory = Table("memory at the peak", box=None, pad_edge=False)
+    for one in found.ranks:
+        memory.add_column(f"rank {one.rehearsal.rank}", justify="right")
+        memory.add_column("predicted", justify="right")
+    shown = [(one.memory, one.predicted_memory()) for one in found.ranks]
+    names = dict.fromkeys(name for pair in shown for held in pair for name in held)
+    for name in names:
+        sizes = [held.get(name, 0) for pair in shown for held in pair]
+        memory.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
+    totals = [sum(held.values()) for pair in shown for held in pair]
+    memory.add_row("all", *(format_bytes(size) for size in totals))
+    memory.add_row("at", *(cell for one in found.ranks for cell in (one.rehearsal.worst.name, "")))
+    Console().print(memory)
+    for one in found.ranks:
+        _print_rank(one)
+    for one in found.ranks:
+        if one.breach is not None:
+            print(_breach(one, device.name))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"simulated in {format_seconds(seconds)} with {format_bytes(peak)} of memory")
+
+
+def _print_rank(one: Simulated) -> None:
+    mine = one.rehearsal
+    stages = " ".join(map(str, mine.stages))
+    print(f"\nrank {mine.rank}, stage {stages}:")
+    table = Table("collective", "axis", "bytes", "count", "the program's", box=None, pad_edge=False)
+    sizes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
+    largest = sorted(sizes, key=lambda message: -sizes[message])
+    for message in largest[:SHOWN]:
+        counts = (mine.messages[message], mine.expected[message])
+        table.add_row(message.kind, message.axis, f"{message.bytes:,}", *map(str, counts))
+    Console().print(table)
+    if len(largest) > SHOWN:
+        print(f"and {len(largest) - SHOWN} smaller ones")
+    stages_flops = ", ".join(f"stage {at} {size:.4g}" for at, size in mine.stage_flops.items())
+    print(f"FLOPs: {mine.products:.6g} of products, {mine.attention:.6g} of attention")
+    if len(mine.stage_flops) > 1:
+        print(f"  {stages_flops}")
+    for difference in one.differences[:SHOWN]:
+        print(f"  not the program's: {difference}")
+    if not one.differences:
+        print("collectives and FLOPs are the program's, every one")
+
+
+def _breach(one: Simulated, device: str) -> str:
+    """Say which rank runs out of memory, doing what, and what fills it."""
+    breach = one.breach
+    assert breach is not None
+    largest = breach.largest
+    return (
+        f"out of memory: rank {one.rehearsal.rank} at {breach.phase} asks for "
+        f"{format_bytes(breach.size)} of {breach.asked} beside {format_bytes(breach.tensors)}, "
+        f"most of it {largest} ({format_bytes(breach.held[largest])}); {device} has "
+        f"{format_bytes(one.limit)}, of which {format_bytes(one.beside)} are not for tensors"
+    )

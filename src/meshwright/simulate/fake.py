@@ -1,0 +1,85 @@
+"""A fake world: one rank of many, whose tensors have no memory and whose messages go nowhere.
+
+Process groups are torch's "fake" backend, tensors are those of `FakeTensorMode`: shapes, dtypes and
+storages of the right size without bytes. Everything above them is the code that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from meshwright.errors import MeshwrightError
+from meshwright.execute.ledger import Ledger
+from meshwright.execute.world import World
+
+
+@contextmanager
+def fake_world(rank: int, size: int, ledger: Ledger) -> Iterator[World]:
+    """Be one rank of a world of `size` whose other ranks are not there.
+
+    Raises `MeshwrightError` in a process that is a rank already.
+    """
+    if dist.is_initialized():
+        raise MeshwrightError("this process is a rank already: a rehearsal needs one of its own")
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    try:
+        yield World(rank, size, torch.device("cpu"), store, ledger=ledger)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make every tensor a fake one; a number that the host reads from one is 1."""
+    fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    with replaced(ShardingPropagator, _PROPAGATE, _without_modes), fake, _Answers():
+        yield
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers for what fake tensors lack: numbers that the host reads are 1, which is finite."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, or what stands for it."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.c10d.allreduce_coalesced_.default:
+            return torch.ops.c10d.allreduce_(*args[:3], None, *args[3:])[1]
+        return func(*args, **(kwargs or {}))
+
+
+# DTensor finds shapes by running operations on tensors of the global shape, which a tracker of
+# memory would take for the rank's own.
+_PROPAGATE: Final = "_propagate_tensor_meta_non_cached"
+
+
+def _without_modes(propagate: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Any) -> Iterator[None]:
+    """Have an attribute be what `make` returns of it, for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,63 @@
+"""Tells the tracker what FSDP2's memory is for, which its own structures alone know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from meshwright.simulate.fake import replaced
+from meshwright.simulate.memory import Memory
+
+
+@contextmanager
+def marked_by_fsdp(memory: Memory) -> Iterator[None]:
+    """Mark what FSDP2 gathers, accumulates, reduces and buffers, wherever it does."""
+
+    def gathering(gather: Any) -> Any:
+        def run(parameter: FSDPParam) -> None:
+            gather(parameter)
+            for output in parameter.all_gather_outputs:
+                memory.mark("gathered", output)
+
+        return run
+
+    def reducing(reduce: Any) -> Any:
+        def run(group: FSDPParamGroup, *arguments: Any) -> None:
+            _mark_gradients(memory, group)
+            reduce(group, *arguments)
+            _mark_gradients(memory, group)
+
+        return run
+
+    def buffering(allocate: Any) -> Any:
+        def run(*arguments: Any, **more: Any) -> Tensor:
+            buffer: Tensor = allocate(*arguments, **more)
+            memory.mark("buffers", buffer)
+            return buffer
+
+        return run
+
+    with ExitStack() as stack:
+        for owner, name, make in (
+            (FSDPParam, "init_unsharded_param", gathering),
+            (FSDPParamGroup, "post_backward", reducing),
+            (DefaultAllocMixin, "allocate", buffering),
+        ):
+            stack.enter_context(replaced(owner, name, make))
+        yield
+
+
+def _mark_gradients(memory: Memory, group: Any) -> None:
+    """Mark the gradients that a group holds: whole ones, accumulated or new, and shards."""
+    for parameter in group.fsdp_params:
+        memory.mark("gradients", parameter.unsharded_accumulated_grad)
+        whole = getattr(parameter, "_unsharded_param", None)
+        memory.mark("gradients", None if whole is None else whole.grad)
+        memory.mark("gradients", parameter.sharded_param.grad)
+    memory.mark("gradients", group._partial_reduce_output)

@@ -1,0 +1,218 @@
+"""`Memory`: every storage of a rank from its birth to its end, and what it was for.
+
+torch's own trackers refuse a second iteration and count what DTensor only imagines. This one is a
+dispatch mode: it sees the result of every operation of the forward, the backward, the optimizer and
+torch's data parallelism. What a kernel uses inside of itself it does not see.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.execute.gradients import local_shard
+from meshwright.simulate.fake import replaced
+
+# What a storage is for. `activations` outlive the action that made them, `temporary` do not;
+# `buffers` are what FSDP2 sends from and receives in; `inputs` are the batch and the
+# model's tables.
+CATEGORIES: Final = (
+    "weights",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporary",
+    "buffers",
+    "inputs",
+)
+# The phase with which a step begins.
+START: Final = "start"
+# Of no concern to the device: mirrors and states that offloading keeps in the host's memory.
+HOST: Final = "host"
+
+
+class Piece:
+    """A storage while it had one size: bytes, its times by the tracker's clock, what it was for."""
+
+    __slots__ = ("end", "kind", "size", "start")
+
+    def __init__(self, size: int, start: int) -> None:
+        self.size, self.start = size, start
+        self.end: int | None = None
+        self.kind = ""
+
+
+class Phase(NamedTuple):
+    """What a rank did, and the memory at its worst and when it was over: bytes by category."""
+
+    name: str
+    peak: dict[str, int]
+    end: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst."""
+        return sum(self.peak.values())
+
+
+@dataclass(frozen=True)
+class Breach:
+    """The first moment above a limit: in which phase, bytes by category, what asked for more."""
+
+    phase: str
+    held: dict[str, int]
+    asked: str
+    size: int
+
+    @property
+    def tensors(self) -> int:
+        """Bytes that were held before."""
+        return sum(self.held.values()) - self.size
+
+    @property
+    def largest(self) -> str:
+        """The category that holds most."""
+        return max(self.held, key=lambda kind: self.held[kind])
+
+
+class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes all storages that come and go while it is on.
+
+    `begin` says what the rank turns to, `mark` what a tensor is for, which may be said late: the
+    storage was for that from its beginning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock = 0
+        self._pieces: list[Piece] = []
+        self._live: dict[int, tuple[Piece, weakref.ref[Any]]] = {}
+        self._names, self._begun = ["build"], [0]
+        self._resizing: Any = None
+
+    def begin(self, phase: str) -> None:
+        """Enter what the rank turns to."""
+        self._clock += 1
+        self._names.append(phase)
+        self._begun.append(self._clock)
+
+    def mark(self, kind: str, tensor: Tensor | None) -> None:
+        """Say what a tensor's memory is for; the last word counts."""
+        if tensor is None:
+            return
+        found = self._live.get(local_shard(tensor).untyped_storage()._cdata)
+        if found is not None:
+            found[0].kind = kind
+
+    def __enter__(self) -> Memory:
+        self._resizing = replaced(torch.UntypedStorage, "resize_", self._noted)
+        self._resizing.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and note the storages of what it returns."""
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it comes again with this rank's parts
+        out = func(*args, **(kwargs or {}))
+        for leaf in [out] if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._note(local_shard(leaf).untyped_storage())
+        return out
+
+    def _noted(self, resize: Any) -> Any:
+        """Return `UntypedStorage.resize_` that is noted: FSDP2 frees and allocates by it."""
+
+        def run(storage: Any, size: int) -> Any:
+            out = resize(storage, size)
+            self._note(storage)
+            return out
+
+        return run
+
+    def _note(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is not None and known[0].size == size:
+            return
+        self._clock += 1
+        piece = Piece(size, self._clock)
+        self._pieces.append(piece)
+        if known is None:
+            reference = weakref.ref(storage, partial(self._freed, key))
+        else:
+            known[0].end = self._clock
+            piece.kind, reference = known[0].kind, known[1]
+        self._live[key] = (piece, reference)
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._clock += 1
+        piece, _ = self._live.pop(key)
+        piece.end = self._clock
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Return what the rank did, in order, without what lies on the host."""
+        peaks: dict[int, dict[str, int]] = {}
+        ends: dict[int, dict[str, int]] = {}
+        highest = Counter[int]()
+        for phase, held, _ in self._moments():
+            total = sum(held.values())
+            if phase not in peaks or total > highest[phase]:
+                highest[phase], peaks[phase] = total, dict(held)
+            ends[phase] = dict(held)
+        return tuple(Phase(self._names[at], peaks[at], ends[at]) for at in sorted(peaks))
+
+    def breach(self, first: str, limit: float) -> Breach | None:
+        """Return the first moment, from a phase on, at which more than a limit was held."""
+        from_there = self._names.index(first)
+        for phase, held, piece in self._moments():
+            if phase >= from_there and piece is not None and sum(held.values()) > limit:
+                return Breach(self._names[phase], dict(held), self._kind(piece), piece.size)
+        return None
+
+    def _moments(self) -> Iterator[tuple[int, dict[str, int], Piece | None]]:
+        """Yield at each change the phase, the bytes by category, and the piece if it is new."""
+        changes: list[tuple[int, int, Piece | int]] = [
+            (at, 0, phase) for phase, at in enumerate(self._begun)
+        ]
+        for piece in self._pieces:
+            if piece.kind != HOST:
+                changes.append((piece.start, piece.size, piece))
+                if piece.end is not None:
+                    changes.append((piece.end, -piece.size, piece))
+        changes.sort(key=lambda change: change[0])
+        phase, held = 0, dict.fromkeys(CATEGORIES, 0)
+        for _, size, what in changes:
+            if isinstance(what, int):
+                phase = what
+                yield phase, held, None
+            else:
+                held[self._kind(what)] += size
+                yield phase, held, what if size > 0 else None
+
+    def _kind(self, piece: Piece) -> str:
+        """Return what a piece was for; where nothing has said so, by when it was there."""
+        if piece.kind:
+            return piece.kind
+        if piece.start < self._begun[self._names.index(START)]:
+            return "inputs"
+        end = self._clock if piece.end is None else piece.end
+        begun = bisect.bisect(self._begun, piece.start)
+        return "activations" if bisect.bisect(self._begun, end) > begun else "temporary"

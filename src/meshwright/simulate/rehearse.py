@@ -1,0 +1,188 @@
+"""`rehearse`: one optimizer step of one rank, by the code that trains, and what it took."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.execute.batch import Batch
+from meshwright.execute.build import describe, materialise
+from meshwright.execute.deferred import Deferral
+from meshwright.execute.groups import open_groups
+from meshwright.execute.ledger import Ledger
+from meshwright.execute.optimize import Shards
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.wire import Message, Wire, Work, expected_messages
+from meshwright.program.actions import Action
+from meshwright.program.lower import Program
+from meshwright.program.shards import Region
+from meshwright.simulate.fake import fake_tensors, fake_world
+from meshwright.simulate.marks import marked_by_fsdp
+from meshwright.simulate.memory import HOST, START, Memory, Phase
+from meshwright.spec.training import OptimizerSpec
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.update import update
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank did in a step: memory by phase, messages, FLOPs; and what it took to find out.
+
+    `messages` and `expected`, the program's, count by the same names. `products` and `attention`
+    are FLOPs, `stage_flops` both by stage. `seconds` are those of the rehearsal.
+    """
+
+    rank: int
+    pp_rank: int
+    stages: tuple[int, ...]
+    memory: Memory
+    phases: tuple[Phase, ...]
+    messages: Counter[Message]
+    expected: Counter[Message]
+    products: float
+    attention: float
+    stage_flops: dict[int, int]
+    seconds: float
+
+    @property
+    def worst(self) -> Phase:
+        """The phase with the most memory."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+class _Phases(Ledger):
+    """A rank's ledger that also tells the tracker of memory what the rank turns to."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+        self.gradients_of: Parallel | None = None
+        self.work = Work()
+        self.flops = Counter[int]()  # by stage
+        self._stage, self._before = -1, 0.0
+
+    def phase(self, name: str) -> None:
+        """Enter what the rank turns to."""
+        self._turn(name, -1)
+        super().phase(name)
+
+    def action(self, kind: str, stage: int, microbatch: int) -> None:
+        """Enter an action of the pipeline."""
+        self._turn(str(Action(kind, stage, microbatch)), stage)  # type: ignore[arg-type]
+        super().action(kind, stage, microbatch)
+
+    def _turn(self, phase: str, stage: int) -> None:
+        done = self.work.products + self.work.attention
+        if done > self._before:
+            self.flops[self._stage] += int(done - self._before)
+        self._stage, self._before = stage, done
+        for held in self.gradients_of.held if self.gradients_of is not None else ():
+            self.memory.mark(self.gradient_kind, held.parameter.grad)
+        self.memory.begin(phase)
+
+    @property
+    def gradient_kind(self) -> str:
+        """What shards of gradients are: on the host where the weights are."""
+        assert self.gradients_of is not None
+        layout = self.gradients_of.program.layout
+        return HOST if layout.offload == "params" else "gradients"
+
+
+def rehearse(
+    program: Program, rank: int, optimizer: OptimizerSpec, *, packed: bool = False
+) -> Rehearsal:
+    """Perform one step of training as one rank of a world without others, on tensors without bytes.
+
+    The step is one after the first: the optimizer has its states. `packed` says that rows hold
+    several documents.
+    """
+    started, memory = time.perf_counter(), Memory()
+    ledger = _Phases(memory)
+    with fake_world(rank, program.layout.world, ledger) as world, marked_by_fsdp(memory):
+        groups, deferral = open_groups(program.layout, world), Deferral()
+        modules = describe(program, groups, deferral)
+        with fake_tensors(), memory:
+            parallel = materialise(program, groups, world.device, _blank, modules, deferral)
+            batch = _batch(program, packed)
+            # A forward, after which FSDP2 has its final shards, as between any two steps.
+            parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
+            shards = Shards(parallel.held, on_host=program.layout.offload == "optimizer")
+            made = _with_states(shards, optimizer)
+            _mark_states(memory, parallel, shards, made)
+            ledger.gradients_of = parallel
+            memory.begin(START)
+            with Wire(groups) as wire, ledger.work as work:
+                update(
+                    parallel,
+                    batch,
+                    world,
+                    shards,
+                    made,
+                    LossScale.of(program.train),
+                    program.train.clip_norm,
+                )
+            memory.begin("end")
+        expected = expected_messages(program, rank, wire)
+    return Rehearsal(
+        rank,
+        groups.at["pp"],
+        tuple(stage.index for stage in program.held(groups.at["pp"])),
+        memory,
+        _step(memory),
+        wire.messages,
+        expected,
+        work.products,
+        work.attention,
+        dict(ledger.flops),
+        time.perf_counter() - started,
+    )
+
+
+def _blank(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+    """Return weights without bytes."""
+    return torch.zeros(()).expand([stop - start for start, stop in region])
+
+
+def _batch(program: Program, packed: bool) -> Batch:
+    """Return the rows of a data-parallel rank."""
+    rows, seq_len = program.microbatches * program.layout.microbatch, program.train.seq_len
+    inputs, targets = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
+    segments = torch.zeros_like(inputs) if packed else None
+    keys = torch.zeros(rows, dtype=torch.int64) if program.model.dropout else None
+    return Batch(inputs, targets, segments, keys)
+
+
+def _with_states(shards: Shards, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Return the optimizer as a step leaves it."""
+    optimizer = build_optimizer(shards.leaves, spec)
+    for leaf in shards.leaves:
+        leaf.grad = torch.empty_like(leaf)
+    optimizer.step()
+    shards.clear()
+    return optimizer
+
+
+def _mark_states(
+    memory: Memory, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
+) -> None:
+    offload = parallel.program.layout.offload
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor):
+                memory.mark("optimizer" if offload == "none" else HOST, tensor)
+    for leaf in shards.leaves if shards.on_host else ():
+        memory.mark(HOST, leaf)
+    for held in parallel.held:
+        memory.mark(HOST if offload == "params" else "weights", held.shard)
+
+
+def _step(memory: Memory) -> tuple[Phase, ...]:
+    """Return the phases of the step alone."""
+    phases = memory.phases()
+    start = next(place for place, phase in enumerate(phases) if phase.name == START)
+    return phases[start:-1]

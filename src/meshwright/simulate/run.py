@@ -1,0 +1,257 @@
+"""`simulate`: chosen ranks of a layout rehearsed, beside what was predicted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.execute.wire import message_differences
+from meshwright.layout import Layout
+from meshwright.layout.layout import Machine, resolve_layout
+from meshwright.predict.memory import Term, outside
+from meshwright.predict.price import Memory as PredictedMemory
+from meshwright.predict.price import memory as predicted_memory
+from meshwright.predict.setting import Setting
+from meshwright.program.lower import Program, lower
+from meshwright.program.operations import attention_flops, matmul_flops
+from meshwright.search.plan import explain, ledger, setting_of
+from meshwright.simulate.memory import START, Breach
+from meshwright.simulate.rehearse import Rehearsal, rehearse
+from meshwright.spec.loading import Config
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A rehearsed rank beside the program and the prediction.
+
+    `outside` is what a device holds beside tensors, as measured; `limit` its memory in bytes.
+    `products` and `attention` are the program's FLOPs.
+    """
+
+    rehearsal: Rehearsal
+    predicted: PredictedMemory
+    products: float
+    attention: float
+    outside: tuple[Term, ...]
+    limit: int
+    breach: Breach | None
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by category at the peak, with what is not the program's."""
+        found = {name: size for name, size in self.rehearsal.worst.peak.items() if size}
+        return {**found, **{t.category: round(t.bytes) for t in self.outside if t.bytes}}
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak, with what is not the program's."""
+        return sum(self.memory.values())
+
+    @property
+    def beside(self) -> float:
+        """Bytes of what is not the program's."""
+        return sum(term.bytes for term in self.outside)
+
+    @property
+    def differences(self) -> list[str]:
+        """Where messages and FLOPs are not the program's; none where all is well."""
+        mine = self.rehearsal
+        found = list(message_differences(mine.expected, mine.messages))
+        for what, counted, said in (
+            ("matrix products", mine.products, self.products),
+            ("attention", mine.attention, self.attention),
+        ):
+            if counted != said:
+                found.append(f"{what}: {counted:.6g} FLOPs where the program has {said:.6g}")
+        return found
+
+    def predicted_memory(self) -> dict[str, int]:
+        """Return the predicted bytes at the peak by the categories of the simulation."""
+        sums: dict[str, float] = {}
+        for name, size in self.predicted.by_category().items():
+            key = name
+            if name in ("activations: layer at work", "logits and loss"):
+                key = "temporary"
+            elif name.startswith("activations"):
+                key = "activations"
+            sums[key] = sums.get(key, 0.0) + size
+        return {name: round(size) for name, size in sums.items() if size}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The ranks of a layout that were rehearsed; `worst` is the one with the highest peak."""
+
+    config: Config
+    program: Program
+    setting: Setting
+    ranks: tuple[Simulated, ...]
+
+    @property
+    def worst(self) -> Simulated:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda one: one.peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of them are within the device."""
+        return all(one.breach is None for one in self.ranks)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all of them send and compute what the program says."""
+        return not any(one.differences for one in self.ranks)
+
+
+def layout_of(config: Config, setting: Setting, world: int | None = None) -> Layout:
+    """Return the layout that a config asks for on its cluster, or on `world` devices.
+
+    Raises `ConfigError` where the layout is illegal, or has another number of ranks.
+    """
+    cluster = setting.cluster
+    devices = world or cluster.devices
+    device: Any = "cpu" if cluster.device.kind == "cpu" else "cuda"
+    machine = Machine(device, devices, 1, cluster.device.name, is_fixed=world is not None)
+    one_node = config.cluster.model_copy(update={"nodes": 1})
+    layout = resolve_layout(config.model_copy(update={"cluster": one_node}), machine)
+    if world is not None and layout.world != world:
+        raise ConfigError(
+            refusal(f"--world {world}, but the layout has other ranks", legal=[layout.world])
+        )
+    return layout
+
+
+def ranks_of(text: str, layout: Layout) -> list[int]:
+    """Return the ranks that a text names: numbers, `middle`, `last`, `stages` (one of each), `all`.
+
+    Raises `ConfigError` for what is neither, and for ranks that there are not.
+    """
+    mesh, world = layout.mesh, layout.world
+    words = {
+        "middle": [mesh.rank({"pp": layout.pp // 2})],
+        "last": [world - 1],
+        "stages": [mesh.rank({"pp": place}) for place in range(layout.pp)],
+        "all": list(range(world)),
+    }
+    found: list[int] = []
+    for word in filter(None, text.replace(" ", "").split(",")):
+        if not word.isdigit() and word not in words:
+            raise ConfigError(refusal(f"--ranks has {word!r}", legal=["a number", *words]))
+        found += [int(word)] if word.isdigit() else words[word]
+    outsiders = [rank for rank in found if rank >= world]
+    if outsiders or not found:
+        what = f"rank {outsiders[0]}" if outsiders else "no rank"
+        raise ConfigError(refusal(f"--ranks has {what}", legal=[f"0 to {world - 1}"]))
+    return sorted(set(found))
+
+
+def simulate(
+    config: Config,
+    layout: Layout | None = None,
+    ranks: Sequence[int] | None = None,
+    setting: Setting | None = None,
+    on_rank: Callable[[Simulated], None] = lambda one: None,
+) -> Simulation:
+    """Rehearse one step of training on some ranks of a layout, in this process, one by one.
+
+    Without `layout` it is the config's on its cluster; without `ranks` one of each pipeline stage.
+    `setting` says what it is predicted for. `on_rank` is told each rank when it is done. Compiled
+    blocks are rehearsed uncompiled. Raises `ConfigError` for what cannot be run.
+    """
+    setting = setting or setting_of(config)
+    layout = layout or layout_of(config, setting)
+    program = lower(config.model, config.train, layout)
+    found = []
+    for rank in ranks_of("stages", layout) if ranks is None else ranks:
+        found.append(_simulated(config, program, setting, rank))
+        on_rank(found[-1])
+    return Simulation(config, program, setting, tuple(found))
+
+
+def _simulated(config: Config, program: Program, setting: Setting, rank: int) -> Simulated:
+    packed = config.data.packing == "documents"
+    done = rehearse(program, rank, config.optimizer, packed=packed)
+    device, layout = setting.cluster.device, program.layout
+
+    def beside(allocated: float) -> tuple[Term, ...]:
+        found = outside(device, layout, setting.stack, setting.calibration, allocated)
+        return tuple(found)
+
+    fixed, more = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
+    most = (device.memory - fixed) / (1 + more - fixed)
+    return Simulated(
+        done,
+        predicted_memory(setting, layout, done.pp_rank),
+        matmul_flops(program, done.pp_rank),
+        attention_flops(program, done.pp_rank, packed=packed),
+        beside(done.worst.total),
+        device.memory,
+        done.memory.breach(START, most),
+    )
+
+
+def as_json(found: Simulation) -> dict[str, Any]:
+    """Return the simulated ledger, with the predicted one beside it.
+
+    The keys are those of a predicted ledger; `ranks` has each rank in full. Bytes and FLOPs are of
+    one step.
+    """
+    worst = found.worst
+    return {
+        "layout": found.program.layout.model_dump(mode="json"),
+        "label": found.program.layout.label,
+        "fits": found.fits,
+        "peak_memory_bytes": worst.peak,
+        "worst_rank": worst.rehearsal.rank,
+        "memory_bytes": worst.memory,
+        "agrees": found.agrees,
+        "ranks": [_rank_json(one) for one in found.ranks],
+        "predicted": ledger(explain(found.setting, found.program.layout)),
+    }
+
+
+def _rank_json(one: Simulated) -> dict[str, Any]:
+    mine = one.rehearsal
+    return {
+        "rank": mine.rank,
+        "pipeline_rank": mine.pp_rank,
+        "stages": list(mine.stages),
+        "fits": one.breach is None,
+        "peak_memory_bytes": one.peak,
+        "peak_at": mine.worst.name,
+        "memory_bytes": one.memory,
+        "predicted_memory_bytes": one.predicted_memory(),
+        "breach": None
+        if one.breach is None
+        else {
+            "at": one.breach.phase,
+            "category": one.breach.largest,
+            "asked_for": one.breach.asked,
+            "asked_bytes": one.breach.size,
+            "memory_bytes": one.breach.held,
+        },
+        "collectives": [
+            {
+                "kind": message.kind,
+                "axis": message.axis,
+                "bytes": message.bytes,
+                "count": mine.messages[message],
+                "program_count": mine.expected[message],
+            }
+            for message in sorted(mine.messages | mine.expected)
+        ],
+        "flops": {
+            "matrix products": mine.products,
+            "attention": mine.attention,
+            "by_stage": mine.stage_flops,
+            "program": {"matrix products": one.products, "attention": one.attention},
+        },
+        "differences": one.differences,
+        "timeline": [
+            {"at": phase.name, "peak_bytes": phase.total, "peak": phase.peak, "end": phase.end}
+            for phase in mine.phases
+        ],
+        "seconds": mine.seconds,
+    }
