@@ -13,6 +13,7 @@ MODELS = {
     "biased": {"n_kv_heads": 2, "ffn_dim": 96, "attention_bias": True, "mlp_bias": True},
     "tied": {"n_kv_heads": 4, "ffn_dim": 128, "tie_embeddings": True},
     "dropout": {"n_kv_heads": 4, "ffn_dim": 128, "dropout": 0.1},
+    "wide": {"n_layers": 8, "n_kv_heads": 8, "ffn_dim": 128},
     "neox": {"family": "neox", "rotary_pct": 0.25, "parallel_residual": True},
     "sequential neox": {"family": "neox", "rotary_pct": 0.0, "tie_embeddings": True},
 }
@@ -20,7 +21,7 @@ MODELS = {
 
 def make(layout, model="llama", precision="fp32", packed=False, **train):
     """A case: the label of its layout, a model of `MODELS` and what differs from the defaults."""
-    spec = model_spec(**SIZES, **MODELS[model])
+    spec = model_spec(**{**SIZES, **MODELS[model]})
     train = TrainSpec(**{"batch": 8, "seq_len": 32, "precision": precision, **train})
     case = Case(spec, train, Layout.parse(layout), packed=packed)
     assert broken(case.model, case.train, case.layout) is None

@@ -87,30 +87,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Simulation, seconds: float) -> None:
-    program, device = found.program, found.setting.cluster.device
+    program = found.program
     print(
         f"{format_count(parameter_count(program.model))} parameters, {program.layout.label}: "
         f"{program.layout.world} ranks, {program.microbatches} microbatches of "
         f"{program.layout.microbatch} x {program.train.seq_len} tokens, {program.train.precision}"
     )
-    memory = Table("memory at the peak", box=None, pad_edge=False)
-    for one in found.ranks:
-        memory.add_column(f"rank {one.rehearsal.rank}", justify="right")
-        memory.add_column("predicted", justify="right")
-    shown = [(one.memory, one.predicted_memory()) for one in found.ranks]
-    names = dict.fromkeys(name for pair in shown for held in pair for name in held)
-    for name in names:
-        sizes = [held.get(name, 0) for pair in shown for held in pair]
-        memory.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
-    totals = [sum(held.values()) for pair in shown for held in pair]
-    memory.add_row("all", *(format_bytes(size) for size in totals))
-    memory.add_row("at", *(cell for one in found.ranks for cell in (one.rehearsal.worst.name, "")))
-    Console().print(memory)
     for one in found.ranks:
         _print_rank(one)
     for one in found.ranks:
         if one.breach is not None:
-            print(_breach(one, device.name))
+            print(_breach(one, found.setting.cluster.device.name))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"simulated in {format_seconds(seconds)} with {format_bytes(peak)} of memory")
 
@@ -118,8 +105,16 @@ def _print(found: Simulation, seconds: float) -> None:
 def _print_rank(one: Simulated) -> None:
     mine = one.rehearsal
     stages = " ".join(map(str, mine.stages))
-    print(f"\nrank {mine.rank}, stage {stages}:")
-    table = Table("collective", "axis", "bytes", "count", "the program's", box=None, pad_edge=False)
+    print(f"\nrank {mine.rank}, stage {stages}: most memory at {mine.worst.name}")
+    memory, predicted = one.memory, one.predicted_memory()
+    held = Table("memory", "simulated", "predicted", box=None, pad_edge=False)
+    for name in [*dict.fromkeys((*memory, *predicted)), "all"]:
+        sizes = [side.get(name, 0) for side in (memory, predicted)]
+        if name == "all":
+            sizes = [sum(side.values()) for side in (memory, predicted)]
+        held.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
+    Console().print(held)
+    table = Table("collective", "axis", "bytes", "count", "program", box=None, pad_edge=False)
     sizes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
     largest = sorted(sizes, key=lambda message: -sizes[message])
     for message in largest[:SHOWN]:
@@ -128,10 +123,8 @@ def _print_rank(one: Simulated) -> None:
     Console().print(table)
     if len(largest) > SHOWN:
         print(f"and {len(largest) - SHOWN} smaller ones")
-    stages_flops = ", ".join(f"stage {at} {size:.4g}" for at, size in mine.stage_flops.items())
-    print(f"FLOPs: {mine.products:.6g} of products, {mine.attention:.6g} of attention")
-    if len(mine.stage_flops) > 1:
-        print(f"  {stages_flops}")
+    flops = ", ".join(f"stage {at} {size:.4g}" for at, size in sorted(mine.stage_flops.items()))
+    print(f"FLOPs: {mine.products:.6g} of products, {mine.attention:.6g} of attention; {flops}")
     for difference in one.differences[:SHOWN]:
         print(f"  not the program's: {difference}")
     if not one.differences:

@@ -41,7 +41,6 @@ def build(
     fill. What fills a shard depends on its place in the whole alone, so every mesh starts from the
     same weights.
     """
-    layout, spec = program.layout, program.model
     deferral = Deferral()
     modules = describe(program, groups, deferral, compiled=compiled)
     return materialise(program, groups, device, source, modules, deferral)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.wire import message_differences
@@ -20,6 +20,14 @@ from meshwright.search.plan import explain, ledger, setting_of
 from meshwright.simulate.memory import START, Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
+
+# Predicted categories by other names: what one action needs alone, and copies that kernels of a GPU
+# keep beside what autograd does.
+_CATEGORIES: Final = {
+    "activations: layer at work": "temporary",
+    "logits and loss": "temporary",
+    "activations: copies": "copies",
+}
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,7 @@ class Simulated:
         """Return the predicted bytes at the peak by the categories of the simulation."""
         sums: dict[str, float] = {}
         for name, size in self.predicted.by_category().items():
-            key = name
-            if name in ("activations: layer at work", "logits and loss"):
-                key = "temporary"
-            elif name.startswith("activations"):
-                key = "activations"
+            key = _CATEGORIES.get(name, name.partition(":")[0])
             sums[key] = sums.get(key, 0.0) + size
         return {name: round(size) for name, size in sums.items() if size}
 

@@ -1,0 +1,271 @@
+"""Rehearsals on fake ranks: what they send and compute is the program's, what they hold is real."""
+
+import json
+import math
+from unittest import mock
+
+import pytest
+import torch
+from benchmarks.memory_profile import measure
+
+from census_cases import make
+from meshwright.cli import main
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.execute.ledger import Ledger
+from meshwright.layout import Layout
+from meshwright.program.lower import lower
+from meshwright.program.shards import shard_rank
+from meshwright.prove.matrix import matrix
+from meshwright.search.plan import setting_of
+from meshwright.simulate.fake import fake_tensors, fake_world
+from meshwright.simulate.memory import HOST, START, Memory
+from meshwright.simulate.rehearse import rehearse
+from meshwright.simulate.run import layout_of, ranks_of, simulate
+from meshwright.spec.loading import load_config
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
+from ranks import on_ranks
+
+SMALL = [
+    *("model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=8"),
+    *("model.ffn_dim=128", "model.vocab_size=128", "train.batch=16", "train.seq_len=32"),
+]
+
+
+def simulated(case, ranks):
+    """The simulation of a case of `make`."""
+    config = load_config(None, [f"data.packing={'documents' if case.packed else 'stream'}"])
+    config = config.model_copy(update={"model": case.model, "train": case.train})
+    return simulate(config, case.layout, ranks)
+
+
+def held_by(case, rank):
+    """Elements and number of the shards that a rank holds, by the program."""
+    program = lower(case.model, case.train, case.layout)
+    at = case.layout.mesh.coordinates(rank)
+    names = [n for stage in program.held(at["pp"]) for n in program.parameters(stage)]
+    place = shard_rank(case.layout, at)
+    shapes = [program.shardings[name].shape(at["tp"], place) for name in names]
+    return sum(map(math.prod, shapes)), len(shapes)
+
+
+# Each parallelism alone, then together; a rank of each.
+CASES = [
+    (make("mb4 recompute-selective", "neox"), 0),
+    (make("dp2 mb2", "tied", "bf16"), 1),
+    (make("dp2 mb2"), 0),
+    (make("shard2 zero1 mb2", "biased", "bf16"), 1),
+    (make("shard2 zero2 mb1 recompute-selective"), 0),
+    (make("shard2 zero3 mb2 recompute-full offload-params", packed=True), 1),
+    (make("dp2 shard2 zero2 mb1", "tied"), 3),
+    (make("tp2 mb4 recompute-full", "dropout"), 1),
+    (make("tp2 sp mb2", "sequential neox", "fp16", packed=True), 0),
+    (make("cp2-ring mb4", packed=True), 1),
+    (make("cp2-ulysses mb4 zero2", "neox", packed=True), 0),
+    (make("pp2 1f1b mb1 recompute-full", "tied"), 1),
+    (make("pp2 gpipe mb2", "biased"), 0),
+    (make("pp2 interleaved_zero_bubble v2 mb1", "neox", "bf16"), 1),
+    (make("pp2 dualpipev v2 mb1 recompute-full", "tied"), 0),
+    (make("shard2 zero3 tp2 sp pp2 zbv v2 mb1", "llama", "bf16"), 5),
+    (make("shard2 zero3 cp2-ring tp2 mb4", "biased"), 6),
+]
+OF_FOUR_AXES = [case for case in matrix(16) if case.refused is None][3::37]
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [*CASES, *((case, 9) for case in OF_FOUR_AXES)],
+    ids=lambda value: getattr(value, "label", str(value)),
+)
+def test_a_rehearsal_does_what_the_program_says(case, rank):
+    (one,) = simulated(case, [rank]).ranks
+    assert one.differences == []
+    assert one.rehearsal.messages == one.rehearsal.expected
+    assert (one.rehearsal.products, one.rehearsal.attention) == (one.products, one.attention)
+    assert sum(one.rehearsal.stage_flops.values()) == one.products + one.attention
+    assert set(one.rehearsal.stage_flops) == set(one.rehearsal.stages)
+    assert one.products > 0
+    # States are exact: nothing else holds on to them, and nothing is gathered between steps.
+    after = one.rehearsal.phases[-1].end
+    if case.model.dim != 60:  # of shards that are as large on every rank
+        offload, (elements, tensors) = case.layout.offload, held_by(case, rank)
+        assert after["weights"] == (0 if offload == "params" else 4 * elements)
+        # two moments of each, and its number of steps
+        assert after["optimizer"] == (8 * elements + 4 * tensors) * (offload == "none")
+    assert after["gathered"] == after["buffers"] == after["gradients"] == 0
+    assert after["activations"] + after["temporary"] < 20_000
+
+
+def test_a_thousand_ranks():
+    case = make("dp2 shard8 zero2 tp8 sp pp8 1f1b mb1", "wide", batch=128)
+    found = simulated(case, [0, 511, 1023])
+    assert case.layout.world == 1024
+    assert [one.differences for one in found.ranks] == [[], [], []]
+    sent = [sum(one.rehearsal.messages.values()) for one in found.ranks]
+    assert sent[1] > 0
+
+
+def test_a_program_that_lies_is_found():
+    case = make("tp2 sp mb4")
+    with mock.patch("meshwright.execute.wire.collectives", return_value=()):
+        found = simulated(case, [0])
+    assert not found.agrees
+    assert any("all_gather of" in text for text in found.ranks[0].differences)
+    with mock.patch("meshwright.simulate.run.matmul_flops", return_value=1.0):
+        (one,) = simulated(case, [0]).ranks
+    assert [text.partition(":")[0] for text in one.differences] == ["matrix products"]
+
+
+# Memory.
+
+
+def test_the_tracker_sees_storages_come_and_go():
+    memory = Memory()
+    with fake_tensors(), memory:
+        table = torch.empty(10)
+        memory.begin(START)
+        memory.begin("one")
+        kept = torch.zeros(100)
+        gone = kept + 1  # 400 bytes beside the others
+        view = kept[:50]
+        del gone
+        weight = torch.empty(25)
+        memory.mark("weights", weight)
+        on_host = torch.empty(1000)
+        memory.mark(HOST, on_host)
+        memory.begin("two")
+        del kept  # the view keeps its storage
+        storage = torch.empty(7).untyped_storage()
+        storage.resize_(4000)
+        storage.resize_(0)
+        memory.begin("three")
+        del view, table
+    _, _, one, two, three = memory.phases()
+    assert (one.name, one.total) == ("one", 40 + 400 + 400)
+    assert one.peak["temporary"] == 400
+    assert {kind: size for kind, size in one.end.items() if size} == {
+        "inputs": 40,
+        "activations": 400,
+        "weights": 100,
+    }
+    assert two.total == 540 + 4000
+    assert sum(two.end.values()) == 540
+    assert sum(three.end.values()) == 100
+    breach = memory.breach(START, 4539)
+    assert (breach.phase, breach.size, breach.tensors) == ("two", 4000, 540)
+    assert breach.largest == breach.asked == "temporary"
+    assert memory.breach(START, 4540) is None
+
+
+MODEL = model_spec(
+    dim=192, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=512, vocab_size=256, context=128
+)
+
+
+def peak_of(world, label, train):
+    return measure(world, MODEL, train, Layout.parse(label)).peak
+
+
+@pytest.mark.parametrize("label", ["tp2 mb1", "shard2 zero3 mb1", "pp2 1f1b mb1"])
+def test_the_peak_is_that_of_real_ranks(label):
+    layout = Layout.parse(label)
+    train = TrainSpec(batch=4 * layout.dp, seq_len=128)
+    program = lower(MODEL, train, layout)
+    for rank, real in enumerate(on_ranks(2, peak_of, label=label, train=train)):
+        worst = rehearse(program, rank, OptimizerSpec()).worst
+        held = worst.peak
+        assert held["weights"] == real.parameters
+        assert held["optimizer"] == real.optimizer
+        # Where the peak is differs by a little: gloo has buffers of its own.
+        assert worst.total == pytest.approx(real.total, rel=0.05)
+
+
+def test_a_second_step_is_as_the_first():
+    """The rehearsed step has what a step finds that follows others."""
+    program = lower(MODEL, TrainSpec(batch=4, seq_len=32), Layout.parse("shard2 zero2 mb1"))
+    found = rehearse(program, 1, OptimizerSpec())
+    first, last = found.phases[0], found.phases[-1]
+    states = ("weights", "optimizer", "gathered", "gradients", "buffers")
+    assert [first.peak[kind] for kind in states] == [last.end[kind] for kind in states]
+    names = [phase.name for phase in found.phases]
+    assert names == ["start", "0F0", "0B0", "0F1", "0B1", "reduce", "update"]
+
+
+def test_out_of_memory_is_found(capsys):
+    words = [*SMALL, "layout.pp=2", "layout.microbatch=2", "layout.dp_replicate=1"]
+    (first, last) = simulate(load_config(None, words)).ranks
+    fits = f"cluster.memory={max(first.peak, last.peak) + 2**16}"
+    assert main(["simulate", *words, fits]) == 0
+    capsys.readouterr()
+    small = f"cluster.memory={(first.peak + last.peak) // 2}"
+    assert main(["simulate", *words, small]) == 1
+    shown = capsys.readouterr().out
+    worst, other = (0, 1) if first.peak > last.peak else (1, 0)
+    assert f"out of memory: rank {worst} at " in shown
+    assert f"out of memory: rank {other} at " not in shown
+    assert "cpu has" in shown
+    assert main(["simulate", *words, small, "--json"]) == 1
+    ledger = json.loads(capsys.readouterr().out)
+    rank = ledger["ranks"][worst]
+    assert not ledger["fits"]
+    assert rank["breach"]["category"] in rank["breach"]["memory_bytes"]
+    assert ledger["ranks"][other]["breach"] is None
+    at = [moment["at"] for moment in rank["timeline"]]
+    assert rank["breach"]["at"] in at
+    assert rank["peak_at"] in at
+
+
+# The command.
+
+
+def test_the_ledger(tmp_path, capsys):
+    path = tmp_path / "ledger.json"
+    words = [*SMALL, "layout.tp=2", "layout.sp=true", "--world", "8", "--ranks", "0,last"]
+    assert main(["simulate", *words, "--json", "--save", str(path)]) == 0
+    shown = capsys.readouterr()
+    ledger = json.loads(shown.out)
+    assert ledger == json.loads(path.read_text())
+    assert ledger["label"].startswith("dp4 tp2 sp")
+    assert [rank["rank"] for rank in ledger["ranks"]] == [0, 7]
+    assert ledger["fits"] is ledger["agrees"] is True
+    assert set(ledger) - {"agrees", "ranks", "predicted"} <= set(ledger["predicted"])
+    assert ledger["peak_memory_bytes"] == sum(ledger["memory_bytes"].values())
+    for message in ledger["ranks"][0]["collectives"]:
+        assert message["count"] == message["program_count"] > 0
+    assert "rank 7: " in shown.err
+
+
+def test_ranks_by_words():
+    layout = Layout.parse("dp2 tp2 pp4 mb1")
+    assert ranks_of("0,last", layout) == [0, 15]
+    assert ranks_of("stages", layout) == [0, 4, 8, 12]
+    assert ranks_of("middle, 3", layout) == [3, 8]
+    assert ranks_of("all", layout) == list(range(16))
+    for text, said in {
+        "first": "--ranks has 'first'; nearest legal: a number or middle or last",
+        "16": "--ranks has rank 16; nearest legal: 0 to 15",
+        "": "--ranks has no rank",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            ranks_of(text, layout)
+
+
+def test_the_world():
+    config = load_config(None, [*SMALL, "cluster.preset=a40", "cluster.nodes=2", "layout.tp=4"])
+    assert layout_of(config, setting_of(config)).world == 16
+    assert layout_of(config, setting_of(config), 64).world == 64
+    with pytest.raises(ConfigError, match="needs a multiple of 4 ranks"):
+        layout_of(config, setting_of(config), 6)
+    with pytest.raises(ConfigError, match="--world 128, but the layout has"):
+        layout_of(config, setting_of(config), 128)
+    assert main(["simulate", *SMALL, "--world", "0"]) == 2
+
+
+def test_a_rank_is_not_rehearsed_within_another():
+    with (
+        fake_world(0, 2, Ledger()),
+        pytest.raises(MeshwrightError, match="is a rank already"),
+        fake_world(1, 2, Ledger()),
+    ):
+        pass
+    assert not torch.distributed.is_initialized()
