@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from meshwright.program.lower import Program
 from meshwright.program.shards import Region
 from meshwright.simulate.fake import fake_tensors, fake_world
 from meshwright.simulate.marks import marked_by_fsdp
-from meshwright.simulate.memory import HOST, START, Memory, Phase
+from meshwright.simulate.memory import HOST, START, Breach, Memory, Phase
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
@@ -33,15 +34,16 @@ from meshwright.train.update import update
 class Rehearsal:
     """What one rank did in a step: memory by phase, messages, FLOPs; and what it took to find out.
 
-    `messages` and `expected`, the program's, count by the same names. `products` and `attention`
-    are FLOPs, `stage_flops` both by stage. `seconds` are those of the rehearsal.
+    `breach` is the first moment above the limit. `messages` and `expected`, the program's, count by
+    the same names. `products` and `attention` are FLOPs, `stage_flops` both by stage. `seconds` are
+    those of the rehearsal.
     """
 
     rank: int
     pp_rank: int
     stages: tuple[int, ...]
-    memory: Memory
     phases: tuple[Phase, ...]
+    breach: Breach | None
     messages: Counter[Message]
     expected: Counter[Message]
     products: float
@@ -94,12 +96,17 @@ class _Phases(Ledger):
 
 
 def rehearse(
-    program: Program, rank: int, optimizer: OptimizerSpec, *, packed: bool = False
+    program: Program,
+    rank: int,
+    optimizer: OptimizerSpec,
+    *,
+    packed: bool = False,
+    limit: float = math.inf,
 ) -> Rehearsal:
     """Perform one step of training as one rank of a world without others, on tensors without bytes.
 
     The step is one after the first: the optimizer has its states. `packed` says that rows hold
-    several documents.
+    several documents; `limit` is what tensors may take, in bytes.
     """
     started, memory = time.perf_counter(), Memory()
     ledger = _Phases(memory)
@@ -132,8 +139,8 @@ def rehearse(
         rank,
         groups.at["pp"],
         tuple(stage.index for stage in program.held(groups.at["pp"])),
-        memory,
         _step(memory),
+        memory.breach(START, limit),
         wire.messages,
         expected,
         work.products,

@@ -17,7 +17,7 @@ from meshwright.predict.setting import Setting
 from meshwright.program.lower import Program, lower
 from meshwright.program.operations import attention_flops, matmul_flops
 from meshwright.search.plan import explain, ledger, setting_of
-from meshwright.simulate.memory import START, Breach
+from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
 
@@ -44,7 +44,11 @@ class Simulated:
     attention: float
     outside: tuple[Term, ...]
     limit: int
-    breach: Breach | None
+
+    @property
+    def breach(self) -> Breach | None:
+        """The first moment at which the device is too small."""
+        return self.rehearsal.breach
 
     @property
     def memory(self) -> dict[str, int]:
@@ -176,7 +180,6 @@ def simulate(
 
 def _simulated(config: Config, program: Program, setting: Setting, rank: int) -> Simulated:
     packed = config.data.packing == "documents"
-    done = rehearse(program, rank, config.optimizer, packed=packed)
     device, layout = setting.cluster.device, program.layout
 
     def beside(allocated: float) -> tuple[Term, ...]:
@@ -185,6 +188,7 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
     fixed, more = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
     most = (device.memory - fixed) / (1 + more - fixed)
+    done = rehearse(program, rank, config.optimizer, packed=packed, limit=most)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),
@@ -192,7 +196,6 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
         attention_flops(program, done.pp_rank, packed=packed),
         beside(done.worst.total),
         device.memory,
-        done.memory.breach(START, most),
     )
 
 
