@@ -115,8 +115,8 @@ def _print_rank(one: Simulated) -> None:
         held.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
     Console().print(held)
     table = Table("collective", "axis", "bytes", "count", "program", box=None, pad_edge=False)
-    sizes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
-    largest = sorted(sizes, key=lambda message: -sizes[message])
+    volumes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
+    largest = sorted(volumes, key=lambda message: -volumes[message])
     for message in largest[:SHOWN]:
         counts = (mine.messages[message], mine.expected[message])
         table.add_row(message.kind, message.axis, f"{message.bytes:,}", *map(str, counts))

@@ -42,7 +42,8 @@ def fake_world(rank: int, size: int, ledger: Ledger) -> Iterator[World]:
 def fake_tensors() -> Iterator[None]:
     """Make every tensor a fake one; a number that the host reads from one is 1."""
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    with replaced(ShardingPropagator, _PROPAGATE, _without_modes), fake, _Answers():
+    answers: Any = _Answers()  # type: ignore[no-untyped-call]
+    with replaced(ShardingPropagator, _PROPAGATE, _without_modes), fake, answers:
         yield
 
 

@@ -119,10 +119,11 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Memory:
         self._resizing = replaced(torch.UntypedStorage, "resize_", self._noted)
         self._resizing.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._resizing.__exit__(*error)
 
     def __torch_dispatch__(
