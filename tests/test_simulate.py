@@ -6,15 +6,16 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.memory_profile import measure
 
 from census_cases import make
+from meshwright.bench.memory import measure
 from meshwright.cli import main
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.execute.ledger import Ledger
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.program.shards import shard_rank
+from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.search.plan import setting_of
 from meshwright.simulate.fake import fake_tensors, fake_world
@@ -163,7 +164,7 @@ MODEL = model_spec(
 
 
 def peak_of(world, label, train):
-    return measure(world, MODEL, train, Layout.parse(label)).peak
+    return measure(world, Case(MODEL, train, Layout.parse(label))).peak
 
 
 @pytest.mark.parametrize("label", ["tp2 mb1", "shard2 zero3 mb1", "pp2 1f1b mb1"])

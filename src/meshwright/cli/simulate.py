@@ -115,6 +115,11 @@ def _print_rank(one: Simulated) -> None:
         held.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
     Console().print(held)
     table = Table("collective", "axis", "bytes", "count", "program", box=None, pad_edge=False)
+    tensors = format_bytes(mine.worst.total)
+    print(
+        f"tensors {tensors}; the program's timeline has {format_bytes(one.timeline.total)}, "
+        f"at {one.timeline.action}"
+    )
     volumes = {m: m.bytes * count for m, count in (mine.messages | mine.expected).items()}
     largest = sorted(volumes, key=lambda message: -volumes[message])
     for message in largest[:SHOWN]:

@@ -14,6 +14,8 @@ from meshwright.predict.memory import Term, outside
 from meshwright.predict.price import Memory as PredictedMemory
 from meshwright.predict.price import memory as predicted_memory
 from meshwright.predict.setting import Setting
+from meshwright.predict.tally import Moment
+from meshwright.predict.timeline import timeline
 from meshwright.program.lower import Program, lower
 from meshwright.program.operations import attention_flops, matmul_flops
 from meshwright.search.plan import explain, ledger, setting_of
@@ -35,11 +37,12 @@ class Simulated:
     """A rehearsed rank beside the program and the prediction.
 
     `outside` is what a device holds beside tensors, as measured; `limit` its memory in bytes.
-    `products` and `attention` are the program's FLOPs.
+    `timeline` is the peak of the program's own timeline; `products` and `attention` are its FLOPs.
     """
 
     rehearsal: Rehearsal
     predicted: PredictedMemory
+    timeline: Moment
     products: float
     attention: float
     outside: tuple[Term, ...]
@@ -192,6 +195,7 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),
+        timeline(program, rank, packed=packed, on_host=False).peak,
         matmul_flops(program, done.pp_rank),
         attention_flops(program, done.pp_rank, packed=packed),
         beside(done.worst.total),
@@ -230,6 +234,7 @@ def _rank_json(one: Simulated) -> dict[str, Any]:
         "peak_at": mine.worst.name,
         "memory_bytes": one.memory,
         "predicted_memory_bytes": one.predicted_memory(),
+        "timeline_peak": {"at": one.timeline.action, "memory_bytes": dict(one.timeline.held)},
         "breach": None
         if one.breach is None
         else {
