@@ -13,6 +13,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.execute.ledger import Ledger
 from meshwright.layout import Layout
+from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.program.shards import shard_rank
 from meshwright.prove.case import Case
@@ -177,6 +178,8 @@ def test_the_peak_is_that_of_real_ranks(label):
         held = worst.peak
         assert held["weights"] == real.parameters
         assert held["optimizer"] == real.optimizer
+        said = timeline(program, rank, on_host=False).peak
+        assert worst.total == pytest.approx(said.total, rel=0.01)
         # Where the peak is differs by a little: gloo has buffers of its own.
         assert worst.total == pytest.approx(real.total, rel=0.05)
 
