@@ -26,11 +26,11 @@ def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
     """
     constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
-    halves = []
+    overhead = on_device.block_overhead(world.device, budget_s / 3)
+    constants["overhead.layer"] = overhead
     for precision in _PRECISIONS:
         found = on_device.products(world.device, precision, budget_s)
         peak, half = on_device.saturation(found)
-        halves.append(half)
         best = max(shape.flops / seconds for shape, seconds in found)
         constants[f"peak.{precision}"] = best
         constants[f"products.{precision}"] = peak / best
@@ -38,8 +38,9 @@ def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
         curves[f"products.{precision}"] = [(*shape, seconds) for shape, seconds in found]
         core = on_device.attention(world.device, precision, budget_s / 2)
         constants[f"attention.flash2.{precision}"] = core / best
-        slope, _ = on_device.rest_of_blocks(world.device, precision, budget_s, peak, half, core)
-        constants[f"moves.{precision}"] = slope
+        constants[f"moves.{precision}"] = on_device.seconds_per_byte(
+            world.device, precision, budget_s, (peak, half, core), overhead
+        )
         constants[f"moves.loss.{precision}"] = 1 / on_device.loss_rate(
             world.device, precision, budget_s
         )

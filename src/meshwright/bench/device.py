@@ -6,8 +6,8 @@ All ranks of a machine measure at the same time, since they share its memory and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
 from meshwright.predict.kernels import PASSES
 from meshwright.predict.work import Product, layout_work
+from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 
@@ -36,16 +37,8 @@ _SHAPES: Final = (
 _ATTENTION: Final = ((4, 256, 32), (8, 512, 64), (8, 1024, 64), (8, 2048, 64))
 _COPIED: Final = 2**26  # bytes, beyond any cache
 _ELEMENTS: Final = 2**22
-
-
-class Measured(NamedTuple):
-    """One measurement: what, how large, and its seconds."""
-
-    what: str
-    size: str
-    seconds: float
-    rate: float
-    unit: str
+_BLOCKS: Final = ((256, 256), (256, 1024), (512, 512), (512, 1024))  # dims and lengths
+_DEPTH: Final = 6  # blocks that are timed together
 
 
 def products(device: torch.device, precision: str, budget_s: float) -> list[tuple[Product, float]]:
@@ -102,7 +95,7 @@ def attention(device: torch.device, precision: str, budget_s: float) -> float:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(out, (q, k, v), grad)
 
-        flops = 2.0 * heads * length**2 * head_dim * 3.5
+        flops = 2.0 * heads * length**2 * head_dim * (1 + ATTENTION_BACKWARD)
         rates.append(flops / seconds_of(work, budget_s / len(_ATTENTION), device))
     return math.exp(sum(map(math.log, rates)) / len(rates))
 
@@ -122,60 +115,60 @@ def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
     return moved * _ELEMENTS / seconds_of(adam.step, budget_s, device)
 
 
-def _models() -> Iterator[tuple[ModelSpec, int]]:
-    """Yield models of one layer, and the lengths that their blocks are timed with."""
-    for dim, length in ((256, 128), (256, 512), (512, 512), (512, 1024)):
-        spec = model_spec(
-            dim=dim, n_layers=1, n_heads=dim // 64, n_kv_heads=dim // 64, ffn_dim=2 * dim
-        )
-        yield spec, length
+def _model(dim: int, heads: int) -> ModelSpec:
+    return model_spec(dim=dim, n_layers=1, n_heads=heads, n_kv_heads=heads, ffn_dim=2 * dim)
 
 
-def rest_of_blocks(
-    device: torch.device, precision: str, budget_s: float, peak: float, half: float, core: float
-) -> tuple[float, float]:
-    """Return seconds per byte that a block moves beside products and attention, and per block.
+def _stack_seconds(
+    device: torch.device, precision: str, budget_s: float, spec: ModelSpec, length: int
+) -> float:
+    """Return the seconds of a block's forward and backward.
 
-    A block's forward and backward, less its products and its attention at their measured rates, is
-    a line over the bytes that `predict.work` counts.
+    In a stack so deep that caches have forgotten a block when its backward comes.
     """
-    points = []
-    for spec, length in _models():
-        rope = Rope(spec, length)
-        rope.reach(length, device)
-        block: nn.Module = Block(spec, rope, "0").to(device, DTYPES[precision])
-        x = torch.randn(
-            1, length, spec.dim, device=device, dtype=DTYPES[precision], requires_grad=True
-        )
+    rope = Rope(spec, length)
+    rope.reach(length, device)
+    blocks = [Block(spec, rope, str(n)).to(device, DTYPES[precision]) for n in range(_DEPTH)]
+    stack = nn.Sequential(*blocks)
+    shape = (1, length, spec.dim)
+    x = torch.randn(shape, device=device, dtype=DTYPES[precision], requires_grad=True)
 
-        def work(block: nn.Module = block, x: Tensor = x) -> None:
-            block.zero_grad()
-            block(x).backward(x)
+    def work() -> None:
+        stack.zero_grad()
+        stack(x).backward(x)
 
-        seconds = seconds_of(work, budget_s / 4, device)
+    return seconds_of(work, budget_s, device) / _DEPTH
+
+
+def block_overhead(device: torch.device, budget_s: float) -> float:
+    """Return the seconds of a block that is so small that it computes nothing to speak of."""
+    return _stack_seconds(device, "fp32", budget_s, _model(16, 2), 8)
+
+
+def seconds_per_byte(
+    device: torch.device,
+    precision: str,
+    budget_s: float,
+    rates: tuple[float, float, float],
+    overhead: float,
+) -> float:
+    """Return the seconds for each byte that a block moves beside products and attention.
+
+    What is left of blocks of several sizes after their products, attention and overhead, over the
+    bytes that `predict.work` counts; `rates` are those of `saturation` and of attention.
+    """
+    peak, half, core = rates
+    left = moved = 0.0
+    for dim, length in _BLOCKS:
+        spec = _model(dim, dim // 64)
+        left += _stack_seconds(device, precision, budget_s / len(_BLOCKS), spec, length) - overhead
         found = layout_work(spec, length, precision, 1, False, 1, "ring", 1, "none").layer
-        known = 0.0
         for shape in found.products:
             share = math.prod(side / (side + half) for side in shape)
-            known += PASSES * shape.flops / (peak * share)
-        known += 3.5 * found.attention_flops / core
-        points.append((PASSES * (found.moved + found.norm_moved), seconds - known))
-    return _line(points)
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return slope and intercept, neither below zero, of the line with least relative squares."""
-    weights = [1 / max(y, 1e-9) ** 2 for _, y in points]
-    total = sum(weights)
-    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    along = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True))
-    slope = max(0.0, along / spread)
-    level = y_mean - slope * x_mean
-    if level < 0:
-        return max(0.0, y_mean / x_mean), 0.0
-    return slope, level
+            left -= PASSES * shape.flops / (peak * share)
+        left -= (1 + ATTENTION_BACKWARD) * found.attention_flops / core
+        moved += PASSES * (found.moved + found.norm_moved)
+    return max(left, 0.0) / moved
 
 
 def loss_rate(device: torch.device, precision: str, budget_s: float) -> float:

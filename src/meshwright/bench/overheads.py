@@ -1,4 +1,4 @@
-"""What the engine itself costs on the host: of a step, a microbatch, a layer, a unit of ZeRO.
+"""What the engine itself costs on the host: of a step, of a microbatch, of a unit of ZeRO.
 
 Measured with models so small that they compute nothing to speak of.
 """
@@ -20,12 +20,10 @@ _MORE: Final = 6
 
 
 class Overheads(NamedTuple):
-    """Seconds of a step, of a microbatch, of a layer's forward and backward, and what gathering
-    and reducing a layer costs beside."""
+    """Seconds of a step, of a microbatch, and of gathering and reducing a layer."""
 
     step: float
     microbatch: float
-    layer: float
     unit: float
 
 
@@ -41,7 +39,7 @@ def overheads(world: World) -> Overheads:
         one = _seconds(world, layers=1, microbatches=1, zero=3)
         many = _seconds(world, layers=1 + _MORE, microbatches=1, zero=3)
         unit = max(0.0, (many - one) / _MORE - layer)
-    return Overheads(max(0.0, base - microbatch - layer), microbatch, layer, unit)
+    return Overheads(max(0.0, base - microbatch - layer), microbatch, unit)
 
 
 def _seconds(world: World, layers: int, microbatches: int, zero: int) -> float:
