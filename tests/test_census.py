@@ -52,8 +52,8 @@ COLLECTIVES = "meshwright.execute.wire.collectives"
 def lying(change):
     """A `collectives` that changes what the true one says of the first reduce-scatter."""
 
-    def lie(program, rank):
-        found = list(collectives(program, rank))
+    def lie(program, rank, **more):
+        found = list(collectives(program, rank, **more))
         place = next(i for i, one in enumerate(found) if one.kind == "reduce_scatter")
         found[place : place + 1] = change(found[place])
         return tuple(found)

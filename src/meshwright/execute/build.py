@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.execute.context import Ring, Ulysses, positions
-from meshwright.execute.data import distribute_data, replicate_plainly
+from meshwright.execute.data import distribute_data, replicate_in_place
 from meshwright.execute.deferred import Deferral, linear
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
@@ -19,7 +19,7 @@ from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmb
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.program.lower import Program
-from meshwright.program.shards import Region, shard_rank
+from meshwright.program.shards import Region, shard_rank, sums_in_place
 from meshwright.spec.model import ModelSpec
 
 # name, shape of the whole and region to the tensor of that region
@@ -42,12 +42,18 @@ def build(
     same weights.
     """
     deferral = Deferral()
-    modules = describe(program, groups, deferral, compiled=compiled)
-    return materialise(program, groups, device, source, modules, deferral)
+    on_cpu = device.type == "cpu"
+    modules = describe(program, groups, deferral, on_cpu=on_cpu, compiled=compiled)
+    return materialise(program, groups, device, source, modules, deferral, on_cpu=on_cpu)
 
 
 def describe(
-    program: Program, groups: Groups, deferral: Deferral, *, compiled: bool = False
+    program: Program,
+    groups: Groups,
+    deferral: Deferral,
+    *,
+    on_cpu: bool,
+    compiled: bool = False,
 ) -> dict[int, Transformer]:
     """Return this rank's stages on the meta device, cut and wrapped, by number."""
     layout, spec = program.layout, program.model
@@ -61,7 +67,7 @@ def describe(
             recompute(block, layout.recompute)
             if compiled:
                 block.compile()
-        if not _is_plain(program):
+        if not sums_in_place(layout, on_cpu=on_cpu):
             distribute_data(model, model.blocks, layout, program.train, groups.parameters)
         modules[stage.index] = model
     return modules
@@ -74,23 +80,24 @@ def materialise(
     source: Source,
     modules: dict[int, Transformer],
     deferral: Deferral,
+    *,
+    on_cpu: bool,
 ) -> Parallel:
     """Give the stages that `describe` has returned memory, and weights from `source`."""
+    layout, train = program.layout, program.train
     at, places = _positions(program, groups, device)
-    for model in modules.values():
-        model.to_empty(device="cpu" if program.layout.offload == "params" else device)
+    held: list[Held] = []
+    for index, model in modules.items():
+        model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
-        if _is_plain(program):  # only now: the parameters are new ones
-            replicate_plainly(model, model.blocks, groups.parameters["replicate"], groups.ledger)
+        trained = dict(model.named_parameters())
+        if sums_in_place(layout, on_cpu=on_cpu):  # only now: the parameters are new ones
+            trained = replicate_in_place(model, model.blocks, layout, train, groups)
+        held += _held(program, index, trained)
     whole: dict[int, nn.Module] = dict(modules)
-    parallel = Parallel(program, groups, device, whole, _held(program, whole), at, places, deferral)
+    parallel = Parallel(program, groups, device, whole, held, at, places, deferral)
     fill(parallel, source)
     return parallel
-
-
-def _is_plain(program: Program) -> bool:
-    """Whether weights and gradients are as the model has them: no shards, no other dtype."""
-    return program.layout.zero == 0 and program.train.precision == "fp32"
 
 
 def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:
@@ -157,17 +164,16 @@ def _positions(
     return at, places
 
 
-def _held(program: Program, modules: dict[int, nn.Module]) -> list[Held]:
-    """Return the parameters that this rank holds shards of, stage by stage."""
+def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> list[Held]:
+    """Return the parameters of a stage that this rank holds shards of."""
     layout, held = program.layout, []
     ranks_of_stage = layout.world // layout.pp
-    for stage, module in modules.items():
-        for name, parameter in module.named_parameters():
-            sharding = program.shardings[name]
-            copies = ranks_of_stage // sharding.distinct
-            if name == "embed.weight" and stage > 0:
-                copies = 0
-            held.append(Held(name, stage, parameter, sharding, copies))
+    for name, parameter in trained.items():
+        sharding = program.shardings[name]
+        copies = ranks_of_stage // sharding.distinct
+        if name == "embed.weight" and stage > 0:
+            copies = 0
+        held.append(Held(name, stage, parameter, sharding, copies))
     return held
 
 

@@ -1,7 +1,8 @@
-"""Data parallelism and mixed precision on FSDP2: replicas, and ZeRO's three stages.
+"""Data parallelism and mixed precision: replicas, and ZeRO's three stages.
 
 ZeRO, arXiv:1910.02054, section 5: stage 1 shards the optimizer's state, 2 also gradients, 3 also
-parameters. FSDP2 keeps the shards; what is gathered, and how long it stays, makes the stage.
+parameters. What is gathered from FSDP2's shards, and how long it stays, makes the stage. Where
+weights and gradients stay whole, `Replicas` does without FSDP2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.groups import Groups
 from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
 from meshwright.spec.training import TrainSpec
@@ -89,15 +90,28 @@ def distribute_data(
         unit.set_modules_to_backward_prefetch([before])
 
 
-def replicate_plainly(
-    model: nn.Module, blocks: Sequence[nn.Module], over: DeviceMesh, ledger: Ledger
-) -> None:
-    """Sum the gradients of a model over replicas, without FSDP2's second copy of everything.
+def replicate_in_place(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    layout: Layout,
+    train: TrainSpec,
+    groups: Groups,
+) -> dict[str, nn.Parameter]:
+    """Sum the gradients of a model over data without FSDP2; returns what is trained, by name.
 
-    The parameters must be those that it is trained with; `over` has one axis.
+    The parameters must have their memory already, and are replaced where products need others.
     """
-    if over.size() > 1:
-        object.__setattr__(model, "replicas", Replicas(model, blocks, over.get_group(), ledger))
+    if not needs_wrapping(layout, train):
+        return dict(model.named_parameters())
+    group = groups.data.group if layout.zero else groups.parameters.get_group("replicate")
+    if layout.dp * layout.cp == 1:
+        group = None
+    used = DTYPES[train.precision]
+    summed = torch.float32 if train.reduce_dtype == "fp32" else used
+    mesh = groups.parameters["shard", "tp"]
+    replicas = Replicas(model, blocks, group, mesh, (used, summed), groups.ledger)
+    object.__setattr__(model, "replicas", replicas)
+    return {name: weight.master for name, weight in replicas.weights.items()}
 
 
 def replicas_of(model: nn.Module) -> Replicas | None:
@@ -140,6 +154,9 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
 
 def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
     """Take in weight gradients that were computed outside of autograd, and reduce where due."""
+    replicas = replicas_of(model)
+    if replicas is not None:
+        replicas.take()
     if not isinstance(model, FSDPModule):
         return
     prepare_backward(model, zero, is_last=is_last)
@@ -163,6 +180,9 @@ def reshard(model: nn.Module) -> None:
     FSDP2 does it in the backward; without one, `named_parameters` would go on to give the compute
     copies, which are bf16 under mixed precision and have no gradients.
     """
+    replicas = replicas_of(model)
+    if replicas is not None:
+        replicas.stale = True
     for module in wrapped(model):
         module.reshard()
 

@@ -21,7 +21,6 @@ from meshwright.execute.wire import MESSAGES
 
 # Those that a program has none of, and their arguments that are messages.
 _OTHERS: Final = {
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
     "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
     "c10d::broadcast_": ("broadcast", "tensors"),
     "c10d::reduce_": ("reduce", "tensors"),

@@ -28,6 +28,7 @@ _AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
 MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "c10d::_allgather_base_": ("all_gather", "output_tensor"),
     "c10d::allgather_": ("all_gather", "output_tensors"),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
     "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
     "c10d::allreduce_": ("all_reduce", "tensors"),
@@ -114,10 +115,12 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((axis for axis in _AXES if self._axes.get(axis) == group), "")
 
 
-def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[Message]:
+def expected_messages(
+    program: Program, rank: int, wire: Wire, *, on_cpu: bool
+) -> Counter[Message]:
     """Return what a program says that a rank sends in a step, by the axes as `wire` names them."""
     found: Counter[Message] = Counter()
-    for one in collectives(program, rank):
+    for one in collectives(program, rank, on_cpu=on_cpu):
         found[Message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
     return found
 

@@ -16,7 +16,7 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Table
 from meshwright.program.lower import Program
 from meshwright.program.operations import ELEMENT_BYTES, Sizes
-from meshwright.program.shards import Sharding, shard_rank
+from meshwright.program.shards import Sharding, shard_rank, sums_in_place
 from meshwright.program.stages import Stage
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
@@ -47,8 +47,11 @@ class Collective:
     reason: str
 
 
-def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
-    """Return all that a rank sends and receives in one step, by purpose."""
+def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[Collective, ...]:
+    """Return all that a rank sends and receives in one step, by purpose.
+
+    ZeRO-1 sums otherwise where ranks are on CPUs, see `program.shards.sums_in_place`.
+    """
     at = program.layout.mesh.coordinates(rank)
     stages = program.held(at["pp"])
     sizes = Sizes.of(program)
@@ -58,7 +61,7 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
         *_context(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
         *_gathers(program, stages),
-        *_reductions(program, at["pp"], stages),
+        *_reductions(program, at["pp"], stages, on_cpu),
         *_completion(program, stages, at["tp"], shard_rank(program.layout, at)),
     ]
     if program.layout.world > 1:
@@ -209,10 +212,10 @@ def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
 
 
 class _Unit(NamedTuple):
-    """What FSDP2 gathers and reduces in one message: a block, or the rest of a stage.
+    """What is gathered or reduced in one message: a block, or the rest of a stage.
 
-    Elements, padded so that the ranks that shard have equal parts: `deferred` of parameters whose
-    gradients may come in a backward of their own, `prompt` of the others.
+    Elements, padded so that the ranks that share them have equal parts: `deferred` of parameters
+    whose gradients may come in a backward of their own, `prompt` of the others.
     """
 
     name: str
@@ -220,7 +223,7 @@ class _Unit(NamedTuple):
     prompt: int
 
 
-def _units(program: Program, stage: Stage) -> list[_Unit]:
+def _units(program: Program, stage: Stage, ranks: int) -> list[_Unit]:
     sums: dict[str, list[int]] = {}
     for name in program.parameters(stage):
         room, _, rest = name.partition(".")
@@ -228,14 +231,14 @@ def _units(program: Program, stage: Stage) -> list[_Unit]:
         sharding = program.shardings[name]
         # The last stage multiplies with the embedding's matrix, where it holds one.
         is_product = sharding.part.is_product or (name == "embed.weight" and not stage.is_first)
-        sums.setdefault(unit, [0, 0])[0 if is_product else 1] += _padded(sharding)
+        sums.setdefault(unit, [0, 0])[0 if is_product else 1] += _padded(sharding, ranks)
     return [_Unit(name, *found) for name, found in sums.items()]
 
 
-def _padded(sharding: Sharding) -> int:
-    """Return the elements of a tp rank's part, its rows padded to a multiple of the shard ranks."""
+def _padded(sharding: Sharding, ranks: int) -> int:
+    """Return the elements of a tp rank's part, its rows padded to a multiple of some ranks."""
     rows, *rest = sharding.tp_shape
-    return -(-rows // sharding.shard_ranks) * sharding.shard_ranks * math.prod(rest)
+    return -(-rows // ranks) * ranks * math.prod(rest)
 
 
 def _gathers(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
@@ -250,13 +253,15 @@ def _gathers(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
     element = ELEMENT_BYTES[program.train.precision]
     times = 2 * program.microbatches if layout.zero == 3 else 1
     for stage in stages:
-        for unit in _units(program, stage):
+        for unit in _units(program, stage, layout.shard_ranks):
             size = (unit.deferred + unit.prompt) * element
             what = "a block" if unit.name.startswith("block") else "the rest of the stage"
             yield Collective("all_gather", "shard", size, times, f"ZeRO: the weights of {what}")
 
 
-def _reductions(program: Program, pp_rank: int, stages: Iterable[Stage]) -> Iterator[Collective]:
+def _reductions(
+    program: Program, pp_rank: int, stages: Iterable[Stage], on_cpu: bool
+) -> Iterator[Collective]:
     """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
 
     Replicas meet once, after the last microbatch; where a backward is split, after each second
@@ -267,20 +272,23 @@ def _reductions(program: Program, pp_rank: int, stages: Iterable[Stage]) -> Iter
     if program.train.reduce_dtype == "fp32":
         element = _FP32
     replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
+    ranks = layout.shard_ranks
+    axis: Axis = "replicate"
+    if layout.zero and sums_in_place(layout, on_cpu=on_cpu):
+        replicas, ranks, axis = replicas * ranks, 1, "data"
     for stage in stages:
-        units = _units(program, stage)
+        units = _units(program, stage, ranks)
         for has_deferred, has_prompt, meets in _rounds(program, pp_rank, stage):
             for unit in units:
                 size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
                 if not size:
                     continue
-                if layout.shard_ranks > 1:
+                if ranks > 1:
                     reason = "ZeRO: sum and cut gradients"
                     yield Collective("reduce_scatter", "shard", size, 1, reason)
                 if replicas > 1 and meets:
-                    shard = size // layout.shard_ranks
                     reason = "replicas: sum gradients"
-                    yield Collective("all_reduce", "replicate", shard, 1, reason)
+                    yield Collective("all_reduce", axis, size // ranks, 1, reason)
 
 
 def _rounds(program: Program, pp_rank: int, stage: Stage) -> Iterator[tuple[bool, bool, bool]]:

@@ -98,6 +98,15 @@ def shard(part: Part, layout: Layout) -> Sharding:
     )
 
 
+def sums_in_place(layout: Layout, *, on_cpu: bool) -> bool:
+    """Whether ranks keep weights and gradients whole and sum them where they are, without FSDP2.
+
+    ZeRO-1 does so on a CPU, where a reduce-scatter is no cheaper than a sum for all and needs
+    copies; elsewhere it moves half as much.
+    """
+    return layout.zero == 0 or (layout.zero == 1 and on_cpu and layout.offload != "params")
+
+
 def shard_rank(layout: Layout, at: Mapping[str, int]) -> int:
     """Return which of the `shard_ranks` the rank at some coordinates is."""
     return at["dp_shard"] * layout.cp + at["cp"]

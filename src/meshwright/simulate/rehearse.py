@@ -102,19 +102,23 @@ def rehearse(
     *,
     packed: bool = False,
     limit: float = math.inf,
+    on_cpu: bool = True,
 ) -> Rehearsal:
     """Perform one step of training as one rank of a world without others, on tensors without bytes.
 
     The step is one after the first: the optimizer has its states. `packed` says that rows hold
-    several documents; `limit` is what tensors may take, in bytes.
+    several documents; `limit` is what tensors may take, in bytes; `on_cpu` that the ranks would be
+    processes of a CPU.
     """
     started, memory = time.perf_counter(), Memory()
     ledger = _Phases(memory)
     with fake_world(rank, program.layout.world, ledger) as world, marked_by_fsdp(memory):
         groups, deferral = open_groups(program.layout, world), Deferral()
-        modules = describe(program, groups, deferral)
+        modules = describe(program, groups, deferral, on_cpu=on_cpu)
         with fake_tensors(), memory:
-            parallel = materialise(program, groups, world.device, _blank, modules, deferral)
+            parallel = materialise(
+                program, groups, world.device, _blank, modules, deferral, on_cpu=on_cpu
+            )
             batch = _batch(program, packed)
             # A forward, after which FSDP2 has its final shards, as between any two steps.
             parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
@@ -134,7 +138,7 @@ def rehearse(
                     program.train.clip_norm,
                 )
             memory.begin("end")
-        expected = expected_messages(program, rank, wire)
+        expected = expected_messages(program, rank, wire, on_cpu=on_cpu)
     return Rehearsal(
         rank,
         groups.at["pp"],

@@ -1,0 +1,119 @@
+"""Weights as the products take them, and this rank's share of each as the optimizer trains it.
+
+Mixed precision, arXiv:1710.03740, section 3.1: products take a copy in half precision, updates go
+to fp32. ZeRO-1, arXiv:1910.02054, section 5.1: of these a rank has the rows that it updates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from meshwright.execute.gradients import local_shard
+
+
+class Weight:
+    """A parameter of a module: `used` by its products, `master` trained by the optimizer.
+
+    `used` has the dtype of products and is whole but for tp, `master` has this rank's rows in fp32.
+    They are the same memory where rows and dtype allow it. A gradient comes in `used.grad` and is
+    left in `master.grad` by `hand_on`.
+    """
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+        """Take over a parameter in fp32; `mesh` has the axes `shard`, which cuts rows, and `tp`."""
+        self._mesh = mesh
+        self._ranks, self._rank = mesh["shard"].size(), mesh["shard"].get_local_rank()
+        local = local_shard(parameter.detach())
+        each = -(-len(local) // self._ranks)
+        start = min(self._rank * each, len(local))
+        self._rows = slice(start, min(start + each, len(local)))
+        # The rows of all ranks are gathered in equal parts: the last ones may not be there.
+        self._memory, self.used = local, parameter
+        if dtype != local.dtype or each * self._ranks != len(local):
+            self._memory = local.new_empty((each * self._ranks, *local.shape[1:]), dtype=dtype)
+            used = self._memory[: len(local)]
+            self.used = nn.Parameter(_like(parameter, used))
+        self.is_copy = dtype != torch.float32
+        self.master = parameter
+        if self._ranks > 1:
+            rows = local_shard(self.used.detach())[self._rows]
+            self.master = nn.Parameter(self._cut(rows.float() if self.is_copy else rows))
+        self._sum: Tensor | None = None
+
+    def _cut(self, rows: Tensor) -> DTensor:
+        """Return this rank's rows as its part of the whole tensor."""
+        like, mesh = self.used, self._mesh["shard"]
+        placements: list[Placement] = [Shard(0)]
+        if isinstance(like, DTensor):
+            mesh, (cut,) = self._mesh, like.placements
+            if cut == Shard(0):  # rows of what tp has cut
+                placements = [_StridedShard(0, split_factor=mesh["tp"].size())]
+            placements.append(cut)
+        return DTensor.from_local(
+            rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether other ranks have rows of it."""
+        return self._ranks > 1
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The memory that an all-gather fills, and this rank's equal part of it."""
+        return self._memory, self._memory.chunk(self._ranks)[self._rank]
+
+    def round(self) -> None:
+        """Bring what products use of this rank's rows up to date with the master."""
+        if self.is_copy:
+            local_shard(self.used.detach())[self._rows].copy_(local_shard(self.master.detach()))
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Add the gradient of a microbatch to a sum in another dtype."""
+        if self.used.grad is None or self.used.dtype == dtype:
+            return
+        found = local_shard(self.used.grad)
+        self._sum = found.to(dtype) if self._sum is None else self._sum.add_(found)
+        self.used.grad = None
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of all microbatches so far, whole but for tp."""
+        if self._sum is not None or self.used.grad is None:
+            return self._sum
+        return local_shard(self.used.grad)
+
+    def hand_on(self) -> None:
+        """Leave the gradient of the master's rows with it."""
+        found = self.gradient
+        if found is None or self.used is self.master:
+            return
+        part = found[self._rows].to(self.master.dtype)
+        self.master.grad = self._cut(part) if self.is_gathered else _like(self.used, part)
+        self.used.grad = self._sum = None
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor cut over tp as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+
+
+def take_over(model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh) -> dict[str, Weight]:
+    """Replace the parameters of a model by those that products use; returns them by name.
+
+    One that several modules share stays one.
+    """
+    weights: dict[nn.Parameter, Weight] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in weights:
+                weights[parameter] = Weight(parameter, dtype, mesh)
+            setattr(module, name, weights[parameter].used)
+    of = {weight.used: weight for weight in weights.values()}
+    return {name: of[used] for name, used in model.named_parameters()}
