@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.data import wrapped
+from meshwright.execute.data import replicas_of, wrapped
 from meshwright.execute.groups import Link, open_groups
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
@@ -83,6 +83,23 @@ def no_reduce_scatter(parallel):
         for inner in wrapped(module):
             inner.set_requires_gradient_sync(False)
             inner.set_requires_gradient_sync = lambda on: None
+
+
+def no_sum_in_place(parallel):
+    """Ranks that hold whole weights keep the gradients of their own rows."""
+    replicas_of(parallel.modules[0]).group = None
+
+
+def stale_weights(parallel):
+    """Products go on with the weights of the first step: updated rows are not gathered."""
+    replicas = replicas_of(parallel.modules[0])
+    finish = replicas.finish
+
+    def finish_unseen():
+        finish()
+        replicas.stale = False
+
+    replicas.finish = finish_unseen
 
 
 def swapped_shards(parallel):
@@ -170,6 +187,13 @@ SEEDED = [
         {"tie_embeddings": True},
     ),
     Seeded(no_reduce_scatter, "shard2 zero2 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(no_sum_in_place, "shard2 zero1 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(
+        no_sum_in_place,
+        "dp2 mb2",
+        {"tensor": "head.weight", **ROWS_OF_0},
+        precision="bf16",
+    ),
     Seeded(
         no_data_reduction,
         "dp2 shard2 zero2 mb2",
@@ -241,6 +265,9 @@ def prove_adam_with(world, label, fault):
         ("tp2 sp mb2", no_sum_of_norms),
         ("tp2 mb2", no_reduce_in_backward),
         ("shard2 zero3 mb2", no_reduce_scatter),
+        ("shard2 zero1 mb2", no_sum_in_place),
+        ("shard2 zero1 mb2", stale_weights),
+        ("shard2 zero1 mb2", None),
         ("tp2 sp mb2", None),
     ],
 )

@@ -45,6 +45,8 @@ LAYOUTS = {
         Layout(pp=2, tp=2, virtual_stages=2, schedule="zbv"),
         Layout(dp_shard=2, pp=2, tp=2, zero=2),
         Layout(pp=2, cp=2, tp=2, sp=True),
+        Layout(dp_shard=3, zero=1),
+        Layout(dp_shard=2, tp=2, zero=1),
     )
 }
 LABELS = list(LAYOUTS)
@@ -160,7 +162,7 @@ def test_what_is_read_is_written_again_bit_for_bit(tmp_path):
     first = tmp_path / "0"
     on_ranks(2, write, label=LABELS[3], root=str(first))
     expected = tensors(first)
-    for number in (14, 4, 13, 7, 0, 2):
+    for number in (14, 4, 16, 13, 7, 0, 2):
         label, root = LABELS[number], tmp_path / str(number)
         on_ranks(LAYOUTS[label].world, write, label=label, root=str(root), start=str(first))
         found = tensors(root)

@@ -21,10 +21,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.execute.build import build, seeded
+from meshwright.execute.data import replicas_of
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import open_groups
 from meshwright.execute.ledger import Ledger
+from meshwright.execute.masters import Weight
 from meshwright.execute.optimize import Shards
+from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.layout import broken
 from meshwright.program.lower import lower
@@ -45,9 +48,9 @@ HOST: Final = "host"
 
 @dataclass
 class Held:
-    """Bytes of a rank: its shards of the weights, whole weights gathered from shards, gradients,
-    optimizer state, buffers of FSDP2 and gloo for collectives, and the rest: activations. What is
-    offloaded does not count.
+    """Bytes of a rank: the weights that it trains, or their shards; whole weights made of these;
+    gradients; optimizer state; buffers of FSDP2 and gloo for collectives; the rest: activations.
+    What is offloaded does not count.
     """
 
     parameters: float = 0
@@ -164,6 +167,8 @@ def measure(world: World, case: Case) -> Measured:
                     update(parallel, batch, world, shards, optimizer, LossScale.of(train), 1.0)
                 for held in parallel.held:
                     mark(HOST if on_host else "parameters", held.parameter)
+                for weight in _copies(parallel):
+                    mark("gathered", weight.used)
                 if shards.on_host:
                     for leaf in shards.leaves:
                         mark(HOST, leaf)
@@ -171,6 +176,15 @@ def measure(world: World, case: Case) -> Measured:
                     for tensor in state.values():
                         mark(states, tensor)
     return sorted(_peaks(seen), key=lambda found: found.peak.total)[(STEPS - 1) // 2]
+
+
+def _copies(parallel: Parallel) -> Iterator[Weight]:
+    """Yield the weights of which products use a copy."""
+    for module in parallel.modules.values():
+        replicas = replicas_of(module)
+        for weight in [] if replicas is None else replicas.weights.values():
+            if weight.is_copy:
+                yield weight
 
 
 @contextmanager
