@@ -28,6 +28,7 @@ from meshwright.predict.price import price, worst_memory
 from meshwright.predict.rows import RowError, predict_row, read_row
 from meshwright.predict.setting import Setting, work_of
 from meshwright.predict.stacks import STACKS
+from meshwright.predict.step import data_messages
 from meshwright.predict.work import layout_work, weights
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
@@ -57,10 +58,10 @@ def setting(model=SEVEN, device="h100-sxm", devices=8, stack=OURS, **train):
     return Setting(model, spec, cluster, stack, shipped_calibration(), spec.precision)
 
 
-def states(layout, element=2, stack=OURS):
+def states(layout, element=2, stack=OURS, **where):
     held = Held(SEVEN.n_layers, True, True)
     sums = {}
-    for term in model_states(SEVEN, layout, stack, held, element):
+    for term in model_states(SEVEN, layout, stack, held, element, **where):
         sums[term.category] = sums.get(term.category, 0) + term.bytes
     return sums
 
@@ -143,6 +144,24 @@ def test_messages_are_those_of_the_program(label):
             at = (one.kind, one.axis)
             real[at] = real.get(at, 0) + one.bytes * one.count
     assert predicted == real
+
+
+def test_zero1_on_cpus_keeps_weights_whole():
+    count, layout = parameter_count(SEVEN), Layout(dp_shard=8, zero=1)
+    assert states(layout, 4, on_cpu=True) == {
+        "weights": 4 * count,
+        "gradients": 4 * count,
+        "optimizer": count,
+    }
+    for element, where in ((4, {}), (2, {"on_cpu": True})):
+        found = states(layout, element, **where)
+        assert (found["weights"], found["gathered"]) == (4 * count // 8, element * count)
+    # What replicas sum, and a gather.
+    ours, held = setting(device="cpu", precision="fp32"), Held(SEVEN.n_layers, True, True)
+    kernels = ours.kernels()
+    gather = kernels.network.seconds("all_gather", 4 * count, 8, 1)
+    replicas = data_messages(ours, kernels, Layout(dp_replicate=8), held)
+    assert data_messages(ours, kernels, layout, held) == pytest.approx(replicas + gather)
 
 
 @pytest.mark.parametrize("label", [label for label in LAYOUTS if "shard" in label])

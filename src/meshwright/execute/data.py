@@ -40,7 +40,7 @@ def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
 
 
 def needs_wrapping(layout: Layout, train: TrainSpec) -> bool:
-    """Whether there is anything for FSDP2 to do."""
+    """Whether weights or gradients meet those of others, or products need another dtype."""
     return layout.dp * layout.cp > 1 or layout.zero > 0 or train.precision != "fp32"
 
 

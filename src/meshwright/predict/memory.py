@@ -11,6 +11,7 @@ from meshwright.predict.catalogue import Device
 from meshwright.predict.stacks import CAUSAL, Stack
 from meshwright.predict.work import LayoutWork, weights
 from meshwright.program.operations import Kind
+from meshwright.program.shards import sums_in_place
 from meshwright.spec.model import ModelSpec
 
 _FP32 = 4
@@ -47,13 +48,20 @@ class Held(NamedTuple):
 
 
 def model_states(
-    model: ModelSpec, layout: Layout, stack: Stack, held: Held, element: int
+    model: ModelSpec,
+    layout: Layout,
+    stack: Stack,
+    held: Held,
+    element: int,
+    *,
+    on_cpu: bool = False,
 ) -> list[Term]:
     """Return weights, gradients and optimizer states of a rank.
 
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer's states over
     the ranks that shard, 2 also gradients, 3 also weights. In a stack that keeps shards the fp32
-    weights are the master ones, so stage 1 divides them and gathers a compute copy.
+    weights are the master ones, so stage 1 divides them and gathers a compute copy, but for CPUs in
+    fp32: there they stay whole, see `program.shards.sums_in_place`.
     """
     ranks, zero = layout.shard_ranks, layout.zero
     whole, part = (
@@ -67,7 +75,9 @@ def model_states(
     def add(category: str, count: int, size: int, what: str) -> None:
         terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
 
-    if stack.keeps == "shards":
+    if stack.keeps == "shards" and element == _FP32 and sums_in_place(layout, on_cpu=on_cpu):
+        add("weights", whole, _FP32, "whole")
+    elif stack.keeps == "shards":
         add("weights", part, _FP32, "fp32 shards")
         if zero == 3:
             add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")

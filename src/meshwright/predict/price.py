@@ -49,7 +49,9 @@ def memory(setting: Setting, layout: Layout, rank: int) -> Memory:
     """Return the peak of the ranks at one place in the pipeline."""
     held = held_by(setting, layout)[rank]
     count = setting.train.batch // layout.dp // layout.microbatch
-    terms = model_states(setting.model, layout, setting.stack, held, setting.element)
+    terms = model_states(
+        setting.model, layout, setting.stack, held, setting.element, on_cpu=setting.on_cpu
+    )
     terms += activations(
         layout,
         setting.stack,

@@ -39,6 +39,11 @@ class Setting:
         """Bytes of an element of activations."""
         return ELEMENT_BYTES[self.train.precision]
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are processes on CPUs."""
+        return self.cluster.device.kind == "cpu"
+
     def kernels(self) -> Kernels:
         """Return what prices work on the cluster's device."""
         network = Network(self.cluster, self.calibration)

@@ -12,6 +12,7 @@ from meshwright.predict.pipeline import by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.work import LayoutWork, weights
 from meshwright.program.lower import Program
+from meshwright.program.shards import sums_in_place
 
 # An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
 OPTIMIZER_BYTES = 28
@@ -177,6 +178,8 @@ def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Part
 def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
     """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
 
+    Where ZeRO-1 sums in place, see `program.shards.sums_in_place`, its sum is for all.
+
     A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
     turn waits for the slowest of all nodes, each of which meets the messages of all others.
     """
@@ -184,18 +187,19 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
     elements += found.head if held.has_head else 0
     network, reduced = kernels.network, setting.stack.reduced_bytes
-    ranks = layout.shard_ranks
+    ranks = shards = layout.shard_ranks
+    replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
+    turns = held.layers * (ranks * replicas - 1)
+    if layout.zero == 1 and sums_in_place(layout, on_cpu=setting.on_cpu):
+        replicas, shards = ranks * replicas, 1
     seconds = 0.0
     if ranks > 1 and layout.zero <= 2:
-        if layout.zero == 1:
+        if layout.zero == 1 and shards > 1:
             seconds += network.seconds("reduce_scatter", elements * reduced, ranks, layout.tp)
         seconds += network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
-    replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
     if replicas > 1:
-        size = elements * reduced / ranks
-        stride = layout.tp * (layout.dp_shard * layout.cp if layout.zero else 1)
-        seconds += network.seconds("all_reduce", size, replicas, stride)
-    turns = held.layers * (ranks * replicas - 1)
+        size = elements * reduced / shards
+        seconds += network.seconds("all_reduce", size, replicas, layout.tp * shards)
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
 
 

@@ -329,7 +329,12 @@ class Search:
             sum(
                 term.bytes
                 for term in model_states(
-                    setting.model, layout, setting.stack, held[rank], setting.element
+                    setting.model,
+                    layout,
+                    setting.stack,
+                    held[rank],
+                    setting.element,
+                    on_cpu=setting.on_cpu,
                 )
             )
             for rank in (0, one.pp - 1)
