@@ -172,12 +172,15 @@ def test_a_rank_without_targets_is_right(world):
 @ranks(2)
 def test_evaluation_leaves_the_master_weights_in_place(world):
     parallel = parallel_of(world, "llama", precision="bf16")
-    model = parallel.modules[0]
-    before = [full_tensor(p.detach()).clone() for p in model.parameters()]
-    evaluate(parallel, [rows(global_batch(0), share(BATCH, world.rank, 2))], world)
-    after = [full_tensor(p.detach()) for p in model.parameters()]
+    before = [held.shard.clone() for held in parallel.held]
+    batches = [rows(global_batch(0), share(BATCH, world.rank, 2))]
+    loss = evaluate(parallel, batches, world)
+    after = [held.shard for held in parallel.held]
     assert all(t.dtype == torch.float32 for t in after)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    for shard in after:
+        shard.mul_(0.5)
+    assert abs(evaluate(parallel, batches, world) - loss) > 1e-4  # products took the new ones
 
 
 @ranks(2)
