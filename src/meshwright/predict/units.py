@@ -11,7 +11,7 @@ from typing import Final
 from meshwright.predict.tally import Tally
 from meshwright.program.lower import Program
 from meshwright.program.operations import ELEMENT_BYTES
-from meshwright.program.shards import Sharding, shard_rank
+from meshwright.program.shards import Sharding, shard_rank, sums_in_place
 from meshwright.program.stages import Stage
 
 _FP32: Final = 4
@@ -64,7 +64,8 @@ class Units:
         self.layout, self.tally = layout, tally
         self.element = ELEMENT_BYTES[train.precision]
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
-        self.is_plain = layout.zero == 0 and train.precision == "fp32"
+        self.in_place = sums_in_place(layout, on_cpu=on_host)
+        self.is_stale = True
         self.offload = layout.offload
         # gloo works on a copy of what it gathers.
         self.copies = 2 if on_host else 1
@@ -92,13 +93,23 @@ class Units:
     def hold(self) -> None:
         """Count what lasts: weights and the optimizer's states."""
         for unit in self.all:
-            weights = unit.whole if self.is_plain else unit.shard
+            weights = unit.shard
+            if self.in_place and self.element == _FP32:
+                weights = unit.padded
+            elif self.in_place:  # beside the copy that products use
+                self.tally.add(GATHERED, unit.padded * self.element)
+                weights = unit.own
             self.tally.add(WEIGHTS, weights * _FP32 * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
             self.tally.add(OPTIMIZER, states * (self.offload == "none"))
 
     def enter_root(self) -> None:
-        """Gather the root for the forward."""
+        """Gather the root for the forward, or once a step all units of whole weights."""
+        if self.in_place and self.is_stale and self.layout.shard_ranks > 1:
+            sent = sum((self.copies - 1) * unit.padded + unit.shard for unit in self.all)
+            with self.tally.spike(BUFFERS, sent * self.element):
+                self.tally.note("gather")
+        self.is_stale = False
         self._gather(self.root, forward=True)
 
     def enter(self, index: int) -> None:
@@ -159,7 +170,7 @@ class Units:
         """End the backwards of a step."""
 
     def _gather(self, unit: _Unit, forward: bool = False) -> None:
-        if self.is_plain or unit.is_gathered:
+        if self.in_place or unit.is_gathered:
             return
         tally, size = self.tally, unit.padded * self.element
         unit.is_gathered = True
@@ -180,7 +191,7 @@ class Units:
 
     def _gather_ahead(self, index: int) -> None:
         unit = self.blocks[index]
-        has_to = not (self.is_plain or unit.is_gathered or id(unit) in self._ahead)
+        has_to = not (self.in_place or unit.is_gathered or id(unit) in self._ahead)
         if has_to and self.layout.shard_ranks > 1:
             self._begin_gather(unit)
 
@@ -199,18 +210,20 @@ class Units:
     def _grow(self, unit: _Unit, names: Sequence[str]) -> None:
         if self.defers:
             names = [name for name in names if "norm" in name or name.endswith("bias")]
-        size = _FP32 if self.is_plain else self.element
+        size, widens = self.element, self.in_place and self.element < self.reduced
         for name in names:
             if name not in unit.numels:
                 continue
             self.tally.add(GRADIENTS, unit.numels[name] * size)
-            if name in unit.grown:
+            if widens and name not in unit.grown:
+                self.tally.add(GRADIENTS, unit.numels[name] * self.reduced)
+            if widens or name in unit.grown:
                 self.tally.note("gradient")
                 self.tally.drop(GRADIENTS, unit.numels[name] * size)
             unit.grown.add(name)
 
     def _close(self, unit: _Unit) -> None:
-        if self.is_plain or self.defers:
+        if self.in_place or self.defers:
             return
         zero = self.layout.zero
         if self.is_last or zero == 3:
