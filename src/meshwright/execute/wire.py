@@ -115,9 +115,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((axis for axis in _AXES if self._axes.get(axis) == group), "")
 
 
-def expected_messages(
-    program: Program, rank: int, wire: Wire, *, on_cpu: bool
-) -> Counter[Message]:
+def expected_messages(program: Program, rank: int, wire: Wire, *, on_cpu: bool) -> Counter[Message]:
     """Return what a program says that a rank sends in a step, by the axes as `wire` names them."""
     found: Counter[Message] = Counter()
     for one in collectives(program, rank, on_cpu=on_cpu):

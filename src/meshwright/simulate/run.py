@@ -191,11 +191,12 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
     fixed, more = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
     most = (device.memory - fixed) / (1 + more - fixed)
-    done = rehearse(program, rank, config.optimizer, packed=packed, limit=most)
+    on_cpu = device.kind == "cpu"
+    done = rehearse(program, rank, config.optimizer, packed=packed, limit=most, on_cpu=on_cpu)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),
-        timeline(program, rank, packed=packed, on_host=False).peak,
+        timeline(program, rank, packed=packed, on_host=on_cpu).peak,
         matmul_flops(program, done.pp_rank),
         attention_flops(program, done.pp_rank, packed=packed),
         beside(done.worst.total),
