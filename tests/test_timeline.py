@@ -26,17 +26,18 @@ def peaks(world, label, precision):
 @pytest.mark.parametrize(
     ("label", "precision", "bound"),
     [
-        ("dp2 mb2", "fp32", 0.001),
-        ("dp2 mb2 recompute-full", "fp32", 0.035),  # gloo's copy is there, or not any more
+        ("dp2 mb4", "fp32", 0.001),  # one microbatch: its peak is before anything is sent
+        ("pp2 gpipe mb2 recompute-full", "fp32", 0.01),
         ("pp2 1f1b mb1 recompute-selective", "fp32", 0.01),
         ("pp2 zbv v2 mb2", "fp32", 0.01),
-        ("dp2 mb2", "bf16", 0.03),
-        ("shard2 zero1 mb2", "fp32", 0.03),
-        ("shard2 zero1 mb2", "bf16", 0.03),
-        ("shard2 zero2 mb2", "fp32", 0.03),
-        ("shard2 zero3 mb2", "bf16", 0.06),
-        ("tp2 sp mb2", "fp32", 0.06),  # gloo frees beside the profiler, which misses it
-        ("cp2-ring mb2", "fp32", 0.03),
+        # A thread of gloo may be the last to let go of what it sends, which the profiler misses.
+        ("dp2 mb2", "bf16", 0.08),
+        ("shard2 zero1 mb2", "fp32", 0.08),
+        ("shard2 zero1 mb2", "bf16", 0.08),
+        ("shard2 zero2 mb2", "fp32", 0.08),
+        ("shard2 zero3 mb2", "bf16", 0.08),
+        ("tp2 sp mb2", "fp32", 0.08),
+        ("cp2-ring mb2", "fp32", 0.08),
     ],
 )
 def test_the_peak_is_what_the_profiler_sees(label, precision, bound):
