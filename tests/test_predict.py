@@ -1,14 +1,10 @@
-"""Predictions: the program's bytes and messages, forms against events, published measurements."""
+"""Predictions: the program's bytes and messages, forms against events."""
 
-import json
-import os
 import re
-import statistics
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from benchmarks import published
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
@@ -25,7 +21,6 @@ from meshwright.predict.memory import (
 from meshwright.predict.network import Network, place
 from meshwright.predict.pipeline import by_events, closed_form
 from meshwright.predict.price import price, worst_memory
-from meshwright.predict.rows import RowError, predict_row, read_row
 from meshwright.predict.setting import Setting, work_of
 from meshwright.predict.stacks import STACKS
 from meshwright.predict.step import data_messages
@@ -38,12 +33,6 @@ from meshwright.program.schedule import compute_tables, peak_in_flight
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 
-ROWS = Path(
-    os.environ.get("MESHWRIGHT_PUBLISHED", Path(__file__).parents[2] / "shared" / "published")
-)
-needs_rows = pytest.mark.skipif(
-    not (ROWS / "rows.jsonl").is_file(), reason="the published measurements are missing"
-)
 SEVEN = model_spec(preset="llama-2-7b")
 OURS = STACKS["meshwright"]
 SMALL = model_spec(
@@ -293,120 +282,3 @@ def test_constants_fall_back_from_a_kind_to_its_family():
     with pytest.raises(KeyError, match="no calibration of z"):
         found.find("z", "h100")
     assert shipped_calibration().source
-
-
-ROW = {
-    "id": "one",
-    "gpu": "A100-80GB",
-    "n_gpus": 64,
-    "framework": "Megatron-LM",
-    "model": "GPT",
-    "layers": 48,
-    "hidden": 6144,
-    "heads": 48,
-    "vocab": 51200,
-    "seq": 2048,
-    "gbs": 256,
-    "mbs": 2,
-    "tp": 8,
-    "pp": 2,
-    "recompute": "full",
-    "precision": "fp16",
-}
-
-
-def test_a_row_is_predicted_whatever_was_measured():
-    found = predict_row(ROW, shipped_calibration())
-    keys = {"id", "fits", "peak_mem_gib", "worst_rank", "step_time_s", "tokens_per_s_per_gpu"}
-    assert set(found) == keys | {"tflops_per_gpu", "mfu", "assumed"}
-    assert found["fits"] is True
-    assert 0.3 < found["mfu"] < 0.6
-    measured = {"step_time_s": 1.0, "status": "oom", "oom": True, "mfu": 0.1, "peak_mem_gib": 1}
-    assert predict_row({**ROW, **measured}, shipped_calibration()) == found
-    json.dumps(found)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"layers": None}, "lacks layers"),
-        ({"tp": 7}, "does not divide n_gpus"),
-        ({"gpu": "TPUv4"}, "not in the catalogue"),
-        ({"task": "LoRA"}, "LoRA"),
-        ({"gbs": 3}, "no multiple"),
-        ({"seq": "long"}, "valid integer"),
-        ({"precision": "fp8"}, "cannot be read"),
-    ],
-)
-def test_rows_that_say_too_little_are_refused(change, why):
-    assert why in predict_row({**ROW, **change}, shipped_calibration())["refused"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gbs": 16, "mbs": 2, "pp": 8, "tp": 1},  # fewer microbatches than stages
-        {"zero_stage": None, "dp": None, "sp": None, "vp": None},
-        {"gpu": "NVIDIA L40S"},
-        {"gpu": "H800-80GB", "framework": "NeMo", "pp": 4, "recompute": None},
-    ],
-)
-def test_rows_of_other_systems_are_priced(change):
-    found = predict_row({**ROW, **change}, shipped_calibration())
-    assert found["step_time_s"] > 0
-
-
-def test_what_a_row_leaves_out_is_said():
-    row = {key: value for key, value in ROW.items() if key not in ("mbs", "precision")}
-    assumed = read_row(row, shipped_calibration()).assumed
-    assert {"microbatch 1", "precision bf16"} <= set(assumed)
-    with pytest.raises(RowError):
-        read_row({}, shipped_calibration())
-
-
-def test_accuracy_is_counted_right(tmp_path):
-    rows = []
-    for number, mbs in enumerate((1, 2, 4, 8, 1, 2, 4, 8)):
-        row = {**ROW, "id": str(number), "mbs": mbs, "pp": 1 + number // 4}
-        found = predict_row(row, shipped_calibration())
-        rows.append(row | {"status": "ok", "tier": "A", "source_key": "own", "group": "g"})
-        rows[-1]["step_time_s"] = found["step_time_s"] * 2
-    rows.append({**ROW, "status": "oom", "tier": "A", "source_key": "own"})
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    measured, refused = published.read(path, shipped_calibration())
-    assert not refused
-    stated = [one for one in measured if published.is_stated(one)]
-    errors = published.time_errors(stated, shipped_calibration())
-    assert list(errors.values()) == pytest.approx([-0.5] * 8)
-    (ranking,) = published.rankings(stated, errors)
-    assert (ranking.layouts, ranking.loss, ranking.correlation) == (8, 0.0, pytest.approx(1))
-    verdicts = published.verdicts(measured, shipped_calibration())
-    assert (verdicts.total, len(verdicts.dangerous)) == (9, 1)
-
-
-def test_a_source_that_is_left_out_leaves_no_constants():
-    shipped = shipped_calibration()
-    kept = published.unfitted(shipped)
-    assert kept.constants == {n: v for n, v in shipped.constants.items() if n.startswith("any.")}
-    assert kept.find("products.bf16", "h100") == shipped.constants["any.products.bf16"]
-
-
-@needs_rows
-def test_published_measurements():
-    calibration = shipped_calibration()
-    rows, _ = published.read(ROWS / "rows.jsonl", calibration)
-    stated = [one for one in rows if published.is_stated(one)]
-    assert len(stated) > 800
-    errors = published.time_errors(stated, calibration)
-    sizes = [abs(error) for error in errors.values()]
-    assert statistics.median(sizes) < 0.06
-    assert statistics.fmean(sizes) < 0.10
-    found = published.rankings(stated, errors)
-    assert statistics.fmean(one.loss for one in found) < 0.03
-    assert statistics.median(one.correlation for one in found) > 0.9
-    swept = [one for one in rows if one.source == "hagemann2023"]
-    verdicts = published.verdicts(swept, calibration)
-    assert verdicts.total > 700
-    assert verdicts.right >= 0.97
-    assert max(verdicts.dangerous.values()) < 0.02

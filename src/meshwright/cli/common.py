@@ -70,3 +70,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def print_json(value: Any) -> None:
     """Print one JSON document."""
     print(json.dumps(value, indent=1))
+
+
+def add_accept(parser: argparse.ArgumentParser) -> None:
+    """Add `--accept KEY[,KEY]`."""
+    parser.add_argument(
+        "--accept",
+        metavar="KEY[,KEY]",
+        default="",
+        help="unsupported keys of the file that may be left out; all: every one",
+    )

@@ -11,9 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
-from meshwright.cli.imports import add_accept, import_config, print_report, settle
-from meshwright.data.files import write_atomic
+from meshwright.cli.common import (
+    add_accept,
+    add_config_arguments,
+    add_json,
+    print_json,
+    read_config,
+)
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.interop.flat import SYSTEMS
 from meshwright.launch.machine import detect
@@ -103,6 +107,10 @@ def _import(args: argparse.Namespace) -> int:
 
     Raises `ConfigError`, once all is told, where keys that matter cannot be taken over.
     """
+    # Not at the top: what they bring would slow down `show` and `--help`.
+    from meshwright.cli.imports import import_config, print_report, settle
+    from meshwright.data.files import write_atomic
+
     files = [Path(word) for word in args.words if "=" not in word]
     if not files:
         raise ConfigError("config import needs a file: DeepSpeed JSON, GPT-NeoX YAML, ...")

@@ -31,16 +31,6 @@ _STYLES: Mapping[str, str] = {
 }
 
 
-def add_accept(parser: argparse.ArgumentParser) -> None:
-    """Add `--accept KEY[,KEY]`."""
-    parser.add_argument(
-        "--accept",
-        metavar="KEY[,KEY]",
-        default="",
-        help="unsupported keys of the file that may be left out; all: every one",
-    )
-
-
 def import_config(
     paths: list[Path],
     words: list[str],

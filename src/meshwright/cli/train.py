@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.identity import PARTS
 from meshwright.cli.common import (
+    add_accept,
     add_config_arguments,
     add_json,
     print_json,
     read_config,
     read_words,
 )
-from meshwright.cli.imports import add_accept, train_config
 from meshwright.errors import ConfigError
 from meshwright.spec.loading import Config
 
@@ -91,6 +91,9 @@ def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
     if args.deepspeed is not None and args.plan is not None:
         raise ConfigError("--plan and --deepspeed are both whole configs: give one of them")
     if args.deepspeed is not None:
+        # Not at the top: readers of others' configs would slow down `--help`.
+        from meshwright.cli.imports import train_config
+
         return train_config(args, default, sys.stderr)
     if args.plan is None:
         return read_config(args, default)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from meshwright.execute.groups import Groups
 from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
+from meshwright.program.shards import shard_rank
 from meshwright.spec.training import TrainSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,7 +110,9 @@ def replicate_in_place(
     used = DTYPES[train.precision]
     summed = torch.float32 if train.reduce_dtype == "fp32" else used
     mesh = groups.parameters["shard", "tp"]
-    replicas = Replicas(model, blocks, group, mesh, (used, summed), groups.ledger)
+    # Not the group's own word for it: rehearsals have groups that don't know.
+    rank = shard_rank(layout, groups.at) % layout.shard_ranks
+    replicas = Replicas(model, blocks, group, mesh, rank, (used, summed), groups.ledger)
     object.__setattr__(model, "replicas", replicas)
     return {name: weight.master for name, weight in replicas.weights.items()}
 

@@ -23,10 +23,15 @@ class Weight:
     left in `master.grad` by `hand_on`.
     """
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, mesh: DeviceMesh) -> None:
-        """Take over a parameter in fp32; `mesh` has the axes `shard`, which cuts rows, and `tp`."""
+    def __init__(
+        self, parameter: nn.Parameter, dtype: torch.dtype, mesh: DeviceMesh, rank: int
+    ) -> None:
+        """Take over a parameter in fp32.
+
+        `mesh` has the axes `shard`, which cuts rows, and `tp`; `rank` is this one's along `shard`.
+        """
         self._mesh = mesh
-        self._ranks, self._rank = mesh["shard"].size(), mesh["shard"].get_local_rank()
+        self._ranks, self._rank = mesh["shard"].size(), rank
         local = local_shard(parameter.detach())
         each = -(-len(local) // self._ranks)
         start = min(self._rank * each, len(local))
@@ -104,7 +109,9 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
-def take_over(model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh) -> dict[str, Weight]:
+def take_over(
+    model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, rank: int
+) -> dict[str, Weight]:
     """Replace the parameters of a model by those that products use; returns them by name.
 
     One that several modules share stays one.
@@ -113,7 +120,7 @@ def take_over(model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh) -> dict[st
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in weights:
-                weights[parameter] = Weight(parameter, dtype, mesh)
+                weights[parameter] = Weight(parameter, dtype, mesh, rank)
             setattr(module, name, weights[parameter].used)
     of = {weight.used: weight for weight in weights.values()}
     return {name: of[used] for name, used in model.named_parameters()}

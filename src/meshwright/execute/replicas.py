@@ -32,19 +32,20 @@ class Replicas:
         blocks: Sequence[nn.Module],
         group: dist.ProcessGroup | None,
         mesh: DeviceMesh,
+        rank: int,
         dtypes: tuple[torch.dtype, torch.dtype],
         ledger: Ledger,
     ) -> None:
         """Take over the parameters of a model, in fp32.
 
-        `mesh` has the ranks that share rows (`shard`) and those that cut the model (`tp`). `dtypes`
-        are those of products and of sums.
+        `mesh` has the ranks that share rows (`shard`) and those that cut the model (`tp`), and
+        `rank` is this one's place among the former. `dtypes` are those of products and of sums.
         """
         self.due, self.stale = False, True
         self.group, self._ledger = group, ledger
         self._shards = mesh.get_group("shard")
         used, self._summed = dtypes
-        self.weights = take_over(model, used, mesh)
+        self.weights = take_over(model, used, mesh, rank)
         known = {weight.used: weight for weight in self.weights.values()}
         units = [[known.pop(parameter) for parameter in block.parameters()] for block in blocks]
         self._units = [unit for unit in (*units, list(known.values())) if unit]

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -43,7 +44,13 @@ def fake_tensors() -> Iterator[None]:
     """Make every tensor a fake one; a number that the host reads from one is 1."""
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     answers: Any = _Answers()  # type: ignore[no-untyped-call]
-    with replaced(ShardingPropagator, _PROPAGATE, _without_modes), fake, answers:
+    with (
+        replaced(ShardingPropagator, _PROPAGATE, _without_modes),
+        # A mesh finds this rank's place in it by reading a tensor.
+        replaced(DeviceMesh, "__getitem__", _without_modes),
+        fake,
+        answers,
+    ):
         yield
 
 
@@ -59,6 +66,9 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.c10d.allreduce_coalesced_.default:
             return torch.ops.c10d.allreduce_(*args[:3], None, *args[3:])[1]
+        if func is torch.ops.c10d.allgather_into_tensor_coalesced_.default:
+            (whole, *_), (mine, *_), *rest = args
+            return torch.ops.c10d._allgather_base_(whole, mine, *rest)[1]
         return func(*args, **(kwargs or {}))
 
 
