@@ -1,0 +1,218 @@
+"""`StepLedger`: what one step takes on each rank; one schema, predicted, simulated or measured.
+
+`ledger.json` of a run folder holds `{"schema": 1, "ledgers": [...]}`, as `to_json` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+SCHEMA: Final = 1
+
+Source = Literal["predicted", "simulated", "measured"]
+# Where a span is drawn: what the rank computes, what it waits for from others, the rest.
+Lane = Literal["compute", "messages", "host"]
+
+# What memory is for. `gathered` are whole weights made of shards, and copies of weights in another
+# precision; `buffers` are those of collectives; `fixed` is what is not the program's: a CUDA
+# context, NCCL, the allocator's reserve.
+MEMORY: Final = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered",
+    "activations",
+    "buffers",
+    "fixed",
+)
+# What a step's time goes to. Axes stand for messages that the rank waits for; `bubble` is waiting
+# for another pipeline stage, its messages included; `data` are those of data parallelism; `input`
+# is waiting for the batch; `host` is the rest.
+CAUSES: Final = ("compute", "recompute", "tp", "cp", "data", "bubble", "optimizer", "input", "host")
+
+
+class Span(NamedTuple):
+    """Something that a rank did, in seconds since the step began on the first of all ranks.
+
+    `name` is an action of the table (`F`, `SEND_B`), a kind of collective (`all_gather`) or a phase
+    (`input`, `reduce`, `update`); `stage` and `microbatch` are -1 where it has none.
+    """
+
+    lane: Lane
+    name: str
+    start: float
+    end: float
+    stage: int = -1
+    microbatch: int = -1
+    axis: str = ""
+    bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+class MemoryPoint(NamedTuple):
+    """What a rank held at a moment: in which action or phase, when, bytes by `MEMORY`.
+
+    `time` is in seconds as in `Span`; None where a ledger knows only the order.
+    """
+
+    at: str
+    time: float | None
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes.values())
+
+
+class Traffic(NamedTuple):
+    """A kind of message of a rank in a step, as `program.collectives.Collective` has it.
+
+    `times` is how many there are; `seconds` is how long the rank waited for all of them; None where that is not known.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    times: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class RankLedger:
+    """What a step takes on one rank; what is not known is empty."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    stages: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
+    memory: tuple[MemoryPoint, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    causes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> MemoryPoint | None:
+        """The first moment at which most is held."""
+        return max(self.memory, key=lambda point: point.total, default=None)
+
+
+@dataclass(frozen=True)
+class StepLedger:
+    """What a step takes on some ranks of a layout; one rank may stand for others like it.
+
+    `step` is the measured one, or None. `memory_limit` is the device's in bytes, where it has one.
+    """
+
+    source: Source
+    layout: Mapping[str, Any]
+    label: str
+    device: str
+    ranks: tuple[RankLedger, ...]
+    step: int | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    memory_limit: int | None = None
+
+    @property
+    def worst(self) -> RankLedger | None:
+        """The first rank with the highest peak, among those whose memory is known."""
+        known = [one for one in self.ranks if one.memory]
+        return max(known, key=_peak_bytes, default=None)
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the ranks' time in which they neither compute nor talk along other axes.
+
+        Counted from the first action of any rank to the end of the last, over one rank for each
+        place in the pipeline; None where there is no pipeline, or no span.
+        """
+        places: dict[int, RankLedger] = {}
+        for one in self.ranks:
+            places.setdefault(one.coordinates.get("pp", 0), one)
+        work = [[s for s in one.spans if s.lane == "compute"] for one in places.values()]
+        if len(places) < 2 or not all(work):
+            return None
+        first = min(span.start for spans in work for span in spans)
+        last = max(span.end for spans in work for span in spans)
+        busy = sum(span.seconds for spans in work for span in spans)
+        return 1 - busy / (len(work) * (last - first))
+
+
+def _peak_bytes(one: RankLedger) -> int:
+    return one.peak.total if one.peak else 0
+
+
+def to_json(ledgers: Iterable[StepLedger]) -> dict[str, Any]:
+    """Return ledgers as the document of `ledger.json`: spans and points as lists, to be small."""
+    return {"schema": SCHEMA, "ledgers": [_ledger_json(one) for one in ledgers]}
+
+
+def _ledger_json(found: StepLedger) -> dict[str, Any]:
+    worst = found.worst
+    peak = worst.peak if worst else None
+    return {
+        "source": found.source,
+        "step": found.step,
+        "layout": dict(found.layout),
+        "label": found.label,
+        "device": found.device,
+        "memory_limit": found.memory_limit,
+        "step_time_s": found.step_time_s,
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": found.mfu,
+        "bubble": found.bubble,
+        "peak_memory_bytes": peak.total if peak else None,
+        "worst_rank": worst.rank if worst else None,
+        "ranks": [
+            {
+                "rank": one.rank,
+                "coordinates": dict(one.coordinates),
+                "stages": list(one.stages),
+                "causes": dict(one.causes),
+                "spans": [list(span) for span in one.spans],
+                "memory": [[point.at, point.time, dict(point.bytes)] for point in one.memory],
+                "traffic": [list(each) for each in one.traffic],
+            }
+            for one in found.ranks
+        ],
+    }
+
+
+def from_json(document: Mapping[str, Any]) -> tuple[StepLedger, ...]:
+    """Return the ledgers of a document; raises `ValueError` for one of another schema."""
+    if document.get("schema") != SCHEMA:
+        raise ValueError(f"schema {document.get('schema')!r} is not the known one, {SCHEMA}")
+    return tuple(_ledger(found) for found in document["ledgers"])
+
+
+def _ledger(found: Mapping[str, Any]) -> StepLedger:
+    keys = (
+        *("source", "layout", "label", "device", "step"),
+        *("step_time_s", "tokens_per_s", "mfu", "memory_limit"),
+    )
+    ranks = tuple(_rank(one) for one in found["ranks"])
+    return StepLedger(ranks=ranks, **{key: found[key] for key in keys})
+
+
+def _rank(one: Mapping[str, Any]) -> RankLedger:
+    return RankLedger(
+        one["rank"],
+        one["coordinates"],
+        tuple(one["stages"]),
+        tuple(Span(*span) for span in one["spans"]),
+        tuple(MemoryPoint(*point) for point in one["memory"]),
+        tuple(Traffic(*each) for each in one["traffic"]),
+        one["causes"],
+    )
+
+
+def of_source(ledgers: Sequence[StepLedger], source: Source) -> StepLedger | None:
+    """Return the last ledger of a source, or None."""
+    return next((one for one in reversed(ledgers) if one.source == source), None)
