@@ -42,3 +42,19 @@ def seconds_together(work: Callable[[], object], times: int) -> float:
         work()
         found.append(time.perf_counter() - started)
     return statistics.median(found)
+
+
+def seconds_between(compute: Callable[[], object], work: Callable[[], object], times: int) -> float:
+    """Return the mean seconds of a call that every rank makes, each time after computing.
+
+    The mean, since what ranks wait for each other is not the same each time.
+    """
+    compute()
+    work()
+    total = 0.0
+    for _ in range(times):
+        compute()
+        started = time.perf_counter()
+        work()
+        total += time.perf_counter() - started
+    return total / times

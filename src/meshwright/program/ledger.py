@@ -74,7 +74,8 @@ class MemoryPoint(NamedTuple):
 class Traffic(NamedTuple):
     """A kind of message of a rank in a step, as `program.collectives.Collective` has it.
 
-    `times` is how many there are; `seconds` is how long the rank waited for all of them; None where that is not known.
+    `times` is how many there are; `seconds` is how long the rank waited for all of them, or None
+    where that is not known.
     """
 
     kind: str
