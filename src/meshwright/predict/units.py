@@ -146,10 +146,11 @@ class Units:
         self._close(self.blocks[index])
 
     def leave_root_backward(self) -> None:
-        """Do so with the root; its reduction's input is let go of in the next one."""
+        """Do so with the root; the last reduction's input stays until the next one."""
         names = [name for name in self.root.numels if name not in self.root.grown]
         self._grow(self.root, [name for name in names if "embed" in name])
         self._close(self.root)
+        self._let_go()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
         """Make the gradients of a block's parameters, or add to those that are there."""
@@ -165,6 +166,13 @@ class Units:
         for unit in self.all:
             self._grow(unit, list(unit.numels))
             self._close(unit)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of the last reduction's input at the end of a stage's last backward."""
+        if self.is_last and not self.defers:
+            self.tally.drop(BUFFERS, self._input)
+            self._input = 0
 
     def finish(self) -> None:
         """End the backwards of a step."""
@@ -223,11 +231,13 @@ class Units:
             unit.grown.add(name)
 
     def _close(self, unit: _Unit) -> None:
-        if self.in_place or self.defers:
+        if self.in_place:
             return
         zero = self.layout.zero
         if self.is_last or zero == 3:
             self._reshard(unit)
+        if self.defers:
+            return
         if self.is_last or zero >= 2:
             self._reduce(unit)
         elif self.element != self.reduced:
@@ -247,6 +257,8 @@ class Units:
         unit.grown.clear()
 
     def _reduce(self, unit: _Unit) -> None:
+        if not unit.numels:  # no unit to torch: the last reduction's input stays
+            return
         tally, size = self.tally, unit.padded * self.reduced
         if unit.accumulated:
             self._drop_grown(unit)
