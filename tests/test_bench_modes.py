@@ -1,13 +1,15 @@
+import json
 import math
 
 import pytest
 import torch
-from benchmarks.modes import Entrant, line_up, random_tokens, table
-from benchmarks.peers.catalogue import PEERS, Sizes
-from benchmarks.peers.common import Task
-from benchmarks.peers.native import train
 
+from meshwright.cli.main import main
 from meshwright.data import open_data
+from meshwright.launch.match import Entrant, line_up, random_tokens, table
+from meshwright.launch.peers.catalogue import PEERS, Sizes
+from meshwright.launch.peers.common import Task
+from meshwright.launch.peers.native import train
 from meshwright.spec.training import DataSpec
 from ranks import on_ranks
 
@@ -54,3 +56,37 @@ def test_meshwright_reads_the_random_tokens(tmp_path):
     data = open_data(spec, tmp_path / "cache", TINY.vocab)
     assert data.sampler("train", TINY.seq, TINY.batch).samples >= 6 * TINY.batch
     assert data.vocab_size == TINY.vocab
+
+
+SMALL = [
+    *("model.dim=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2"),
+    *("model.ffn_dim=64", "model.vocab_size=300", "train.batch=4", "train.seq_len=32"),
+]
+
+
+def test_peers_run_side_by_side(tmp_path, capsys):
+    out = tmp_path / "peers.json"
+    words = ["--modes", "ddp", "--rounds", "1", "--steps", "3", "--json", "--out", str(out)]
+    systems = ["--systems", "meshwright", "native", "olmo"]
+    assert main(["bench", "peers", *SMALL, *words, *systems]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["rows"] == json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in document["rows"]] == ["meshwright", "native"]
+    assert all(row["steps"] == 1 and row["tokens_per_s"] > 0 for row in document["rows"])
+    assert document["sizes"]["dim"] == 32
+    assert document["not_installed"] == ["olmo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.n_kv_heads=1"], "a plain Llama in every peer: model.n_kv_heads = 1"),
+        (["model.family=neox"], "a plain Llama in every peer: model.family = neox"),
+        (["train.batch=6"], "train.batch = 6 must be a multiple of 4"),
+        (["--steps", "2"], "--steps 2 --rounds 3"),
+        (["--peers-python", "/nowhere/python"], "--peers-python /nowhere/python"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(words, message, capsys):
+    assert main(["bench", "peers", *SMALL, *words]) == 2
+    assert message in capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
@@ -35,12 +36,13 @@ examples:
   meshwright bench device --out here.toml
   meshwright bench layouts --layout "dp2 mb2" "tp2 mb2" --calibration here.toml
   meshwright bench layouts run.toml --top 4 --memory
+  meshwright bench peers --modes ddp tp --peers-python PYTHON
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `bench`."""
-    parser.description = "Measure the machine at hand, and layouts side by side on it."
+    parser.description = "Measure the machine at hand, layouts on it side by side, and peers."
     parser.epilog = EXAMPLE
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
@@ -69,10 +71,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(layouts)
     add_json(layouts)
 
+    peers.add_arguments(
+        actions.add_parser("peers", help="the same model and modes on the peers that are installed")
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    return _device(args) if args.action == "device" else _layouts(args)
+    return {"device": _device, "layouts": _layouts, "peers": peers.run}[args.action](args)
 
 
 def _device(args: argparse.Namespace) -> int:

@@ -1,34 +1,30 @@
 """Meshwright's modes beside the same modes of its peers: two ranks with one thread each.
 
-    python -m benchmarks.modes --rounds 3 --steps 6 --peers-python /tmp/peers/venv/bin/python
-
-All train the Llama of `benchmarks.peers.catalogue` on 8 x 512 random tokens a step, with gradient
-clipping and AdamW. Each run of a peer says how long its steps took (`benchmarks.peers.common`);
-Meshwright's are `step_time_s` of its events. The first two steps of a run do not count. Runs take
-turns, so that the machine's noise hits all alike. A peer gets the microbatch that is fastest in a
-short sweep; Meshwright gets its default. PyTorch's own wrappers always take part, other peers where
-`--peers-python` can import them.
+All train the same Llama on the same number of random tokens a step, with gradient clipping and
+AdamW. Each run of a peer says how long its steps took, see `launch.peers.common`; Meshwright's are
+`step_time_s` of its events. The first two steps of a run do not count. Runs take turns, so that the
+machine's noise hits all alike. A peer gets the microbatch that is fastest in a short sweep,
+Meshwright its default. PyTorch's own wrappers always take part.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
-import platform
-import shlex
 import statistics
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.catalogue import DATA, MODES, PEERS, RANKS, Sizes, adapter
+import meshwright
+from meshwright.errors import ConfigError, refusal
+from meshwright.launch.peers.catalogue import DATA, PEERS, RANKS, Sizes, adapter
+from meshwright.spec.loading import Config
 
 OURS = "meshwright"
 NOT_COUNTED = 2
@@ -84,6 +80,7 @@ class Bench:
     sizes: Sizes
     pythons: Mapping[str, str]
     tokens: Path
+    environ: Mapping[str, str]
 
     def run(self, entrant: Entrant, steps: int) -> None:
         """Add the counted steps of one run; a failure takes the entrant out."""
@@ -118,11 +115,12 @@ class Bench:
         words = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
         for name, value in vars(self.sizes).items():
             words += [f"--{name}", str(value)]
-        out = _output([self.pythons[system], "-m", adapter(system), *words])
+        out = _output([self.pythons[system], "-m", adapter(system), *words], self.environ)
         lines = [line for line in out.splitlines() if line.startswith('{"seconds"')]
         if not lines:
             raise Failure("it printed no step times")
-        return json.loads(lines[-1])["seconds"]
+        seconds: list[float] = json.loads(lines[-1])["seconds"]
+        return seconds
 
     def ours(self, mode: str, steps: int) -> tuple[list[float], int]:
         """Return the step times of `meshwright train`, and the microbatch that it chose."""
@@ -149,7 +147,7 @@ class Bench:
                 **{f"layout.{key}": value for key, value in LAYOUTS[mode].items()},
             }
             overrides = [f"{key}={value}" for key, value in words.items()]
-            _output([sys.executable, "-m", "meshwright", "train", *overrides])
+            _output([sys.executable, "-m", "meshwright", "train", *overrides], self.environ)
             lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         start = next(event for event in events if event["event"] == "start")
@@ -157,16 +155,27 @@ class Bench:
         return seconds, start["layout"]["microbatch"]
 
 
-def _output(command: Sequence[str]) -> str:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if command[0] != sys.executable:
-        environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environ, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise Failure(f"it ran past {LIMIT_S} s") from None
+def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what a command prints, run by this interpreter or by a peer's.
+
+    A peer's finds this package alone, by a link: not what else is installed beside it. Raises
+    `Failure` where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-peer-") as folder:
+        own = command[0] == sys.executable
+        Path(folder, "meshwright").symlink_to(Path(meshwright.__file__).parent)
+        paths = os.pathsep.join(filter(None, sys.path)) if own else folder
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env={**environ, "PYTHONPATH": paths},
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise Failure(f"it ran past {LIMIT_S} s") from None
     if done.returncode:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in said if "Error: " in line] or said[-1:]
@@ -200,9 +209,18 @@ def random_tokens(folder: Path, sizes: Sizes, steps: int) -> Path:
     return prefix.with_suffix(".bin")
 
 
-def versions(python: str) -> dict[str, str]:
-    """Return the versions of the peers that an interpreter can import."""
-    return json.loads(_output([python, "-c", VERSIONS, json.dumps(PEERS)]))
+def versions(python: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of the peers that an interpreter can import.
+
+    Raises `ConfigError` where it is none.
+    """
+    try:
+        found: dict[str, str] = json.loads(
+            _output([python, "-c", VERSIONS, json.dumps(PEERS)], environ)
+        )
+    except (OSError, Failure) as failure:
+        raise ConfigError(f"--peers-python {python}: {failure}") from None
+    return found
 
 
 def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
@@ -233,29 +251,6 @@ def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: Sequence[Mapping[str, Any]], entrants: Sequence[Entrant]) -> None:
-    """Print the table, the fastest of each mode first."""
-    order = {mode: place for place, mode in enumerate(MODES)}
-    for row in sorted(rows, key=lambda row: (order[row["mode"]], -row["tokens_per_s"])):
-        ratio = "" if row["ratio"] is None else f"  ratio {row['ratio']:.3f}"
-        print(
-            f"{row['mode']:8} {row['system']:11} {row['tokens_per_s']:8.1f} tok/s "
-            f"({row['slowest']:.0f} to {row['fastest']:.0f}, {row['steps']} steps)  "
-            f"microbatch {row['microbatch']}{ratio}"
-        )
-    for entrant in entrants:
-        if entrant.failure is not None:
-            print(f"{entrant.mode:8} {entrant.system:11} failed: {entrant.failure}")
-
-
-def processor() -> str:
-    """Return the name of the CPU."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -> list[Entrant]:
     """Return who runs in which mode, with the microbatches of an earlier result if one is given."""
     earlier: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -273,78 +268,65 @@ def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -
     return entrants
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--modes", choices=MODES, nargs="+", default=list(MODES))
-    parser.add_argument("--systems", choices=[OURS, *PEERS], nargs="+", default=[OURS, *PEERS])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="of a run; the first two don't count")
-    parser.add_argument("--peers-python", help="an interpreter that imports other peers")
-    parser.add_argument("--microbatches", type=Path, help="an earlier result: take its choices")
-    parser.add_argument("--out", type=Path)
-    for name, value in vars(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args(argv)
-    if args.steps <= NOT_COUNTED:
-        parser.error(f"--steps must be above {NOT_COUNTED}")
-    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
-    found = {"native": versions(sys.executable)["native"]}
-    pythons = {"native": sys.executable}
-    if args.peers_python:
-        others = versions(args.peers_python)
-        found = others | found
-        pythons = dict.fromkeys(others, args.peers_python) | pythons
-    entrants = line_up(
-        args.modes,
-        [name for name in args.systems if name == OURS or name in found],
-        args.microbatches,
-    )
-    words = sys.argv[1:] if argv is None else argv
-    result = {
-        "command": shlex.join(["python", "-m", "benchmarks.modes", *words]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.machine()}",
-        "load_at_start": os.getloadavg()[0],
-        "versions": found,
-        "sizes": vars(sizes),
-        "ranks": RANKS,
+def sizes_of(config: Config) -> Sizes:
+    """Return the model and the step of a config in the words of the peers.
+
+    Raises `ConfigError` for what their adapters do not build.
+    """
+    model, train = config.model, config.train
+    plain = {
+        "model.family": ("llama", model.family),
+        "model.n_kv_heads": (model.n_heads, model.n_kv_heads),
+        "model.tie_embeddings": (False, model.tie_embeddings),
+        "model.init_from": (None, model.init_from),
+        "model.dropout": (0.0, model.dropout),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(sizes, pythons, random_tokens(Path(folder), sizes, args.steps))
-        _measure(bench, entrants, args, result)
-    show(result["rows"], entrants)
-    print(result["command"])
+    for key, (legal, value) in plain.items():
+        if value != legal:
+            what = f"bench peers trains a plain Llama in every peer: {key} = {value}"
+            raise ConfigError(refusal(what, legal=[legal]))
+    if train.batch % (2 * RANKS):
+        raise ConfigError(
+            refusal(
+                f"train.batch = {train.batch} must be a multiple of {2 * RANKS}: two ranks, and "
+                "pipelines of two microbatches",
+                legal=[f"train.batch = {2 * RANKS * max(1, train.batch // (2 * RANKS))}"],
+            )
+        )
+    return Sizes(
+        model.vocab_size,
+        model.dim,
+        model.n_layers,
+        model.n_heads,
+        model.ffn_dim,
+        train.seq_len,
+        train.batch,
+    )
 
 
-def _measure(
-    bench: Bench, entrants: list[Entrant], args: argparse.Namespace, result: dict[str, Any]
-) -> None:
-    """Sweep, then run all in turns; the result is written after each round."""
-    for entrant in entrants:
-        if entrant.system != OURS and entrant.microbatch is None:
-            bench.sweep(entrant)
-            _progress(f"sweep {entrant.mode} {entrant.system}: {entrant.sweep or entrant.failure}")
-    for turn in range(args.rounds):
-        for entrant in entrants:
-            if entrant.failure is None:
-                bench.run(entrant, args.steps)
-                _progress(
-                    f"round {turn + 1} {entrant.mode} {entrant.system} {entrant.failure or ''}"
-                )
-        result["rounds"] = turn + 1
-        result["load_at_end"] = os.getloadavg()[0]
-        result["rows"] = table(entrants, bench.sizes.batch * bench.sizes.seq)
-        result["failures"] = [
-            {"mode": e.mode, "system": e.system, "why": e.failure} for e in entrants if e.failure
-        ]
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def measure(
+    bench: Bench,
+    entrants: Sequence[Entrant],
+    rounds: int,
+    steps: int,
+    progress: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """Sweep, then run all in turns; yields the result after each round."""
+    for one in entrants:
+        if one.system != OURS and one.microbatch is None:
+            bench.sweep(one)
+            progress(f"sweep {one.mode} {one.system}: {one.sweep or one.failure}")
+    for turn in range(1, rounds + 1):
+        for one in entrants:
+            if one.failure is None:
+                bench.run(one, steps)
+                progress(f"round {turn} {one.mode} {one.system} {one.failure or ''}")
+        yield {
+            "rounds": turn,
+            "rows": table(entrants, bench.sizes.batch * bench.sizes.seq),
+            "failures": [
+                {"mode": one.mode, "system": one.system, "why": one.failure}
+                for one in entrants
+                if one.failure
+            ],
+        }

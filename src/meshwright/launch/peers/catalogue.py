@@ -33,7 +33,7 @@ class Peer(NamedTuple):
     modes: tuple[str, ...]
 
 
-# The adapter of peer X is benchmarks.peers.run_X.
+# The adapter of peer X is meshwright.launch.peers.run_X.
 PEERS: Mapping[str, Peer] = {
     "native": Peer(("torch",), "torch", ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "bf16")),
     "accelerate": Peer(
@@ -56,4 +56,4 @@ PEERS: Mapping[str, Peer] = {
 
 def adapter(peer: str) -> str:
     """Return the module that runs a peer."""
-    return f"benchmarks.peers.{peer if peer == 'native' else f'run_{peer}'}"
+    return f"meshwright.launch.peers.{peer if peer == 'native' else f'run_{peer}'}"

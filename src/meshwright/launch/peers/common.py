@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, Sizes
+from meshwright.launch.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, Sizes
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import LlamaConfig
 
-from benchmarks.peers.catalogue import Sizes
+from meshwright.launch.peers.catalogue import Sizes
 
 
 def llama_config(sizes: Sizes) -> LlamaConfig:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.peers.catalogue import Sizes
+from meshwright.launch.peers.catalogue import Sizes
 
 
 class Block(nn.Module):

@@ -1,6 +1,6 @@
 """PyTorch's own wrappers: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor's TP, its pipelines.
 
-python -m benchmarks.peers.native --mode ddp
+python -m meshwright.launch.peers.native --mode ddp
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from benchmarks.peers.catalogue import RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
-from benchmarks.peers.llama import Llama, mean_loss
+from meshwright.launch.peers.catalogue import RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.llama import Llama, mean_loss
 
 
 class Replicated:

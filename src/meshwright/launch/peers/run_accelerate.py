@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import LlamaForCausalLM
 
-from benchmarks.peers.catalogue import RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
-from benchmarks.peers.hf import llama_config
-from benchmarks.peers.llama import mean_loss
+from meshwright.launch.peers.catalogue import RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.hf import llama_config
+from meshwright.launch.peers.llama import mean_loss
 
 
 def _sharded(task: Task) -> Accelerator:

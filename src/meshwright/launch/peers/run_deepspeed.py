@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from benchmarks.peers.catalogue import RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
-from benchmarks.peers.hf import llama_config
-from benchmarks.peers.llama import Block, Llama, mean_loss
+from meshwright.launch.peers.catalogue import RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.hf import llama_config
+from meshwright.launch.peers.llama import Block, Llama, mean_loss
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "bf16": 1}
 

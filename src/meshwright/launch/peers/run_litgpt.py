@@ -12,8 +12,8 @@ from litgpt.utils import chunked_cross_entropy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.peers.catalogue import RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.catalogue import RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
 
 
 def strategy(task: Task) -> Any:

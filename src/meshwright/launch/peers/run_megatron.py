@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.peers.catalogue import RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.catalogue import RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
 
 
 class Nothing:

@@ -37,8 +37,8 @@ from olmo_core.train.train_module.transformer.config import (
 )
 from olmo_core.utils import seed_all
 
-from benchmarks.peers.catalogue import RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
+from meshwright.launch.peers.catalogue import RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
 
 
 def parallelism(task: Task) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.peers.catalogue import CONTEXT, RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
-from benchmarks.peers.llama import mean_loss
+from meshwright.launch.peers.catalogue import CONTEXT, RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.llama import mean_loss
 
 os.environ |= {"FLASH_ATTEN": "0", "DTYPE": "float32", "DEVICE": "cpu", "CONTEXT_PARALLEL": "0"}
 for name, function in (

@@ -16,8 +16,8 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
-from benchmarks.peers.catalogue import DATA, RANKS
-from benchmarks.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
+from meshwright.launch.peers.catalogue import DATA, RANKS
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
 
 
 def pretend_accelerator() -> None:
