@@ -14,8 +14,10 @@ from rich.text import Text
 
 from meshwright.cli.common import add_json, print_json, read_config
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.diagnosis import Diagnosis, diagnose
-from meshwright.launch.doctor import Finding, examine_config, examine_machine
+from meshwright.launch.doctor import examine_config, examine_machine
+from meshwright.launch.finding import Finding
 from meshwright.spec.loading import Config
 from meshwright.units import format_seconds
 
@@ -24,7 +26,11 @@ examples:
   meshwright doctor                            this machine
   meshwright doctor run.toml layout.tp=2       could this start here?
   meshwright doctor runs/latest                why does it hang, why did it end?
+  torchrun --nnodes 2 --nproc-per-node 1 ... -m meshwright doctor run.toml    on all nodes
 """
+
+
+_STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"a run folder stands alone: {' '.join(args.words)}")
         return _examine_run(Path(folders[0]), as_json=args.json)
     config = read_config(args)
+    at = Rendezvous.from_environment(os.environ)
+    if at is not None:
+        return _examine_nodes(config, at, as_json=args.json)
     found = list(examine_machine(os.environ, Path(config.log.dir)))
     if args.words:
         found += examine_config(config, os.environ)
@@ -59,11 +68,37 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if is_well else EXIT_CHECK_FAILED
 
 
+def _examine_nodes(config: Config, at: Rendezvous, *, as_json: bool) -> int:
+    """Examine all nodes, each by its own process; the one of rank 0 prints."""
+    from meshwright.launch.preflight import preflight  # only here: it needs torch
+
+    found = preflight(config, os.environ, at)
+    is_well = all(finding.state != "bad" for _, finding in found)
+    if at.rank == 0 and as_json:
+        findings = [{"node": node, **finding.as_dict()} for node, finding in found]
+        print_json({"ok": is_well, "findings": findings})
+    elif at.rank == 0:
+        _print_nodes(found)
+    return EXIT_DONE if is_well else EXIT_CHECK_FAILED
+
+
+def _print_nodes(found: Sequence[tuple[str, Finding]]) -> None:
+    table = Table("", "node", "", "", box=None, pad_edge=False, show_header=False)
+    for node, finding in found:
+        state = Text(finding.state, _STYLES[finding.state])
+        table.add_row(state, node, finding.name, Text(finding.text))
+    Console().print(table)
+    bad = sorted({f"{finding.name} on {node}" for node, finding in found if finding.state == "bad"})
+    if bad:
+        print(f"meshwright doctor: in the way of a run: {', '.join(bad)}", file=sys.stderr)
+    else:
+        print("this config can start on these nodes")
+
+
 def _print_findings(found: Sequence[Finding], config: Config | None) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
-    styles = {"ok": "green", "note": "yellow", "bad": "bold red"}
     for finding in found:
-        table.add_row(Text(finding.state, styles[finding.state]), finding.name, Text(finding.text))
+        table.add_row(Text(finding.state, _STYLES[finding.state]), finding.name, Text(finding.text))
     Console().print(table)
     bad = [finding.name for finding in found if finding.state == "bad"]
     what = "this machine can train" if config is None else "this config can start here"

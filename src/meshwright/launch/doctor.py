@@ -7,23 +7,23 @@ import importlib.metadata
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 from meshwright.data import open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
+from meshwright.launch.finding import Finding
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import settled
 from meshwright.launch.session import cache_folder, check_extras
 from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
+from meshwright.launch.system import examine_system
 from meshwright.layout import Layout, resolve_layout
 from meshwright.predict.price import worst_memory
 from meshwright.program.parts import parameter_count
@@ -33,7 +33,6 @@ from meshwright.spec.training import ClusterSpec
 from meshwright.units import format_bytes, format_count
 from meshwright.version import __version__
 
-State = Literal["ok", "note", "bad"]
 # Packages that something needs, and the extra that brings them.
 _EXTRAS: Final[Mapping[str, str]] = {
     "tiktoken": "tiktoken",
@@ -42,20 +41,6 @@ _EXTRAS: Final[Mapping[str, str]] = {
     "wandb": "wandb",
     "trackio": "trackio",
 }
-_FEW_FILES: Final = 1024
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at; "bad" is in the way of a run, a "note" is not."""
-
-    name: str
-    text: str
-    state: State = "ok"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
-        return asdict(self)
 
 
 def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Finding]:
@@ -71,13 +56,11 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
     yield _looked_at("devices", lambda: _devices(environ))
     yield _load()
     yield _memory()
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft < _FEW_FILES
-    hint = ": each rank has a connection to every other in every group; see ulimit -n"
-    yield Finding("open files", f"{soft}{hint if few else ''}", "note" if few else "ok")
     yield _interface()
     yield _looked_at("port", lambda: _port(None))
-    yield _looked_at("log.dir", lambda: _folder(log_dir))
+    writable = _looked_at("log.dir", lambda: _folder(log_dir))
+    yield writable
+    yield from examine_system(_nearest(log_dir) if writable.state == "ok" else Path.cwd())
 
 
 def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -171,9 +154,14 @@ def _port(port: int | None) -> str:
     return f"{address}:{found} can be listened on"
 
 
+def _nearest(path: Path) -> Path:
+    """Return the nearest folder on a path that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
 def _folder(path: Path) -> str:
     """Try in the nearest folder that is there what a run needs of it: files, and locks on them."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    there = _nearest(path)
     with tempfile.TemporaryFile(dir=there) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     usage = shutil.disk_usage(there)
@@ -196,6 +184,12 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
     return f"{tokens} training tokens, of which train.steps reads {passes:.2g} times all"
 
 
+def data_identity(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the data of a config is known by; raises `DataError` where it has none."""
+    folder = cache_folder(config, environ)
+    return open_data(config.data, folder, vocab_size=config.model.vocab_size).identity
+
+
 def _trackers(config: Config) -> str:
     check_extras(config)
     wanted = [name for name in ("tensorboard", "wandb", "trackio") if getattr(config.log, name)]
@@ -207,7 +201,7 @@ def _room(config: Config, root: Path) -> str:
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     one = 4 * parameter_count(config.model) * (1 + states)
     needed = one * (config.checkpoint.keep + 1)  # the newest is there before the oldest goes
-    there = next(folder for folder in (root, *root.absolute().parents) if folder.is_dir())
+    there = _nearest(root)
     free = shutil.disk_usage(there).free
     text = (
         f"{config.checkpoint.keep + 1} steps of {format_bytes(one)} need {format_bytes(needed)}; "

@@ -1,0 +1,147 @@
+"""A config examined on all nodes before its first step, by one process of each node.
+
+Each finds what `doctor` finds on its own; together they see what no node sees alone: versions that
+differ, data that is not the same, names that lead to loopback, clocks that are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import ConfigError, MeshwrightError, refusal
+from meshwright.execute.rendezvous import Rendezvous
+from meshwright.execute.world import exchange, join, leave
+from meshwright.launch.doctor import data_identity, examine_config, examine_machine
+from meshwright.launch.finding import Finding
+from meshwright.spec.loading import Config
+from meshwright.version import __version__
+
+_APART_S: Final = 1.0  # clocks: what makes logs of nodes hard to read together
+_VERSIONS: Final = ("meshwright", "python", "torch")
+
+
+def preflight(
+    config: Config, environ: Mapping[str, str], at: Rendezvous
+) -> list[tuple[str, Finding]]:
+    """Return what all nodes have found, by the name of the node; the same list on every process.
+
+    A collective of the processes that `at` tells of, one for each node. Raises `ConfigError` where
+    they are not as many as the config has nodes.
+    """
+    if config.cluster.nodes not in (1, at.size):
+        what = f"cluster.nodes = {config.cluster.nodes}, but {at.size} process(es) examine them"
+        raise ConfigError(refusal(what, legal=[f"cluster.nodes = {at.size}"]))
+    config = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"nodes": at.size})}
+    )
+    own = [*examine_machine(environ, Path(config.log.dir)), *examine_config(config, environ)]
+    world = join(at, "cpu", config.cluster.timeout)
+    try:
+        facts = facts_of(config, environ, at, own)
+        world.barrier()  # so that clocks are read at one moment
+        facts["time"] = time.time()
+        texts = exchange(json.dumps(facts), dist.group.WORLD if at.size > 1 else None)
+    finally:
+        leave()
+    return together([json.loads(text) for text in texts])
+
+
+def facts_of(
+    config: Config, environ: Mapping[str, str], at: Rendezvous, own: Sequence[Finding]
+) -> dict[str, Any]:
+    """Return what the others have to know of this node."""
+    try:
+        data = data_identity(config, environ)
+    except MeshwrightError:
+        data = {}  # it is among the findings
+    return {
+        "host": socket.gethostname(),
+        "address": address_towards(at.host, at.port),
+        "versions": dict(
+            zip(_VERSIONS, (__version__, platform.python_version(), torch.__version__), strict=True)
+        ),
+        "data": data,
+        "findings": [finding.as_dict() for finding in own],
+    }
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the way to another; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((host, port))
+            return str(way.getsockname()[0])
+    except OSError as error:
+        return f"no way to {host}: {error.strerror}"
+
+
+def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
+    """Return the findings of each node, and then what they show side by side, as of "all"."""
+    names = _names(facts)
+    found = [
+        (name, Finding(**finding))
+        for name, fact in zip(names, facts, strict=True)
+        for finding in fact["findings"]
+        if finding["state"] != "ok" or len(facts) == 1
+    ]
+    for key in _VERSIONS:
+        found.append(("all", _same(key, names, [fact["versions"][key] for fact in facts])))
+    data = [json.dumps(fact["data"], sort_keys=True) for fact in facts]
+    same = _same("data", names, data)
+    if same.state == "ok":
+        same = replace(same, text="the same on all nodes")
+    found.append(("all", same))
+    found += [("all", one) for one in (_names_differ(facts), _addresses(names, facts))]
+    times = [fact["time"] for fact in facts]
+    apart = max(times) - min(times)
+    state: Any = "note" if apart > _APART_S else "ok"
+    found.append(("all", Finding("clocks", f"at most {apart:.2f} s apart", state)))
+    return found
+
+
+def _names(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each node; those of the same name get their place, too."""
+    hosts = [fact["host"] for fact in facts]
+    return [
+        host if hosts.count(host) == 1 else f"{host} ({place})" for place, host in enumerate(hosts)
+    ]
+
+
+def _same(what: str, names: Sequence[str], values: Sequence[str]) -> Finding:
+    if len(set(values)) == 1:
+        return Finding(what, values[0])
+    each = "; ".join(f"{name} has {value}" for name, value in zip(names, values, strict=True))
+    return Finding(what, f"differs: {each}", "bad")
+
+
+def _names_differ(facts: Sequence[Mapping[str, Any]]) -> Finding:
+    hosts = [fact["host"] for fact in facts]
+    if len(set(hosts)) == len(hosts):
+        return Finding("nodes", ", ".join(hosts))
+    text = f"{', '.join(hosts)}: several processes of one node; one for each node is enough"
+    return Finding("nodes", text, "note")
+
+
+def _addresses(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> Finding:
+    """Several nodes that meet on loopback never meet: a host file often maps the own name there."""
+    pairs = [f"{name} {fact['address']}" for name, fact in zip(names, facts, strict=True)]
+    several = len({fact["host"] for fact in facts}) > 1
+    lost = [fact for fact in facts if fact["address"].startswith(("127.", "no way"))]
+    if several and lost:
+        text = (
+            f"{'; '.join(pairs)}: other nodes cannot reach loopback. MASTER_ADDR must be an "
+            "address that all nodes see; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the "
+            "interface"
+        )
+        return Finding("addresses", text, "bad")
+    return Finding("addresses", "; ".join(pairs))
