@@ -18,6 +18,7 @@ from meshwright.cli.common import (
     read_words,
 )
 from meshwright.errors import ConfigError
+from meshwright.execute.rendezvous import Rendezvous
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ examples:
   meshwright train --plan plan.json                        what `plan --save` has written
   meshwright train --deepspeed ds_config.json run.toml     batch, optimizer, ZeRO of that
 
-Starts the local ranks itself; under torchrun it joins the ranks that are there:
+Starts the local ranks itself; under torchrun or srun it joins the ranks that are there:
   torchrun --nproc-per-node 2 -m meshwright train run.toml
+  srun --ntasks-per-node 8 meshwright train run.toml
 """
 
 
@@ -78,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args, resume)
     out = sys.stderr if args.json else sys.stdout
     finished = train(config, out=out, resume=resume)
-    if args.json and os.environ.get("RANK", "0") == "0":
+    at = Rendezvous.from_environment(os.environ)
+    if args.json and (at is None or at.rank == 0):
         print_json(summarise(finished))
     return finished.exit_code
 

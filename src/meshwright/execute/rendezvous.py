@@ -1,10 +1,21 @@
-"""Where a rank meets the others, read from the environment. No torch here."""
+"""Where a rank meets the others, read from the environment. No torch here.
+
+Of torchrun and of our own supervisor it is what they put there for their ranks; Slurm's `srun` says
+as much in other words, so that `srun meshwright train run.toml` needs no wrapper.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
+
+# Ports of Slurm's jobs, one for each of many jobs in a row: above the usual services, below the
+# ports that systems hand out themselves.
+_FIRST_PORT: Final = 15000
+_PORTS: Final = 15000
 
 
 @dataclass(frozen=True)
@@ -14,7 +25,7 @@ class Rendezvous:
     `listen_fd` is a socket that already listens on loopback, for the rank that hosts the store:
     `TCPStore` given an address would listen on every interface. Without it the store is the one
     that `MASTER_ADDR` names, as under torchrun. `attempt` counts the restarts of the ranks, `job`
-    is torchrun's id of them all.
+    is torchrun's id of them all, or Slurm's.
     """
 
     rank: int
@@ -30,10 +41,10 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Rendezvous | None:
-        """Return what torchrun, Slurm wrappers or our supervisor put in the environment, if so."""
+        """Return what torchrun, `srun`, a wrapper or our supervisor says there, if one does."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environ for name in needed):
-            return None
+            return _of_slurm(environ)
         fd = environ.get("MESHWRIGHT_LISTEN_FD")
         return cls(
             rank=int(environ["RANK"]),
@@ -49,6 +60,43 @@ class Rendezvous:
             ),
             job=environ.get("TORCHELASTIC_RUN_ID"),
         )
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Return what `srun` told one of several tasks, each of which is a rank; None for any other.
+
+    The batch script itself has no step, and a step of one task starts its ranks itself. Rank 0
+    is on the first node of the list. `MASTER_ADDR` and `MASTER_PORT` win where they are set.
+    """
+    size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size == 1 or "SLURM_PROCID" not in environ:
+        return None
+    job, tasks = environ["SLURM_JOB_ID"], environ["SLURM_STEP_TASKS_PER_NODE"]
+    port = _FIRST_PORT + int(job) % _PORTS
+    return Rendezvous(
+        rank=int(environ["SLURM_PROCID"]),
+        size=size,
+        local_rank=int(environ["SLURM_LOCALID"]),
+        local_size=list(_tasks_of(tasks))[int(environ["SLURM_NODEID"])],
+        host=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        port=int(environ.get("MASTER_PORT") or port),
+        attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        job=f"slurm-{job}",
+    )
+
+
+def _tasks_of(text: str) -> Iterator[int]:
+    """Yield the tasks of each node, as Slurm writes them: `2(x3),1`."""
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        yield from [int(tasks)] * int(times or 1)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it: `gpu[007-009,12],login`."""
+    first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    assert first is not None, nodes
+    rest = re.match(r"[^\]]*\]([^,\[]*)", nodes[first.end() :]) if first[2] else None
+    return first[1] + (first[2] or "") + (rest[1] if rest else "")
 
 
 def loopback_interface() -> str:

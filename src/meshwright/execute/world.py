@@ -106,10 +106,18 @@ def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:
             timeout=timeout,
             master_listen_fd=listen,
         )
-    found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
+    found = _met_by_environment(at, timeout)
     # torchrun keeps one store for all attempts: without a prefix of its own each would read where
     # dead ranks of the one before have listened.
     return dist.PrefixStore(f"meshwright/{at.attempt}", found)  # type: ignore[attr-defined]
+
+
+def _met_by_environment(at: Rendezvous, timeout: datetime.timedelta) -> Store:
+    """Return the store of torchrun or of a wrapper, or rank 0's own where nothing has made one."""
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
+        return cast(Store, found)
+    return dist.TCPStore(at.host, at.port, at.size, is_master=at.rank == 0, timeout=timeout)  # type: ignore[attr-defined]
 
 
 def leave() -> None:

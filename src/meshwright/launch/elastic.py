@@ -1,6 +1,6 @@
-"""Runs whose ranks torchrun starts, and starts again: how an attempt finds the run of the last one.
+"""Runs whose ranks torchrun or Slurm starts again: how an attempt finds the run of the last one.
 
-Rank 0 leaves the run's folder in a file beside it, under torchrun's id of the job. No torch here.
+Rank 0 leaves the run's folder in a file beside it, under the id of the job. No torch here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _note(config: Config, at: Rendezvous) -> Path:
     if key == "none":  # torchrun's word where it was given no id
         key = f"{at.host}:{at.port}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return Path(config.log.dir) / f".torchrun-{digest}"
+    return Path(config.log.dir) / f".job-{digest}"
 
 
 def recorded(config: Config, at: Rendezvous) -> Path | None:
@@ -49,13 +49,17 @@ def forget(job: Job, at: Rendezvous) -> None:
     _note(job.config, at).unlink(missing_ok=True)
 
 
+def _starter(at: Rendezvous) -> str:
+    return "Slurm" if (at.job or "").startswith("slurm-") else "torchrun"
+
+
 def restarted(job: Job, at: Rendezvous) -> dict[str, Any]:
-    """Return the event of this attempt; torchrun tells neither why nor when the last one failed."""
+    """Return the event of this attempt; nobody tells why or when the last one ended."""
     causes = []
     for rank in range(job.layout.world):
         path = job.folder.failure(rank)
         if path.is_file():
             said = json.loads(path.read_text(encoding="utf-8"))
             causes.append((said["time"], f"rank {rank} raised {said['type']}: {said['message']}"))
-    cause = min(causes)[1] if causes else "torchrun started the ranks again"
+    cause = min(causes)[1] if causes else f"{_starter(at)} started the ranks again"
     return restart_event(job, at.attempt, cause, time.time(), None)
