@@ -19,6 +19,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "simulate": "rehearse the real program on fake ranks, any number of them",
     "prove": "prove that a layout computes what one device does",
     "bench": "measure the machine, and layouts side by side on it",
+    "launch": "write a job for torchrun, Slurm, SkyPilot or Kubernetes, or submit it",
     "generate": "sample text from a run or a Hugging Face folder",
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",

@@ -238,6 +238,7 @@ def run_rank(job: Job, world: World, attempt: int, stop: StopRequest, *, view: b
         summary = train(job, world, dataset, emit, lambda: stop.asked, resume)
     for sink in sinks:
         sink.close()
+    world.barrier()  # some launchers end all ranks when the first one has ended
     leave()
     return EXIT_STOPPED if summary.stopped else EXIT_DONE
 

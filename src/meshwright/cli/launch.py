@@ -1,0 +1,171 @@
+"""`meshwright launch`: a config as a job of torchrun, Slurm, SkyPilot or Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from meshwright.cli.common import add_config_arguments, read_words
+from meshwright.data.files import write_atomic
+from meshwright.errors import EXIT_DONE, ConfigError, refusal
+from meshwright.launch.jobs import JobSpec, Writer, local, parse_time, torchrun
+from meshwright.launch.manifests import jobset, pytorchjob, skypilot
+from meshwright.launch.slurm import slurm, submit
+from meshwright.layout import Machine, resolve_layout
+from meshwright.search.plan import setting_of
+from meshwright.search.saved import load_planned
+from meshwright.spec.loading import Config, load_config
+
+_KUBERNETES: Final = {"jobset": jobset, "pytorchjob": pytorchjob}
+_WRITERS: Final[dict[str, Writer]] = {
+    "local": local,
+    "torchrun": torchrun,
+    "slurm": slurm,
+    "skypilot": skypilot,
+}
+# SkyPilot's names of devices, by the catalogue's.
+_CLOUDS: Final = {
+    "v100-16gb": "V100",
+    "v100-32gb": "V100-32GB",
+    "a100-40gb": "A100",
+    "a100-80gb": "A100-80GB",
+    "h100-pcie": "H100",
+    "h100-sxm": "H100",
+    "h200": "H200",
+    "b200": "B200",
+    "l4": "L4",
+    "l40s": "L40S",
+    "rtx3090": "RTX3090",
+    "rtx4090": "RTX4090",
+    "mi300x": "MI300X",
+}
+_TARGETS: Final = {
+    "local": "the command for this machine",
+    "torchrun": "a command for each node",
+    "slurm": "an sbatch script, or its submission",
+    "skypilot": "a task for clouds",
+    "kubernetes": "a JobSet or a PyTorchJob",
+}
+
+EXAMPLE = """\
+examples:
+  meshwright launch torchrun run.toml cluster.nodes=2 --hosts node0 node1
+  meshwright launch slurm run.toml cluster.preset=h100 --nodes 4 --time 12h --out job.sbatch
+  meshwright launch slurm --plan plan.json --submit
+  meshwright launch skypilot run.toml --nodes 2 --accelerator H100
+  meshwright launch kubernetes run.toml --nodes 2 --image my/image --kind pytorchjob
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the targets of `launch`, each with the options that it has."""
+    parser.description = "Write a job that trains a config, or hand it to the scheduler."
+    parser.epilog = EXAMPLE
+    targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
+    for name, text in _TARGETS.items():
+        target = targets.add_parser(name, help=text)
+        _add_common(target)
+        if name in ("torchrun", "slurm", "skypilot", "kubernetes"):
+            target.add_argument("--nodes", type=int, metavar="N", help="instead of cluster.nodes")
+            target.add_argument(
+                "--restarts", type=int, default=3, metavar="N", help="after failures (3)"
+            )
+        if name == "torchrun":
+            target.add_argument("--hosts", nargs="+", default=[], metavar="HOST", help="the nodes")
+        if name == "slurm":
+            target.add_argument("--time", default="24h", metavar="T", help="limit: 90m, 24h, 2d")
+            target.add_argument("--partition")
+            target.add_argument("--account")
+            target.add_argument("--submit", action="store_true", help="hand it to sbatch")
+        if name in ("slurm", "kubernetes"):
+            target.add_argument("--cpus", type=int, metavar="N", help="cores of each rank")
+            target.add_argument(
+                "--grace", default="3m", metavar="T", help="for ranks to save when stopped (3m)"
+            )
+        if name == "skypilot":
+            target.add_argument("--accelerator", metavar="NAME", help="the device, as H100")
+        if name in ("slurm", "skypilot"):
+            target.add_argument("--setup", metavar="COMMAND", help="runs before")
+        if name == "kubernetes":
+            target.add_argument("--kind", choices=tuple(_KUBERNETES), default="jobset")
+        if name in ("skypilot", "kubernetes"):
+            target.add_argument("--image", help="a container image")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--plan", type=Path, metavar="plan.json", help="run a saved plan")
+    parser.add_argument("--name", default="meshwright", help="of the job")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the job there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the job; the config is checked as `train` would."""
+    file, overrides = read_words(args)
+    if args.plan is not None:
+        config = load_planned(args.plan, file, overrides)
+    else:
+        config = load_config(file, overrides)
+    writer = _KUBERNETES[args.kind] if args.target == "kubernetes" else _WRITERS[args.target]
+    job = job_of(config, args)
+    text = writer(job)
+    if args.out is not None:
+        write_atomic(args.out, text.encode())
+        print(f"wrote {args.out}")
+    if _option(args, "submit"):
+        print(f"job {submit(text, Path(job.log_dir))}")
+    elif args.out is None:
+        print(text, end="")
+    return EXIT_DONE
+
+
+def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
+    """Return the job that trains a config with the options of the command line."""
+    nodes = _option(args, "nodes") or config.cluster.nodes
+    section = config.cluster.model_copy(update={"nodes": nodes})
+    config = config.model_copy(update={"cluster": section})
+    cluster = setting_of(config).cluster
+    device: Literal["cpu", "cuda"] = "cpu" if cluster.device.kind == "cpu" else "cuda"
+    # What `train` would refuse there is refused here.
+    machine = Machine(device, cluster.per_node, 1, cluster.device.name, is_fixed=True)
+    layout = resolve_layout(config, machine)
+    if layout.world != cluster.devices:
+        what = f"the layout has {layout.world} ranks, and {nodes} node(s) have {cluster.devices}"
+        legal = ["cluster.devices_per_node", "--nodes", "a data-parallel degree that takes all"]
+        raise ConfigError(refusal(what, legal=legal))
+    words = [str(word) for word in args.words]
+    if args.plan is not None:
+        words += ["--plan", str(args.plan)]
+    if _option(args, "nodes"):
+        words.append(f"cluster.nodes={nodes}")
+    given = {
+        "accelerator": _option(args, "accelerator") or _CLOUDS.get(config.cluster.preset),
+        "cores": _option(args, "cpus"),
+        "time_limit_s": _seconds(args, "time"),
+        "grace_s": _seconds(args, "grace"),
+        "hosts": tuple(_option(args, "hosts") or ()),
+        **{key: _option(args, key) for key in _PLAIN},
+    }
+    return JobSpec(
+        name=args.name,
+        words=tuple(words),
+        nodes=nodes,
+        per_node=cluster.per_node,
+        device=device,
+        log_dir=config.log.dir,
+        **{key: value for key, value in given.items() if value is not None},
+    )
+
+
+_PLAIN: Final = ("restarts", "partition", "account", "image", "setup")
+
+
+def _option(args: argparse.Namespace, name: str) -> Any:
+    """Return an option of a target, None where the target has none of that name."""
+    return getattr(args, name, None)
+
+
+def _seconds(args: argparse.Namespace, name: str) -> int | None:
+    text = _option(args, name)
+    return None if text is None else parse_time(text)

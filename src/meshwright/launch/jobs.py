@@ -1,0 +1,152 @@
+"""`JobSpec`: what a job runs, on what, for how long; its scripts and manifests are made of it.
+
+No torch here: a job is written on a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.units import format_seconds
+
+PORT: Final = 29500
+# Names as Kubernetes takes them (RFC 1123), which Slurm and SkyPilot take, too.
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_NAME: Final = 52  # what JobSet adds to it must stay below 63
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job: `words` are what follows `meshwright train`, `per_node` the ranks of each node.
+
+    `accelerator` is the device in the words of clouds ("H100"), None on CPUs. `time_limit_s` is
+    what the scheduler grants, `grace_s` how long before its end ranks are asked to save and stop.
+    `setup` runs before, on each node; `image` is a container's. `log_dir` is where runs are.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    nodes: int
+    per_node: int
+    device: str
+    accelerator: str | None = None
+    cores: int | None = None
+    time_limit_s: int = 24 * 3600
+    grace_s: int = 180
+    restarts: int = 3
+    partition: str | None = None
+    account: str | None = None
+    image: str | None = None
+    setup: str | None = None
+    log_dir: str = "runs"
+    hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
+            near = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:_LONGEST_NAME]
+            rule = "small letters, digits and dashes, as Kubernetes has it"
+            raise ConfigError(
+                refusal(f"--name {self.name!r} must be {rule}", legal=[near or "meshwright"])
+            )
+        if self.time_limit_s <= self.grace_s:
+            raise ConfigError(
+                refusal(
+                    f"--time {format_seconds(self.time_limit_s)} must be longer than the "
+                    f"--grace {format_seconds(self.grace_s)} in which ranks save",
+                    legal=[f"--time {math.ceil((2 * self.grace_s) / 60)}m"],
+                )
+            )
+        if self.hosts and len(self.hosts) != self.nodes:
+            raise ConfigError(
+                refusal(
+                    f"--hosts names {len(self.hosts)}, but there are {self.nodes} nodes",
+                    legal=[self.nodes],
+                )
+            )
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes * self.per_node
+
+    @property
+    def train(self) -> list[str]:
+        """The command of a rank."""
+        return ["meshwright", "train", *self.words]
+
+    def torchrun(self, endpoint: str, identity: str) -> list[str]:
+        """Return a node's command, where ranks meet at an endpoint under an id of the job."""
+        return [
+            "torchrun",
+            *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.per_node)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", identity),
+            *("--max-restarts", str(self.restarts)),
+            *("-m", "meshwright", "train", *self.words),
+        ]
+
+
+Writer = Callable[[JobSpec], str]
+
+
+def local(job: JobSpec) -> str:
+    """Return the command that starts the ranks of this machine."""
+    if job.nodes > 1:
+        raise ConfigError(
+            refusal(f"local is one node, and the config has {job.nodes}", legal=["torchrun"])
+        )
+    return shell(job.train) + "\n"
+
+
+def torchrun(job: JobSpec) -> str:
+    """Return a command for each node; ranks meet on the first, restarts are torchrun's."""
+    hosts = job.hosts or tuple(f"NODE{number}" for number in range(job.nodes))
+    first = hosts[0] if job.nodes > 1 else "localhost"
+    lines = [] if job.nodes == 1 or job.hosts else ["# NODE0 and so on stand for the nodes' names"]
+    for host in hosts:
+        if job.nodes > 1:
+            lines.append(f"# on {host}")
+        lines.append(shell(job.torchrun(f"{first}:{PORT}", job.name)))
+    return "\n".join(lines) + "\n"
+
+
+def shell(words: Sequence[str], indent: str = "") -> str:
+    """Return words as a shell's line."""
+    return indent + shlex.join(words)
+
+
+def environment(job: JobSpec) -> Mapping[str, str]:
+    """Return what ranks want in the environment: one thread each on CPUs that ranks share."""
+    return {} if job.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+
+
+def parse_time(text: str) -> int:
+    """Read a length of time, as `90m`, `24h`, `2d` or `12:30:00`, in seconds.
+
+    Raises `ConfigError` for all else.
+    """
+    found = re.fullmatch(r"(\d+)([smhd])", text)
+    if found:
+        return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    if clock:
+        hours, minutes, seconds = map(int, clock.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    raise ConfigError(refusal(f"{text!r} is no length of time", legal=["90m", "24h", "12:30:00"]))
+
+
+def clock(seconds: int) -> str:
+    """Return seconds as Slurm writes them: `days-hours:minutes:seconds`."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (
+        f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+        if days
+        else f"{hours:02}:{minutes:02}:{rest:02}"
+    )

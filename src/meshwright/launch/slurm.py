@@ -1,0 +1,88 @@
+"""A job as an sbatch script, and its submission."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from meshwright.errors import (
+    EXIT_NO_PROGRESS,
+    EXIT_RANK_FAILED,
+    EXIT_STOPPED,
+    ConfigError,
+    MeshwrightError,
+)
+from meshwright.launch.jobs import JobSpec, clock, environment, shell
+
+
+def slurm(job: JobSpec) -> str:
+    """Return the sbatch script of a job: a task of srun is a rank.
+
+    Slurm sends the ranks SIGTERM before the time limit: they save and end with code 4, and the job
+    goes back into the queue, where the run goes on. A job whose rank failed does so a few times.
+    srun ends all ranks when one has failed.
+    """
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(job).items()]
+    lines += [job.setup] if job.setup else []
+    run = ["srun", "--kill-on-bad-exit=1", "--label", *job.train]
+    lines += [
+        # The code is looked at below: not the end of the script.
+        f"{shell(run)} || code=$?",
+        'case "${code:-0}" in',
+        f"  {EXIT_STOPPED})  # asked to stop, and saved: the time is up, or the job was preempted",
+        '    scontrol requeue "$SLURM_JOB_ID" ;;',
+        f"  0 | 1 | 2 | {EXIT_NO_PROGRESS})  # done, or nothing that another try would change",
+        "    ;;",
+        f"  *)  # a rank or a node failed ({EXIT_RANK_FAILED}, or a signal's number)",
+        f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.restarts} ]; then',
+        '      scontrol requeue "$SLURM_JOB_ID"',
+        "    fi ;;",
+        "esac",
+        'exit "${code:-0}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _options(job: JobSpec) -> list[str]:
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.per_node}",
+        f"--time={clock(job.time_limit_s)}",
+        f"--signal=TERM@{job.grace_s}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={job.log_dir}/slurm-%j.log",
+    ]
+    if job.device == "cuda":
+        options.append(f"--gpus-per-node={job.per_node}")
+    if job.cores is not None:
+        options.append(f"--cpus-per-task={job.cores}")
+    for name, value in (("partition", job.partition), ("account", job.account)):
+        if value is not None:
+            options.append(f"--{name}={value}")
+    return options
+
+
+def submit(script: str, log_dir: Path) -> str:
+    """Hand a script to sbatch and return the number of the job.
+
+    Raises `ConfigError` where there is no sbatch, `MeshwrightError` with what it said where it
+    refuses.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)  # where the job's output goes
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
+        file.write(script)
+        file.flush()
+        try:
+            done = subprocess.run(
+                ["sbatch", "--parsable", file.name], capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            raise ConfigError("--submit needs sbatch, which is not on this machine") from None
+    if done.returncode:
+        raise MeshwrightError(f"sbatch refused: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,177 @@
+"""Jobs: what `launch` writes for torchrun, Slurm, SkyPilot and Kubernetes."""
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from meshwright.cli import main
+from meshwright.launch.jobs import parse_time
+
+CONFIG = """
+[model]
+preset = "llama-3-8b"
+[train]
+batch = 64
+[layout]
+zero = 3
+dp_shard = 16
+[cluster]
+preset = "h100-sxm"
+nodes = 2
+"""
+
+
+@pytest.fixture
+def written(tmp_path, capsys, monkeypatch):
+    """Return a function that has a job written and returns it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG)
+
+    def write(target, *options, config="run.toml"):
+        assert main(["launch", target, config, *options]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return write
+
+
+def test_torchrun_has_a_line_for_each_node_and_one_meeting_place(written):
+    text = written("torchrun", "--hosts", "a", "b", "--name", "big")
+    lines = text.splitlines()
+    assert lines[0::2] == ["# on a", "# on b"]
+    assert lines[1] == lines[3]
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint a:29500" in lines[1]
+    assert lines[1].endswith("-m meshwright train run.toml")
+
+
+def test_a_slurm_script_is_a_shell_script_and_asks_for_what_it_needs(written, tmp_path):
+    text = written("slurm", "--time", "12h", "--partition", "gpu", "--setup", "source env.sh")
+    options = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+    for option in (
+        *("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=12:00:00"),
+        *("--signal=TERM@180", "--requeue", "--partition=gpu"),
+    ):
+        assert option in options
+    assert "srun --kill-on-bad-exit=1 --label meshwright train run.toml" in text
+    assert "source env.sh\n" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def run_script(tmp_path, text, code, restarts=0):
+    """Run a batch script where srun ends with a code; returns its own and what scontrol got."""
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    log = tmp_path / "scontrol.log"
+    for name, body in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {log}')):
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    environ = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    done = subprocess.run(["bash"], input=text, text=True, env=environ, check=False)
+    said = log.read_text() if log.exists() else ""
+    log.unlink(missing_ok=True)
+    return done.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [
+        (0, 0, False),
+        (1, 0, False),
+        (2, 0, False),
+        (3, 0, True),
+        (3, 3, False),  # as often as --restarts says
+        (4, 9, True),  # the time was up: however often
+        (5, 0, False),
+        (137, 1, True),
+    ],
+)
+def test_a_job_is_requeued_by_its_exit_code(written, tmp_path, code, restarts, again):
+    found = run_script(tmp_path, written("slurm"), code, restarts)
+    assert found == (code, "requeue 7\n" if again else "")
+
+
+def test_a_skypilot_task_meets_on_its_first_node(written):
+    task = yaml.safe_load(written("skypilot", "--name", "big"))
+    assert task["num_nodes"] == 2
+    assert task["resources"] == {"accelerators": "H100:8"}
+    assert '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":29500' in task["run"]
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
+
+
+def test_a_jobset_starts_a_pod_for_each_node(written):
+    found = yaml.safe_load(written("kubernetes", "--image", "my/image", "--name", "big"))
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (group,) = found["spec"]["replicatedJobs"]
+    spec = group["template"]["spec"]
+    assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (2, 2, "Indexed")
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    script = container["command"][2]
+    assert "--rdzv-endpoint big-node-0-0.big:29500" in script
+    assert '--resume "$RUN"' in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_pytorchjob_has_a_master_and_workers(written):
+    found = yaml.safe_load(written("kubernetes", "--image", "i", "--kind", "pytorchjob"))
+    replicas = found["spec"]["pytorchReplicaSpecs"]
+    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 1)
+    (container,) = replicas["Worker"]["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"
+    assert container["command"] == ["torchrun", "-m", "meshwright", "train", "run.toml"]
+
+
+def test_one_node_needs_no_torchrun(written):
+    one = ["cluster.nodes=1", "layout.dp_shard=8"]
+    assert written("local", *one) == "meshwright train run.toml cluster.nodes=1 layout.dp_shard=8\n"
+    script = yaml.safe_load(written("skypilot", *one))["run"]
+    assert "torchrun" not in script
+    assert (
+        "meshwright train run.toml cluster.nodes=1 layout.dp_shard=8 log.name=meshwright" in script
+    )
+
+
+def test_a_plan_is_launched(written, tmp_path, capsys):
+    assert main(["plan", "run.toml", "--top", "1", "--save", "plan.json"]) == 0
+    capsys.readouterr()
+    assert "meshwright train run.toml --plan plan.json" in written("slurm", "--plan", "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["local", "run.toml"], "local is one node, and the config has 2; nearest legal: torchrun"),
+        (["slurm", "run.toml", "--nodes", "3"], "the layout has 16 ranks, and 3 node(s) have 24"),
+        (["slurm", "run.toml", "--time", "soon"], "'soon' is no length of time"),
+        (["slurm", "run.toml", "--time", "2m"], "--time 2m00s must be longer than the --grace"),
+        (["slurm", "run.toml", "--name", "My Run"], "'My Run' must be small letters"),
+        (["torchrun", "run.toml", "--hosts", "a"], "--hosts names 1, but there are 2 nodes"),
+        (["kubernetes", "run.toml"], "Kubernetes runs images: add --image"),
+        (["slurm", "run.toml", "layout.tp=3"], "the layout needs a multiple of 48 ranks"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(written, words, message, capsys):
+    assert main(["launch", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lengths_of_time():
+    assert [parse_time(text) for text in ("90s", "90m", "2d", "1:00:01")] == [
+        90,
+        5400,
+        172800,
+        3601,
+    ]
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="there is an sbatch")
+def test_a_submission_needs_sbatch(written, capsys):
+    assert main(["launch", "slurm", "run.toml", "--submit"]) == 2
+    assert "--submit needs sbatch" in capsys.readouterr().err
