@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
 from meshwright.data import Dataset, open_data
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.fault import Fault
@@ -283,7 +283,7 @@ def _train_joined(
         except BaseException as error:
             record_failure(job.folder, at.rank, error, world.ledger)
             raise
-        if at.rank == 0:
+        if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
 
