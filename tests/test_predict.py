@@ -19,7 +19,7 @@ from meshwright.predict.memory import (
     waiting,
 )
 from meshwright.predict.network import Network, place
-from meshwright.predict.pipeline import by_events, closed_form
+from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting, work_of
 from meshwright.predict.stacks import STACKS
@@ -197,22 +197,16 @@ def test_forms_of_schedules_hold_against_their_tables(name, pp, virtual):
         assert in_flight(layout, rank, count) == peak_in_flight(table)
         waits = accumulate((a.kind == "I") - (a.kind == "W") for a in table)
         assert waiting(layout, rank, count) == max(waits)
-    model = SMALL.model_copy(update={"n_layers": pp * virtual})
-    program = lower(model, TrainSpec(batch=count, seq_len=32), layout)
     stages = pp * virtual
-    events = by_events(program, [1.0] * stages, [2.0] * stages, 0.0)
+    events = by_events(layout, count, Costs([1.0] * stages, [2.0] * stages))
     form = closed_form(name, pp, virtual, count, 3.0 * virtual, 3.0 * virtual * pp, 0.0, 0.0)
     assert form == pytest.approx(events, rel=0.02)
 
 
 def test_many_microbatches_add_the_same_each():
     layout = Layout(pp=4, schedule="interleaved_1f1b", virtual_stages=2)
-    model = SMALL.model_copy(update={"n_layers": 8})
-    forward, backward = [1.0] * 7 + [1.5], [2.0] * 7 + [3.0]
-    times = [
-        by_events(lower(model, TrainSpec(batch=n, seq_len=32), layout), forward, backward, 0.01)
-        for n in (32, 128)
-    ]
+    costs = Costs([1.0] * 7 + [1.5], [2.0] * 7 + [3.0], 0.01)
+    times = [by_events(layout, count, costs) for count in (32, 128)]
     dearest = 2 * 3.0 + 1.5
     assert times[1] - times[0] == pytest.approx(96 * dearest, rel=0.02)
 

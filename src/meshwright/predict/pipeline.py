@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.program.actions import Action, inputs, marks
-from meshwright.program.lower import Program
+from meshwright.program.actions import Action
 from meshwright.program.schedule import compute_tables, stage_ranks
-from meshwright.program.timing import simulate
+from meshwright.program.timing import times
 
 # Microbatches that are carried out on paper; a pipeline's further ones each add the same.
 _SIMULATED = 4
@@ -50,67 +51,61 @@ def closed_form(
     return max(microbatches * dearest + way, through) + 2 * (pp - 1) * transfer + sends
 
 
-def _few(schedule: str, pp: int, microbatches: int) -> int:
+def _few(pp: int, microbatches: int) -> int:
     """Return a number of microbatches that shows fill, steady state and drain."""
     few = _SIMULATED * pp
     return microbatches if microbatches <= 2 * few else few
 
 
-def by_events(
-    program: Program,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    transfer: float,
-) -> float:
-    """Return the seconds from the first action to the last, each stage with its own costs.
+class Costs(NamedTuple):
+    """Seconds of a pipeline's work: of each stage's forward and backward, of a message.
 
-    An action starts when its rank is free and what it needs has arrived. Of many microbatches two
-    numbers are carried out, and the rest added at the rate between them.
+    A rank waits for the share `exposed` of what it sends.
     """
-    layout, total = program.layout, program.microbatches
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    transfer: float = 0.0
+    exposed: float = 0.0
+
+
+def action_times(
+    layout: Layout, microbatches: int, costs: Costs
+) -> dict[Action, tuple[float, float]]:
+    """Return when each action of a step begins and ends, each stage with its own costs.
+
+    What a price by events is the end of, and a predicted timeline shows: `program.timing.times`.
+    """
     schedule, pp, virtual = layout.schedule, layout.pp, layout.virtual_stages
-    few = _few(schedule, pp, total)
-    if few == total:
-        return _makespan(schedule, pp, virtual, total, forward, backward, transfer)
-    more = few + pp
-    first, second = (
-        _makespan(schedule, pp, virtual, count, forward, backward, transfer)
-        for count in (few, more)
-    )
-    return first + (second - first) / (more - few) * (total - few)
-
-
-def _makespan(
-    schedule: str,
-    pp: int,
-    virtual: int,
-    microbatches: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    transfer: float,
-) -> float:
-    tables = compute_tables(schedule, pp, virtual, microbatches)
-    ranks_of_stage = stage_ranks(schedule, pp, virtual)
     splits = SCHEDULES[schedule].splits_backward
-    last = len(ranks_of_stage) - 1
-    clocks = [0.0] * len(tables)
-    done: dict[Action, float] = {}
+    forward, backward, transfer, exposed = costs
 
-    def step(rank: int, action: Action) -> tuple[Action, int] | None:
-        start = clocks[rank]
-        for needed in inputs(action, last):
-            end = done.get(needed)
-            if end is None:
-                return needed, ranks_of_stage[needed.stage]
-            arrives = end + (transfer if ranks_of_stage[needed.stage] != rank else 0.0)
-            start = max(start, arrives)
-        cost = forward[action.stage] if action.kind == "F" else backward[action.stage]
-        if action.kind in ("I", "W") and splits:
-            cost /= 2
-        clocks[rank] = start + cost
-        for mark in marks(action):
-            done[mark] = clocks[rank]
-        return None
+    def seconds(action: Action) -> float:
+        if action.kind == "F":
+            return forward[action.stage]
+        whole = backward[action.stage]
+        return whole / 2 if splits and action.kind != "B" else whole
 
-    simulate(tables, step)
-    return max(clocks)
+    return times(
+        compute_tables(schedule, pp, virtual, microbatches),
+        stage_ranks(schedule, pp, virtual),
+        seconds,
+        transfer,
+        exposed * transfer,
+    )
+
+
+def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
+    """Return the seconds from the first action to the end of the last, see `action_times`.
+
+    Of many microbatches two numbers are carried out, and the rest added at the rate between them.
+    """
+
+    def makespan(count: int) -> float:
+        return max(end for _, end in action_times(layout, count, costs).values())
+
+    few = _few(layout.pp, microbatches)
+    if few == microbatches:
+        return makespan(microbatches)
+    first, second = makespan(few), makespan(few + layout.pp)
+    return first + (second - first) / layout.pp * (microbatches - few)

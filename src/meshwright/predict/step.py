@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.layout.schedules import microbatch_rule
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.memory import Held
-from meshwright.predict.pipeline import by_events, closed_form
+from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.work import LayoutWork, weights
-from meshwright.program.lower import Program
 from meshwright.program.shards import sums_in_place
+from meshwright.program.stages import Stage
 
 # An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
 OPTIMIZER_BYTES = 28
@@ -60,82 +62,139 @@ def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
     return Parts(layer, first, last)
 
 
+class Pass(NamedTuple):
+    """Seconds of one microbatch's forward or backward in a stage, by cause."""
+
+    compute: float
+    recompute: float
+    tp: float
+    cp: float
+    gathers: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the actions of a layout's step take: `forward` and `backward` are by stage.
+
+    `whole` is what each pipeline rank's own actions take for one microbatch; `transfer` is a
+    message between neighbours.
+    """
+
+    parts: Parts
+    gathers: float
+    held: tuple[Held, ...]
+    whole: tuple[float, ...]
+    transfer: float
+    microbatches: int
+
+    @property
+    def dearest(self) -> int:
+        """The pipeline rank whose microbatches take longest."""
+        return max(range(len(self.whole)), key=self.whole.__getitem__)
+
+    def passes(self, stage: Stage) -> tuple[Pass, Pass]:
+        """Return a stage's forward and backward; a backward has two thirds of cp and gathers."""
+        held = Held(len(stage.layers), stage.is_first, stage.is_last)
+        cp, gathers = self.parts.of(held, "cp"), held.layers * self.gathers
+        of = partial(self.parts.of, held)
+        forward = Pass(of("forward"), 0.0, of("tp_forward"), cp / 3, gathers / 3)
+        tp = of("tp_backward") + of("tp_recompute")
+        return forward, Pass(of("backward"), of("recompute"), tp, cp * 2 / 3, gathers * 2 / 3)
+
+
+def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> Pace:
+    """Return what the actions of a layout's step take."""
+    parts = parts_of(setting, kernels, layout)
+    ranks = held_by(setting, layout)
+    gathers = gather_waits(setting, kernels, layout, parts)
+    whole = tuple(
+        sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers
+        for held in ranks
+    )
+    transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
+    count = setting.train.batch // layout.dp // layout.microbatch
+    return Pace(parts, gathers, ranks, whole, transfer, count)
+
+
 def step_time(
     setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
 ) -> StepTime:
     """Return the time of a step; without `events` the pipeline is priced in closed form."""
-    found = work_of(setting, layout)
-    parts = parts_of(setting, kernels, layout)
-    ranks = held_by(setting, layout)
-    count = setting.train.batch // layout.dp // layout.microbatch
-    gathers = gather_waits(setting, kernels, layout, parts)
-    whole = [
-        sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers
-        for held in ranks
-    ]
-    dearest = max(range(layout.pp), key=whole.__getitem__)
-    transfer = transfer_seconds(kernels, layout, found)
-    pipeline = _pipeline(setting, layout, parts, gathers, whole, transfer, kernels, events)
-    held = ranks[dearest]
+    pace = pace_of(setting, kernels, layout)
+    pipeline = _pipeline(setting, kernels, layout, pace, events)
+    return StepTime(
+        rank_causes(
+            setting,
+            kernels,
+            layout,
+            pace,
+            pace.dearest,
+            kernels.idle * (pipeline - pace.microbatches * pace.whole[pace.dearest]),
+        )
+    )
+
+
+def rank_causes(
+    setting: Setting, kernels: Kernels, layout: Layout, pace: Pace, place: int, bubble: float
+) -> dict[str, float]:
+    """Return the seconds of a step by cause on a pipeline rank that waits so long for others."""
+    held, parts, count = pace.held[place], pace.parts, pace.microbatches
     per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
-    causes = {
+    return {
         "compute": per_step["forward"] + per_step["backward"],
         "recompute": per_step["recompute"],
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
         "cp": per_step["cp"],
-        "gathers": count * held.layers * gathers,
-        "bubble": kernels.idle * (pipeline - count * whole[dearest]),
+        "gathers": count * held.layers * pace.gathers,
+        "bubble": bubble,
         "data": data_wait(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
         ),
         "optimizer": optimizer_seconds(setting, kernels, layout, held),
         "host": kernels.fixed + count * kernels.per_microbatch,
     }
-    return StepTime(causes)
 
 
 def _pipeline(
-    setting: Setting,
-    layout: Layout,
-    parts: Parts,
-    gathers: float,
-    whole: list[float],
-    transfer: float,
-    kernels: Kernels,
-    events: bool,
+    setting: Setting, kernels: Kernels, layout: Layout, pace: Pace, events: bool
 ) -> float:
-    count = setting.train.batch // layout.dp // layout.microbatch
-    rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count)
-    if layout.pp == 1 or not events or rule is not None:  # other systems have other rules
+    if layout.pp == 1 or not events or not has_table(layout, pace.microbatches):
         return closed_form(
             layout.schedule,
             layout.pp,
             layout.virtual_stages,
-            count,
-            max(whole),
-            sum(whole),
-            transfer,
+            pace.microbatches,
+            max(pace.whole),
+            sum(pace.whole),
+            pace.transfer,
             kernels.exposed_pp,
         )
+    return by_events(layout, pace.microbatches, costs_of(setting, kernels, layout, pace))
+
+
+def has_table(layout: Layout, microbatches: int) -> bool:
+    """Return whether our action tables have the layout's schedule; other systems' rules differ."""
+    rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, microbatches)
+    return rule is None
+
+
+def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: Pace) -> Costs:
+    """Return what the pipeline's events cost."""
     stages = stages_of(
         setting.model, layout.stages, setting.train.seq_len, setting.stack.even_stages
     )
-    forward, backward = [], []
-    for stage in stages:
-        held = Held(len(stage.layers), stage.is_first, stage.is_last)
-        forward.append(
-            parts.of(held, "forward")
-            + parts.of(held, "tp_forward")
-            + (parts.of(held, "cp") + held.layers * gathers) / 3
-        )
-        backward.append(
-            sum(parts.of(held, cause) for cause in ("backward", "recompute", "tp_backward"))
-            + parts.of(held, "tp_recompute")
-            + (parts.of(held, "cp") + held.layers * gathers) * 2 / 3
-        )
-    exposed = 2 * layout.virtual_stages * count * transfer * kernels.exposed_pp
-    program = Program(setting.model, setting.train, layout, stages)
-    return by_events(program, forward, backward, transfer) + exposed
+    forward, backward = zip(*(pace.passes(stage) for stage in stages), strict=True)
+    return Costs(
+        [one.total for one in forward],
+        [one.total for one in backward],
+        pace.transfer,
+        kernels.exposed_pp,
+    )
 
 
 def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> float:

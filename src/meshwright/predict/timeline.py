@@ -87,9 +87,13 @@ class _Walk:
         # Cosines and sines of every position, for each stage: fp32.
         table = 2 * program.train.seq_len * program.model.rotary_dim * _WIDE
         tally.add(TABLES, table * len(self.stages))
+        tally.action = "start"
+        tally.note("start")
         for action in program.tables[self.at["pp"]]:
             tally.action = f"{action.kind} {action.stage} {action.microbatch}"
             self._perform(action)
+            if not action.is_transfer:
+                tally.note("end")
         for left in (*self.sent.values(), *self.proves.values()):
             tally.drop(STREAM, left)
         tally.action = "update"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwright.program.actions import Action, ProgramError, Table, inputs, marks
+from meshwright.program.actions import Action, ProgramError, Table, inputs, marks, sends
 
 # Does an action, or returns what it waits for and the rank that has to do it.
 Step = Callable[[int, Action], tuple[Action, int] | None]
@@ -52,16 +52,24 @@ def _chain(
     return "; ".join(links)
 
 
-def end_times(
-    tables: Sequence[Table], ranks_of_stage: Sequence[int], costs: Mapping[str, float]
-) -> dict[Action, float]:
-    """Return when each mark is done, if every action starts as soon as it can; transfers are free.
+def times(
+    tables: Sequence[Table],
+    ranks_of_stage: Sequence[int],
+    seconds: Callable[[Action], float],
+    transfer: float = 0.0,
+    exposed: float = 0.0,
+) -> dict[Action, tuple[float, float]]:
+    """Return when each computing action begins and ends, if each starts as soon as it can.
 
-    The marks are in the order of the simulation, and those of one rank in the order of its table.
+    It starts when its rank is free and what it needs has arrived: from another rank, `transfer`
+    seconds after it was computed. A rank is busy for the first `exposed` seconds of what it sends.
+    The actions are in the order of the simulation, those of one rank in the order of its table,
+    whose own transfers are passed over. Raises `ProgramError` if the order cannot be run.
     """
     last = len(ranks_of_stage) - 1
     clocks = [0.0] * len(tables)
     done: dict[Action, float] = {}
+    found: dict[Action, tuple[float, float]] = {}
 
     def step(rank: int, action: Action) -> tuple[Action, int] | None:
         if action.is_transfer:
@@ -71,14 +79,26 @@ def end_times(
             end = done.get(needed)
             if end is None:
                 return needed, ranks_of_stage[needed.stage]
-            start = max(start, end)
-        clocks[rank] = start + costs[action.kind]
+            start = max(start, end + transfer if ranks_of_stage[needed.stage] != rank else end)
+        end = start + seconds(action)
+        found[action] = start, end
         for mark in marks(action):
-            done[mark] = clocks[rank]
+            done[mark] = end
+        clocks[rank] = end
+        if exposed and sends(action, ranks_of_stage) is not None:
+            clocks[rank] += exposed
         return None
 
     simulate(tables, step)
-    return done
+    return found
+
+
+def end_times(
+    tables: Sequence[Table], ranks_of_stage: Sequence[int], costs: Mapping[str, float]
+) -> dict[Action, float]:
+    """Return when each mark is done, in the order of `times`; transfers are free."""
+    found = times(tables, ranks_of_stage, lambda action: costs[action.kind])
+    return {mark: end for action, (_, end) in found.items() for mark in marks(action)}
 
 
 def bubble_fraction(

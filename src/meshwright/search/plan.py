@@ -146,10 +146,19 @@ def ranks_of(setting: Setting, layout: Layout) -> list[Memory]:
     return [memory(setting, layout, rank) for rank in range(layout.pp)]
 
 
+def on_cluster(setting: Setting, layout: Layout) -> Setting:
+    """Return a setting whose cluster has as many devices as a layout has ranks."""
+    if layout.world == setting.cluster.devices:
+        return setting
+    return replace(setting, cluster=on_devices(setting.cluster, layout.world))
+
+
 def explain(setting: Setting, layout: Layout) -> Prediction:
-    """Return the price of one layout; raises `ConfigError` where it has another world size."""
-    if layout.world != setting.cluster.devices:
-        setting = replace(setting, cluster=on_devices(setting.cluster, layout.world))
+    """Return the price of one layout, on as many devices as it has ranks.
+
+    Raises `ConfigError` where the batch cannot be split over them.
+    """
+    setting = on_cluster(setting, layout)
     count = layout.dp * layout.microbatch
     if setting.train.batch % count:
         raise ConfigError(

@@ -1,0 +1,227 @@
+"""`predicted_ledger`: the step of a layout as priced, in the one schema, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Final
+
+from meshwright.layout import Layout
+from meshwright.predict.kernels import Kernels
+from meshwright.predict.memory import outside
+from meshwright.predict.price import memory, price
+from meshwright.predict.setting import Setting
+from meshwright.predict.spans import Drawn, pipeline_spans
+from meshwright.predict.step import Pace, pace_of, rank_causes
+from meshwright.predict.tally import Moment
+from meshwright.predict.timeline import timeline
+from meshwright.program.actions import Action
+from meshwright.program.collectives import collectives
+from meshwright.program.ledger import CAUSES, MemoryPoint, RankLedger, Span, StepLedger, Traffic
+from meshwright.program.lower import Program, lower
+
+# Whose memory our engine's own walk is of; of other systems only the terms at the peak are known.
+_OURS: Final = "meshwright"
+# Where a category of the predictions lies among those of the ledger; others are activations.
+_CATEGORIES: Final = {
+    "weights": "parameters",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "gathered": "gathered",
+    "communication buffers": "buffers",
+    "context": "fixed",
+    "communicators": "fixed",
+    "allocator": "fixed",
+}
+# The cause of time that messages along an axis are; along others the price has no seconds.
+_CAUSE_OF_AXIS: Final = {
+    "tp": "tp",
+    "cp": "cp",
+    "shard": "data",
+    "replicate": "data",
+    "data": "data",
+}
+
+
+def predicted_ledger(
+    setting: Setting, layout: Layout, *, packed: bool = False, ranks: Sequence[int] | None = None
+) -> StepLedger:
+    """Return what a step takes as predicted, by default on one rank of each place in the pipeline.
+
+    The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). `packed`
+    says that rows hold several documents. The spans of the rank whose microbatches take longest end
+    with the step; the others' may end before it, as they have smaller sums or updates. The price
+    has the optimizer wait for all ranks, whose norm is of all gradients, and what the host adds to
+    a step at its end. Of systems other than ours memory is known at its peak alone, and messages
+    are not.
+    """
+    kernels, found = setting.kernels(), price(setting, layout)
+    pace = pace_of(setting, kernels, layout)
+    causes = found.time.causes
+    after = causes["data"] + causes["optimizer"] + causes["host"]
+    drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
+    program = lower(setting.model, setting.train, layout)
+    mesh = layout.mesh
+    chosen = [mesh.rank({"pp": place}) for place in range(layout.pp)] if ranks is None else ranks
+    rows = []
+    for rank in chosen:
+        at = mesh.coordinates(rank)
+        own = drawn[at["pp"]]
+        own_causes = _causes(setting, kernels, layout, pace, at["pp"], causes)
+        end = _Ends(found.time.total, causes, own_causes)
+        spent = _merged(own_causes)
+        rows.append(
+            RankLedger(
+                rank,
+                at,
+                tuple(stage.index for stage in program.held(at["pp"])),
+                (*own.spans, *(end.spans(own.end) if own.spans else ())),
+                tuple(_memory(setting, program, rank, own, end, packed)),
+                tuple(_traffic(setting, kernels, program, rank, spent)),
+                spent,
+            )
+        )
+    return StepLedger(
+        "predicted",
+        layout.model_dump(mode="json"),
+        layout.label,
+        setting.cluster.device.name,
+        tuple(rows),
+        step_time_s=found.time.total,
+        tokens_per_s=found.tokens_per_s,
+        mfu=found.mfu,
+        memory_limit=setting.cluster.device.memory,
+    )
+
+
+def _causes(
+    setting: Setting,
+    kernels: Kernels,
+    layout: Layout,
+    pace: Pace,
+    place: int,
+    priced: dict[str, float],
+) -> dict[str, float]:
+    """Return the seconds of a rank by cause; they add up to the step, the rest being waiting.
+
+    Sums and updates of the ranks run at the same time; the price has room for those of the rank
+    whose microbatches take longest, and no other is given more.
+    """
+    own = rank_causes(setting, kernels, layout, pace, place, 0.0)
+    for cause in ("data", "optimizer"):
+        own[cause] = min(own[cause], priced[cause])
+    own["bubble"] = max(sum(priced.values()) - sum(own.values()), 0.0)
+    return own
+
+
+def _merged(causes: dict[str, float]) -> dict[str, float]:
+    """Return causes in the words of the ledger: what is gathered is data parallelism's, too."""
+    data = causes["data"] + causes["gathers"]
+    return {c: seconds for c in CAUSES if (seconds := {**causes, "data": data}.get(c))}
+
+
+class _Ends:
+    """What comes after the pipeline: sums, update, what the host adds."""
+
+    def __init__(self, total: float, priced: dict[str, float], own: dict[str, float]) -> None:
+        self.total = total
+        self.host = total - priced["host"]
+        self.update = self.host - priced["optimizer"]
+        self.reduce, self.update_seconds = own["data"], own["optimizer"]
+
+    def spans(self, end: float) -> Iterator[Span]:
+        """Yield them for a rank whose last action has ended."""
+        if self.reduce > 0:
+            yield Span("messages", "reduce", end, end + self.reduce, axis="data")
+        if self.update_seconds > 0:
+            yield Span("host", "update", self.update, self.update + self.update_seconds)
+        if self.total > self.host:
+            yield Span("host", "host", self.host, self.total)
+
+
+def _memory(
+    setting: Setting, program: Program, rank: int, drawn: Drawn, ends: _Ends, packed: bool
+) -> Iterator[MemoryPoint]:
+    """Yield what a rank holds: at the start, at the highest moment of each action, after it."""
+    layout = program.layout
+    if setting.stack.name != _OURS:
+        terms = memory(setting, layout, layout.mesh.coordinates(rank)["pp"]).by_category()
+        yield MemoryPoint("peak", None, _by_category(terms))
+        return
+    walk = timeline(program, rank, packed=packed, on_host=setting.on_cpu)
+    device = setting.cluster.device
+    terms_outside = outside(
+        device, layout, setting.stack, setting.calibration, float(walk.peak.total)
+    )
+    fixed = round(sum(term.bytes for term in terms_outside))
+    # A receive is posted within the action that comes next in the table.
+    name = ""
+    named: list[tuple[str, Moment]] = []
+    for moment in reversed(walk.moments):
+        is_transfer = moment.action.partition("_")[0] in ("SEND", "RECV")
+        name = name if is_transfer else moment.action
+        named.append((name, moment))
+    for name, group in groupby(reversed(named), key=lambda pair: pair[0]):
+        moments = [moment for _, moment in group]
+        start, end = _when(name, drawn, ends)
+        highest = max(range(len(moments)), key=lambda index: moments[index].total)
+        for index in sorted({highest, len(moments) - 1}):
+            share = (index + 1) / len(moments)
+            time = None if start is None or end is None else start + share * (end - start)
+            sizes = _by_category(moments[index].held)
+            yield MemoryPoint(name, time, {**sizes, "fixed": fixed} if fixed else sizes)
+
+
+def _when(name: str, drawn: Drawn, ends: _Ends) -> tuple[float | None, float | None]:
+    """Return when an action or phase of the walk begins and ends."""
+    if not drawn.actions:
+        return None, None
+    if name == "start":
+        return 0.0, 0.0
+    if name == "update":
+        return ends.update, ends.update + ends.update_seconds
+    kind, stage, microbatch = name.split()
+    return drawn.actions[Action(kind, int(stage), int(microbatch))]  # type: ignore[arg-type]
+
+
+def _by_category(held: Mapping[str, float]) -> dict[str, int]:
+    sums: dict[str, float] = {}
+    for name, size in held.items():
+        key = _CATEGORIES.get(name, "activations")
+        sums[key] = sums.get(key, 0.0) + size
+    return {name: round(size) for name, size in sums.items() if size}
+
+
+def _traffic(
+    setting: Setting, kernels: Kernels, program: Program, rank: int, spent: dict[str, float]
+) -> Iterator[Traffic]:
+    """Yield the program's messages; an axis's wait is shared out by what they take on the links."""
+    if setting.stack.name != _OURS:
+        return
+    layout = program.layout
+    counts: dict[tuple[str, str, int], int] = {}
+    for one in collectives(program, rank, on_cpu=setting.on_cpu):
+        key = one.kind, one.axis, one.bytes
+        counts[key] = counts.get(key, 0) + one.count
+    groups = {
+        "tp": (layout.tp, 1),
+        "cp": (layout.cp, layout.tp),
+        "shard": (layout.shard_ranks, layout.tp),
+        "replicate": (layout.dp_replicate, layout.tp * layout.shard_ranks),
+        "data": (layout.dp * layout.cp, layout.tp),
+    }
+    on_links = {
+        (kind, axis, size): times * kernels.network.seconds(kind, size, *groups[axis])
+        for (kind, axis, size), times in counts.items()
+        if axis in groups
+    }
+    sums: dict[str, float] = {}
+    for (_, axis, _), seconds in on_links.items():
+        cause = _CAUSE_OF_AXIS[axis]
+        sums[cause] = sums.get(cause, 0.0) + seconds
+    for (kind, axis, size), times in counts.items():
+        waited = None
+        if axis in groups and sums[_CAUSE_OF_AXIS[axis]]:
+            cause = _CAUSE_OF_AXIS[axis]
+            waited = spent.get(cause, 0.0) * on_links[kind, axis, size] / sums[cause]
+        yield Traffic(kind, axis, size, times, waited)

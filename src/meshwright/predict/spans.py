@@ -1,0 +1,108 @@
+"""`pipeline_spans`: what each pipeline rank does and waits for, and when, as it is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.predict.kernels import Kernels
+from meshwright.predict.pipeline import action_times
+from meshwright.predict.setting import Setting, stages_of, work_of
+from meshwright.predict.step import Pace, Pass, costs_of, has_table
+from meshwright.program.actions import Action, receives, sends
+from meshwright.program.ledger import Span
+from meshwright.program.schedule import stage_ranks
+
+# Half of a backward is for the inputs, half for the weights, as the events have it.
+_HALF: Final = 0.5
+
+
+class Drawn(NamedTuple):
+    """A pipeline rank's spans, and when each of its computing actions begins and ends."""
+
+    spans: tuple[Span, ...]
+    actions: dict[Action, tuple[float, float]]
+
+    @property
+    def end(self) -> float:
+        """When its last action is over and sent, in seconds; 0 where nothing is known."""
+        return max((span.end for span in self.spans), default=0.0)
+
+
+def pipeline_spans(
+    setting: Setting, kernels: Kernels, layout: Layout, pace: Pace, seconds: float
+) -> tuple[Drawn, ...]:
+    """Return the actions of each pipeline rank, which take `seconds` from the first to the last.
+
+    They are the events that the price is the end of, so that they end with it. What is not an event
+    stretches all of them alike: the share of the idle time that systems other than ours show, and
+    what a price leaves out of hundreds of microbatches (`predict.pipeline.by_events`). Messages
+    within an action are summed at its end; a receive is the wait for it, a send what is waited for
+    of it. Empty where our action tables lack the schedule, as with other systems' rules.
+    """
+    if not has_table(layout, pace.microbatches):
+        return tuple(Drawn((), {}) for _ in range(layout.pp))
+    costs = costs_of(setting, kernels, layout, pace)
+    times = action_times(layout, pace.microbatches, costs)
+    scale = seconds / max(end for _, end in times.values())
+    ranks = stage_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    actions: list[dict[Action, tuple[float, float]]] = [{} for _ in range(layout.pp)]
+    for action, (start, end) in times.items():
+        actions[ranks[action.stage]][action] = (start * scale, end * scale)
+    draw = _Pen(setting, layout, pace, ranks, scale, costs.transfer * costs.exposed * scale)
+    return tuple(Drawn(tuple(draw.spans(own)), own) for own in actions)
+
+
+class _Pen:
+    """Makes spans of actions and their times."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        layout: Layout,
+        pace: Pace,
+        ranks: tuple[int, ...],
+        scale: float,
+        sending: float,
+    ) -> None:
+        stages = stages_of(
+            setting.model, layout.stages, setting.train.seq_len, setting.stack.even_stages
+        )
+        self.passes = [pace.passes(stage) for stage in stages]
+        self.ranks, self.scale, self.sending = ranks, scale, sending
+        self.bytes = work_of(setting, layout).sizes.stream_bytes
+        self.kinds = {
+            "tp": "all_gather" if layout.sp else "all_reduce",
+            "cp": "all_to_all" if layout.cp_kind == "ulysses" else "recv",
+            "shard": "all_gather" if layout.zero == 3 else "reduce_scatter",
+        }
+
+    def spans(self, own: dict[Action, tuple[float, float]]) -> Iterator[Span]:
+        """Yield a rank's spans in the order of its table."""
+        free = 0.0
+        for action, (start, end) in own.items():
+            at = action.stage, action.microbatch
+            awaited = receives(action, self.ranks)
+            if awaited is not None and start > free:
+                yield Span("messages", awaited[0].kind, free, start, *at, "pp", self.bytes)
+            yield Span("compute", action.kind, start, end, *at)
+            yield from self._within(action, end)
+            free = end
+            sent = sends(action, self.ranks)
+            if sent is not None and self.sending:
+                free = end + self.sending
+                yield Span("messages", sent[0].kind, end, free, *at, "pp", self.bytes)
+
+    def _within(self, action: Action, end: float) -> Iterator[Span]:
+        """Yield what an action waits for along the other axes, put together at its end."""
+        found: Pass = self.passes[action.stage][action.kind != "F"]
+        share = self.scale * (_HALF if action.kind in ("I", "W") else 1.0)
+        waits = {"tp": found.tp, "cp": found.cp, "shard": found.gathers}
+        start = end - share * sum(waits.values())
+        for axis, seconds in waits.items():
+            if seconds > 0:
+                stop = start + share * seconds
+                kind = self.kinds[axis]
+                yield Span("messages", kind, start, stop, action.stage, action.microbatch, axis)
+                start = stop
