@@ -21,6 +21,7 @@ ORDER = [
     "models",
     "data",
     "search",
+    "report",
     "execute",
     "checkpoint",
     "train",
@@ -30,7 +31,7 @@ ORDER = [
     "launch",
     "cli",
 ]
-TORCH_FREE_ROOMS = ["spec", "layout", "interop", "program", "predict", "search", "data"]
+TORCH_FREE_ROOMS = ["spec", "layout", "interop", "program", "predict", "search", "report", "data"]
 
 
 def modules():
