@@ -15,8 +15,10 @@ from rich.table import Table
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.program.ledger import to_json
 from meshwright.program.parts import parameter_count
 from meshwright.search.plan import setting_of
+from meshwright.simulate.ledger import both_ledgers
 from meshwright.simulate.run import (
     Simulated,
     Simulation,
@@ -56,7 +58,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS",
         help="of numbers, middle, last, all, stages (one of each pipeline stage; the default)",
     )
-    parser.add_argument("--save", type=Path, metavar="ledger.json", help="write the ledger")
+    parser.add_argument(
+        "--save", type=Path, metavar="ledger.json", help="write predicted and simulated ledger"
+    )
     add_json(parser)
 
 
@@ -76,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"rank {mine.rank}: {format_bytes(one.peak)}, in {took}", file=sys.stderr)
 
     found = simulate(config, layout, ranks, setting, tell)
-    document = as_json(found)
     if args.save:
-        write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
+        document = to_json(both_ledgers(found))
+        write_atomic(args.save, (json.dumps(document) + "\n").encode())
     if args.json:
-        print_json(document)
+        print_json(as_json(found))
     else:
         _print(found, time.perf_counter() - started)
     return EXIT_DONE if found.fits and found.agrees else EXIT_CHECK_FAILED

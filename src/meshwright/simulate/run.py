@@ -205,10 +205,11 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
 
 def as_json(found: Simulation) -> dict[str, Any]:
-    """Return the simulated ledger, with the predicted one beside it.
+    """Return all that was found out, with the prediction beside it.
 
-    The keys are those of a predicted ledger; `ranks` has each rank in full. Bytes and FLOPs are of
-    one step.
+    The keys are those of a prediction; `ranks` has each rank in full, with FLOPs, differences and
+    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.ledger` has what of it
+    the ledgers of a step have in common.
     """
     worst = found.worst
     return {
