@@ -27,15 +27,18 @@ from meshwright.launch.machine import detect
 from meshwright.launch.planned import on_machine
 from meshwright.layout import Layout, broken
 from meshwright.predict.calibration import read_calibration
+from meshwright.predict.ledger import predicted_ledger
 from meshwright.predict.price import Memory, Prediction
 from meshwright.predict.setting import Setting
 from meshwright.program.parts import parameter_count
+from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import (
     Plan,
     as_json,
     explain,
     ledger,
+    on_cluster,
     plan,
     ranks_of,
     setting_of,
@@ -43,6 +46,7 @@ from meshwright.search.plan import (
 from meshwright.search.questions import on_devices
 from meshwright.search.rank import MARGIN
 from meshwright.search.remedies import remedies
+from meshwright.spec.loading import Config
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -100,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             print_json({**ledger(found), "terms": terms})
         else:
             _print_terms(found)
+            _print_charts(config, setting, found.layout)
         return EXIT_DONE
     if args.after_oom:
         layout = (
@@ -242,3 +247,13 @@ def _print_terms(found: Prediction) -> None:
         times.add_row(cause, f"{seconds:.4f}", f"{seconds / found.time.total:.1%}")
     times.add_row("step", f"{found.time.total:.4f}", f"{found.tokens_per_s:,.0f} tokens/s")
     Console().print(times)
+
+
+def _print_charts(config: Config, setting: Setting, layout: Layout) -> None:
+    packed = config.data.packing == "documents"
+    drawn = predicted_ledger(on_cluster(setting, layout), layout, packed=packed)
+    console = Console()
+    charts = (timeline_chart(drawn, console.width), memory_chart([drawn], console.width))
+    for chart in charts[layout.pp == 1 :]:
+        print()
+        console.print(chart)

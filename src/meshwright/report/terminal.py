@@ -1,0 +1,212 @@
+"""Charts of plain characters: a pipeline's timeline, seconds by cause, memory against the limit.
+
+They are `rich` texts of at most so many columns, which a console without a terminal prints without
+colour; no chart needs its colours to be read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from rich.text import Text
+
+from meshwright.program.ledger import CAUSES, RankLedger, Span, StepLedger
+from meshwright.report.trace import NAMES
+from meshwright.units import format_bytes, format_seconds
+
+WIDTH: Final = 80
+# Ranks that are drawn at most: of more, the first and the last.
+_MOST: Final = 16
+_IDLE: Final = "."
+_COLOURS: Final[Mapping[str, str]] = {
+    "F": "green",
+    "B": "blue",
+    "I": "cyan",
+    "W": "magenta",
+    _IDLE: "dim",
+    "compute": "green",
+    "bubble": "dim",
+    "fixed": "dim",
+}
+_MEANINGS: Final[Mapping[str, str]] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+}
+_BAR: Final = "#"
+# A part of a step below this share is not shown.
+_LEAST: Final = 0.001
+
+
+def summary(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
+    """Return all charts that some ledgers have data for, predicted above measured."""
+    charts = [timeline_chart(one, width) for one in ledgers]
+    charts += [causes_chart(ledgers, width), memory_chart(ledgers, width)]
+    return Text("\n\n").join(chart for chart in charts if chart)
+
+
+def timeline_chart(found: StepLedger, width: int = WIDTH) -> Text:
+    """Return what each pipeline rank computes from the first action to the end of the last.
+
+    A line for each place in the pipeline; a character is what it does in the middle of that time, a
+    dot where that is nothing. Empty without spans.
+    """
+    places: dict[int, RankLedger] = {}
+    for one in found.ranks:
+        if any(span.lane == "compute" for span in one.spans):
+            places.setdefault(one.coordinates.get("pp", 0), one)
+    if not places:
+        return Text()
+    rows = {one.rank: [s for s in one.spans if s.lane == "compute"] for one in places.values()}
+    first = min(span.start for spans in rows.values() for span in spans)
+    last = max(span.end for spans in rows.values() for span in spans)
+    label = max(len(f"rank {rank} ") for rank in rows)
+    columns = max(width - label, 10)
+    lines = [_title(found, last - first)]
+    seen: set[str] = set()
+    for rank in _shown(list(rows)):
+        if rank is None:
+            lines.append(Text("..."))
+            continue
+        letters = _letters(rows[rank], first, last, columns)
+        seen.update(letters)
+        lines.append(Text(f"rank {rank} ".ljust(label)).append_text(_coloured(letters)))
+    scale = format_seconds(last - first)
+    lines.append(Text(" " * label + "0 s" + scale.rjust(columns - 3), style="dim"))
+    known = [f"{kind} {what}" for kind, what in _MEANINGS.items() if kind in seen]
+    lines.append(Text(" " * label + ", ".join([*known, f"{_IDLE} waiting"]), style="dim"))
+    return _lines(lines, width)
+
+
+def _title(found: StepLedger, seconds: float) -> Text:
+    step = "" if found.step is None else f", step {found.step}"
+    bubble = "" if found.bubble is None else f", bubble {found.bubble:.1%}"
+    whole = ""
+    if found.step_time_s is not None:
+        whole = f" of a step of {format_seconds(found.step_time_s)}"
+    text = f"{NAMES[found.source]}{step}: actions {format_seconds(seconds)}{whole}{bubble}"
+    return Text(text, style="bold")
+
+
+def _letters(spans: Sequence[Span], first: float, last: float, columns: int) -> str:
+    """Return the kind of action in the middle of each column, or the mark of idleness."""
+    spans = sorted(spans, key=lambda span: span.start)
+    starts = [span.start for span in spans]
+    letters = []
+    for column in range(columns):
+        time = first + (column + 0.5) * (last - first) / columns
+        at = spans[max(bisect(starts, time) - 1, 0)]
+        letters.append(at.name[0] if at.start <= time < at.end else _IDLE)
+    return "".join(letters)
+
+
+def causes_chart(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
+    """Return bars of a step's seconds by cause, on average over the ranks, of all ledgers.
+
+    Predicted above measured where there are both. Empty where no ledger has causes.
+    """
+    known = [(one, _average(one)) for one in ledgers]
+    known = [(one, causes) for one, causes in known if causes]
+    if not known:
+        return Text()
+    most = max(max(causes.values()) for _, causes in known)
+    lines = [Text("seconds of a step by cause, mean of the ranks", style="bold")]
+    for cause in CAUSES:
+        shares = [causes.get(cause, 0.0) / sum(causes.values()) for _, causes in known]
+        if max(shares) < _LEAST:
+            continue
+        for place, (one, causes) in enumerate(known):
+            seconds = causes.get(cause, 0.0)
+            said = f"{format_seconds(seconds):>9} {shares[place]:>6.1%}"
+            label = f"{cause if not place else '':<10}{_named(one, len(known) > 1)}"
+            room = max(width - len(label) - len(said) - 1, 5)
+            bar = _bar(seconds / most, room)
+            style = _COLOURS.get(cause, "yellow")
+            lines.append(Text(label).append(bar, style=style).append(f" {said}"))
+    return _lines(lines, width)
+
+
+def _named(one: StepLedger, is_one_of_several: bool) -> str:
+    return f"{NAMES[one.source]:<10}" if is_one_of_several else ""
+
+
+def _average(found: StepLedger) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    known = [one for one in found.ranks if one.causes]
+    for one in known:
+        for cause, seconds in one.causes.items():
+            sums[cause] = sums.get(cause, 0.0) + seconds / len(known)
+    return {cause: seconds for cause, seconds in sums.items() if seconds > 0}
+
+
+def memory_chart(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
+    """Return the peak of each rank as a bar, against the device's limit where one is known.
+
+    Predicted above measured where there are both. Empty where no ledger has memory.
+    """
+    rows = [
+        (found, one)
+        for found in ledgers
+        for one in found.ranks
+        if one.peak is not None and one.peak.total
+    ]
+    if not rows:
+        return Text()
+    limits = [found.memory_limit for found, _ in rows if found.memory_limit]
+    peaks = [one.peak.total for _, one in rows if one.peak]
+    scale = max([*limits, *peaks])
+    several = len({found.source for found, _ in rows}) > 1
+    head = f"peak memory; {format_bytes(max(limits))} is the limit" if limits else "peak memory"
+    lines = [Text(head, style="bold")]
+    for rank in _shown(sorted({one.rank for _, one in rows})):
+        if rank is None:
+            lines.append(Text("..."))
+            continue
+        own = [(found, one) for found, one in rows if one.rank == rank]
+        for place, (found, one) in enumerate(own):
+            label = f"{f'rank {rank}' if not place else '':<10}{_named(found, several)}"
+            lines.append(_memory_line(found, one, label, scale, width))
+    return _lines(lines, width)
+
+
+def _memory_line(found: StepLedger, one: RankLedger, label: str, scale: int, width: int) -> Text:
+    peak = one.peak
+    assert peak is not None
+    largest = max(peak.bytes, key=lambda kind: peak.bytes[kind])
+    said = f"{format_bytes(peak.total):>11}, mostly {largest}"
+    room = max(width - len(label) - len(said) - 3, 5)
+    bar = _bar(peak.total / scale, room)
+    over = found.memory_limit is not None and peak.total > found.memory_limit
+    text = Text(label + "[").append(bar, style="red" if over else "green")
+    return text.append("] " + said, style="red" if over else "")
+
+
+def _bar(share: float, room: int) -> str:
+    return (_BAR * max(round(room * share), share > 0)).ljust(room)
+
+
+def _shown(ranks: Sequence[int]) -> Iterator[int | None]:
+    """Yield the ranks to draw; None stands for those left out."""
+    if len(ranks) <= _MOST:
+        yield from ranks
+        return
+    yield from ranks[: _MOST // 2]
+    yield None
+    yield from ranks[-_MOST // 2 :]
+
+
+def _coloured(letters: str) -> Text:
+    text = Text()
+    for letter in letters:
+        text.append(letter, style=_COLOURS.get(letter, ""))
+    return text
+
+
+def _lines(lines: Sequence[Text], width: int) -> Text:
+    for line in lines:
+        line.truncate(width)
+        line.rstrip()
+    return Text("\n").join(lines)
