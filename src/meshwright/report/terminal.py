@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import Final
 
 from rich.text import Text
 
-from meshwright.program.ledger import CAUSES, RankLedger, Span, StepLedger
+from meshwright.program.ledger import CAUSES, RankLedger, Span, StepLedger, of_source
+from meshwright.report.agreement import agreement
 from meshwright.report.trace import NAMES
 from meshwright.units import format_bytes, format_seconds
 
@@ -42,8 +44,15 @@ _LEAST: Final = 0.001
 
 
 def summary(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
-    """Return all charts that some ledgers have data for, predicted above measured."""
+    """Return all charts that some ledgers have data for, predicted above measured.
+
+    Of a predicted and a measured ledger it says how they agree.
+    """
     charts = [timeline_chart(one, width) for one in ledgers]
+    planned, measured = (of_source(ledgers, source) for source in ("predicted", "measured"))
+    agreed = agreement(planned, measured) if planned and measured else None
+    if agreed:
+        charts.append(Text(fill(agreed.words, width)))
     charts += [causes_chart(ledgers, width), memory_chart(ledgers, width)]
     return Text("\n\n").join(chart for chart in charts if chart)
 

@@ -1,0 +1,84 @@
+"""`agreement`: whether a measured step went as planned: the order of actions, and the idle time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from meshwright.program.ledger import RankLedger, StepLedger
+
+Done = tuple[str, int, int]  # kind, stage, microbatch
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a measured step compares with its plan.
+
+    `difference` says where a rank first did another action than planned, None where none did.
+    `planned` and `measured` are the bubbles (`StepLedger.bubble`), None where there is no pipeline.
+    """
+
+    difference: str | None
+    planned: float | None
+    measured: float | None
+
+    @property
+    def points(self) -> float | None:
+        """By how many points of a hundred the measured bubble is larger than the planned one."""
+        if self.planned is None or self.measured is None:
+            return None
+        return 100 * (self.measured - self.planned)
+
+    @property
+    def words(self) -> str:
+        """Both in a sentence."""
+        order = self.difference or "every rank did its actions in the planned order"
+        if self.planned is None or self.measured is None or self.points is None:
+            return order
+        more = "more" if self.points >= 0 else "less"
+        return (
+            f"{order}; the bubble was {self.measured:.1%} where {self.planned:.1%} was planned, "
+            f"{abs(self.points):.1f} points {more}"
+        )
+
+
+def agreement(planned: StepLedger, measured: StepLedger) -> Agreement | None:
+    """Return how a measured step compares with its plan; None where one of them has no actions.
+
+    Of the measured ranks those with spans are compared, each with the planned one at its place in
+    the pipeline, which stands for all of them.
+
+    Idle time is compared as a share, so that the plan may be of a faster device. It is not that of
+    the plan where ranks share cores: the plan has a device for each rank, and a rank that waits
+    leaves its core to the others, so that a pipeline of more ranks than cores idles less.
+    """
+    places = {one.coordinates.get("pp", 0): done_by(one) for one in planned.ranks}
+    known = [one for one in measured.ranks if done_by(one)]
+    if not known or not any(places.values()):
+        return None
+    differences = (
+        _difference(one.rank, places.get(one.coordinates.get("pp", 0), []), done_by(one))
+        for one in known
+    )
+    first = next((found for found in differences if found is not None), None)
+    return Agreement(first, planned.bubble, measured.bubble)
+
+
+def done_by(one: RankLedger) -> list[Done]:
+    """Return what a rank computed, in the order in which it began."""
+    work = sorted((s for s in one.spans if s.lane == "compute"), key=lambda span: span.start)
+    return [(span.name, span.stage, span.microbatch) for span in work]
+
+
+def _difference(rank: int, planned: list[Done], done: list[Done]) -> str | None:
+    for place, (should, did) in enumerate(zip_longest(planned, done)):
+        if should != did:
+            return f"rank {rank}, action {place}: {_named(did)} where {_named(should)} was planned"
+    return None
+
+
+def _named(action: Done | None) -> str:
+    if action is None:
+        return "nothing more"
+    kind, stage, microbatch = action
+    return f"{kind} of stage {stage} and microbatch {microbatch}"
