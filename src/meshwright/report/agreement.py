@@ -48,9 +48,9 @@ def agreement(planned: StepLedger, measured: StepLedger) -> Agreement | None:
     Of the measured ranks those with spans are compared, each with the planned one at its place in
     the pipeline, which stands for all of them.
 
-    Idle time is compared as a share, so that the plan may be of a faster device. It is not that of
-    the plan where ranks share cores: the plan has a device for each rank, and a rank that waits
-    leaves its core to the others, so that a pipeline of more ranks than cores idles less.
+    Idle time is compared as a share, so that the plan may be of a faster device. The plan has a
+    device for each rank: where ranks share cores, they hold each other up at odd times, and a
+    schedule that leaves little idle shows more of it than planned.
     """
     places = {one.coordinates.get("pp", 0): done_by(one) for one in planned.ranks}
     known = [one for one in measured.ranks if done_by(one)]

@@ -13,7 +13,7 @@ from typing import Final
 
 from rich.text import Text
 
-from meshwright.program.ledger import CAUSES, RankLedger, Span, StepLedger, of_source
+from meshwright.program.ledger import CAUSES, MEMORY, RankLedger, Span, StepLedger, of_source
 from meshwright.report.agreement import agreement
 from meshwright.report.trace import NAMES
 from meshwright.units import format_bytes, format_seconds
@@ -39,6 +39,7 @@ _MEANINGS: Final[Mapping[str, str]] = {
     "W": "backward for weights",
 }
 _BAR: Final = "#"
+_LONGEST: Final = max(map(len, MEMORY))
 # A part of a step below this share is not shown.
 _LEAST: Final = 0.001
 
@@ -185,7 +186,7 @@ def _memory_line(found: StepLedger, one: RankLedger, label: str, scale: int, wid
     peak = one.peak
     assert peak is not None
     largest = max(peak.bytes, key=lambda kind: peak.bytes[kind])
-    said = f"{format_bytes(peak.total):>11}, mostly {largest}"
+    said = f"{format_bytes(peak.total):>11}, mostly {largest:<{_LONGEST}}"
     room = max(width - len(label) - len(said) - 3, 5)
     bar = _bar(peak.total / scale, room)
     over = found.memory_limit is not None and peak.total > found.memory_limit
