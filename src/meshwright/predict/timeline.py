@@ -78,6 +78,7 @@ class _Walk:
         self.sent: dict[int, int] = {}  # bytes on their way, by peer
         self.proves: dict[Action, int] = {}  # those that a receive proves to have arrived
         self.deferred: dict[tuple[int, int], int] = {}
+        self.known: dict[tuple[int, bool], tuple[Operation, ...]] = {}
 
     def run(self) -> Timeline:
         """Return the timeline."""
@@ -161,11 +162,14 @@ class _Walk:
         return sizes.tokens * sizes.vocab * (element or sizes.element)
 
     def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
-        program = self.program
-        if again:
-            layout = program.layout.model_copy(update={"recompute": "none"})
-            program = Program(program.model, program.train, layout, program.stages)
-        return operations(program, stage, packed=self.packed, cp_rank=self.at["cp"])
+        key = stage.index, again
+        if key not in self.known:  # the same for all microbatches
+            program = self.program
+            if again:
+                layout = program.layout.model_copy(update={"recompute": "none"})
+                program = Program(program.model, program.train, layout, program.stages)
+            self.known[key] = operations(program, stage, packed=self.packed, cp_rank=self.at["cp"])
+        return self.known[key]
 
     def _keep(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
         for op in ops:
