@@ -38,6 +38,7 @@ from meshwright.execute.ledger_file import (
     Group,
     ranges_of,
 )
+from meshwright.execute.tape import Tape
 
 _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
 
@@ -45,7 +46,8 @@ _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
 class Ledger:
     """The ledger of this process; in memory of its own unless `open` maps a file.
 
-    `on_phase` is called with each phase and the step as it begins, for tests to act there.
+    `on_phase` is called with each phase and the step as it begins, for tests to act there. A `tape`
+    keeps what is entered while it is there.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Ledger:
     ) -> None:
         self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
         self._on_phase = on_phase
+        self.tape: Tape | None = None
         self._moves, self._number = 0, 0
         self._numbers = itertools.count(1)
         self._step, self._phase, self._place = 0, 0, (0, 0, 0)
@@ -120,6 +123,9 @@ class Ledger:
     def _enter(self, name: str, place: tuple[int, int, int] = (0, 0, 0)) -> None:
         self._phase, self._place = PHASES.index(name), place
         self._move()
+        if self.tape is not None:
+            action, stage, microbatch = place
+            self.tape.turn(ACTIONS[action] or name, stage if action else -1, microbatch)
         if self._on_phase is not None:
             self._on_phase(name, self._step)
 
@@ -177,7 +183,13 @@ class Ledger:
             *(size, sequence, self._step, group, peer, code, self._phase),
         )
         self._move()
+        if self.tape is not None:
+            self.tape.begin(number, kind, group, size, waits=waits)
         return number
+
+    def label(self, group: int) -> str:
+        """Return what a group is for, by its number: an axis, or its ranks."""
+        return self._groups[group].label
 
     def begun_last(self, count: int) -> tuple[int, ...]:
         """Return the entries that this thread began last; none where nothing enters them."""
@@ -189,6 +201,8 @@ class Ledger:
         for entry in entries:
             self._stamp(entry, "waiting", now)
         self._move()
+        if self.tape is not None:
+            self.tape.wait(*entries)
 
     def end(self, *entries: int) -> None:
         """Enter that something has ended, or that the rank no longer waits for it."""
@@ -196,6 +210,8 @@ class Ledger:
         since = min((self._stamp(entry, "ended", now) for entry in entries), default=now)
         self._waited_s += now - since
         self._move()
+        if self.tape is not None:
+            self.tape.end(*entries)
 
     def _stamp(self, entry: int, field: str, now: float) -> float:
         """Set a time of an entry; returns since when it was waited for."""

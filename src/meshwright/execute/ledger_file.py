@@ -20,6 +20,7 @@ PHASES: Final = (
     "eval",
     "save",
     "end",
+    "log",
 )
 ACTIONS: Final = ("", "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _DETAILS: Final = {

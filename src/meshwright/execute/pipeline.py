@@ -126,6 +126,8 @@ class Pipeline:
                 perform[action.kind](action)
                 if observe is not None:
                     observe(action, started, time.perf_counter())
+        if self.scale is not None:
+            self.stages.ledger.phase("reduce")
         for departures in self._leaving.values():
             _wait(departures)
         total = torch.zeros((), device=self.stages.device)

@@ -219,10 +219,16 @@ class CheckpointSpec(_Async):  # type: ignore[misc]
 
 
 class LogSpec(Spec):
-    """Where metrics go besides `events.jsonl` and the terminal."""
+    """Where metrics go besides `events.jsonl` and the terminal, and what is recorded of steps.
+
+    `trace` = n records an early step and each n-th into `ledger.json`, 0 none; `trace_memory` also
+    what an early one holds.
+    """
 
     dir: str = "runs"
     name: str | None = None
     tensorboard: bool = False
     wandb: str | None = None
     trackio: str | None = None
+    trace: int = Field(default=100, ge=0)
+    trace_memory: bool = True

@@ -19,6 +19,7 @@ from meshwright.train.events import Emit
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.metrics import StepClock, step_event
 from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.recording import Recording
 from meshwright.train.replicas import check_replicas
 from meshwright.train.run import Progress, open_run, save
 from meshwright.train.run_folder import Job
@@ -56,8 +57,10 @@ def train(
     emit(start_event(job, world, dataset, sampler, progress.step))
 
     clock, scale, watch = StepClock(), progress.scale, SpikeWatch()
+    recording = Recording(job, world, trained, progress.step)
     loss, step, stopped = float("nan"), progress.step, False
     for step in range(progress.step + 1, steps + 1):
+        recording.begin(step)
         world.ledger.step(step)
         clock.start()
         batch = Batch.of(sampler.rows(step - 1, mine), world.device, keys(config, step, mine))
@@ -68,8 +71,10 @@ def train(
         clip = config.train.clip_norm
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
 
+        world.ledger.phase("log")
         loss, stop_votes = world.sum_on_host([done.loss.item(), float(asked_to_stop())])
         clock.stop()
+        recording.end(step)
         stopped = stop_votes > 0
         last = stopped or step == steps
         if done.overflow is not None:

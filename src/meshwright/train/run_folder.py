@@ -41,6 +41,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def step_ledger(self) -> Path:
+        """What a step takes, predicted and measured, as `program.ledger` has it."""
+        return self.path / "ledger.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of `step-00000100` folders."""
         return self.path / "checkpoints"

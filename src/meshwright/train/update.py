@@ -32,7 +32,6 @@ def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float 
     `batch` holds the rows of this data rank, the same on all ranks that share them.
     """
     loss = parallel.backward(batch, loss_scale)
-    world.ledger.phase("reduce")
     complete(parallel.held, parallel.groups, tied=parallel.program.model.tie_embeddings)
     norm = global_norm(parallel.held, world.size) / loss_scale
     overflow = None if math.isfinite(norm) else _overflowed(parallel, world)

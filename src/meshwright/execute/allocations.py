@@ -1,0 +1,308 @@
+"""What a rank's memory is made of, from the allocations that torch's profiler sees.
+
+On a CPU torch keeps no statistics of memory, and what the system counts is up to twice too high.
+What a piece is for, marks in the profile say: `mark` makes one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwright.execute.data import replicas_of
+from meshwright.execute.gradients import local_shard
+from meshwright.execute.measured import Moment
+from meshwright.execute.optimize import Shards
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.tape import Tape
+
+# How the profile names the operations in which a collective's memory is used.
+COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")
+TURN: Final = "turn "
+HOST: Final = "host"
+REST: Final = "rest"
+
+
+@dataclass
+class Piece:
+    """An allocation: bytes, its time in ns, what it is, and the operations that it was made in.
+
+    One of before the profile has the start 0; `end` is None where it was not seen.
+    """
+
+    size: int
+    start: int
+    end: int | None
+    kind: str
+    maker: str
+
+
+def mark(kind: str, tensor: Tensor | None) -> None:
+    """Have the profile say what a tensor's memory is; the last word counts."""
+    if tensor is None:
+        return
+    address = local_shard(tensor.detach()).untyped_storage().data_ptr()
+    if address:
+        with record_function(f"mark {kind} {address}"):
+            pass
+
+
+@contextmanager
+def marked_by_fsdp() -> Iterator[None]:
+    """Mark what FSDP2 gathers, reduces and buffers, wherever it does."""
+    gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
+    allocate = DefaultAllocMixin.allocate
+
+    def gathered(self: FSDPParam) -> None:
+        gather(self)  # type: ignore[no-untyped-call]
+        for output in self.all_gather_outputs:
+            mark("gathered", output)
+
+    def mark_gradients(group: FSDPParamGroup) -> None:
+        for parameter in group.fsdp_params:
+            mark("gradients", parameter.unsharded_accumulated_grad)
+            whole = getattr(parameter, "_unsharded_param", None)
+            mark("gradients", None if whole is None else whole.grad)
+            mark("gradients", parameter.sharded_param.grad)
+        mark("gradients", group._partial_reduce_output)
+
+    def reduced(self: FSDPParamGroup, *arguments: Any) -> None:
+        mark_gradients(self)
+        reduce(self, *arguments)
+        mark_gradients(self)
+
+    def buffered(self: DefaultAllocMixin, *arguments: Any, **more: Any) -> Tensor:
+        buffer = allocate(self, *arguments, **more)
+        mark("buffers", buffer)
+        return buffer
+
+    with (
+        mock.patch.object(FSDPParam, "init_unsharded_param", gathered),
+        mock.patch.object(FSDPParamGroup, "post_backward", reduced),
+        mock.patch.object(DefaultAllocMixin, "allocate", buffered),
+    ):
+        yield
+
+
+@contextmanager
+def marked_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
+    """Mark the gradients that the optimizer takes."""
+    kind = HOST if parallel.program.layout.offload == "params" else "gradients"
+    take = shards.take
+
+    def take_marked() -> None:
+        take()
+        for held in parallel.held:
+            mark(kind, held.parameter.grad)
+
+    with mock.patch.object(shards, "take", take_marked):
+        yield
+
+
+def lasting(
+    parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is there from step to step, and what it is."""
+    offload = parallel.program.layout.offload
+    for held in parallel.held:
+        yield HOST if offload == "params" else "parameters", held.parameter
+    for module in parallel.modules.values():
+        replicas = replicas_of(module)
+        for weight in [] if replicas is None else replicas.weights.values():
+            if weight.is_copy:  # products use it
+                yield "gathered", weight.used
+        for buffer in module.buffers():
+            yield REST, buffer
+    for leaf in shards.leaves if shards.on_host else ():
+        yield HOST, leaf
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor):
+                yield "optimizer" if offload == "none" else HOST, tensor
+
+
+class MarkedTape(Tape):
+    """A tape that also marks in the profile when each turn begins."""
+
+    def turn(self, name: str, stage: int, microbatch: int) -> None:
+        """The rank turns to something."""
+        super().turn(name, stage, microbatch)
+        with record_function(f"{TURN}{self.turns[-1]}"):
+            pass
+
+    def stop(self) -> None:
+        """The step is over."""
+        super().stop()
+        with record_function(f"{TURN}end"):
+            pass
+
+
+class _Frame(NamedTuple):
+    """An operation, and the one that it is in."""
+
+    name: str
+    outer: _Frame | None
+
+    def __str__(self) -> str:
+        names: list[str] = []
+        at: _Frame | None = self
+        while at is not None:
+            names.append(at.name)
+            at = at.outer
+        return " < ".join(names)
+
+
+Event = tuple[Any, _Frame | None]
+
+
+def events_of(seen: profile) -> list[Event]:
+    """Return all events of a profile in their order, each with the operations that it is in."""
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    roots = seen.profiler.kineto_results.experimental_event_tree()
+    return sorted(_flat(roots), key=lambda event: event[0].start_time_ns)
+
+
+def _flat(roots: Sequence[Any]) -> Iterator[Event]:
+    left: list[Event] = [(node, None) for node in reversed(roots)]
+    while left:
+        node, outer = left.pop()
+        yield node, outer
+        if node.typed[0] != _EventType.Allocation:
+            outer = _Frame(node.name, outer)
+        left += [(child, outer) for child in reversed(node.children)]
+
+
+def pieces_of(
+    events: Sequence[Event], device: str = "cpu", known: Mapping[int, Piece] | None = None
+) -> list[Piece]:
+    """Return all allocations on a type of device with their ends, but what is offloaded.
+
+    `known` are those of before the profile, by their addresses.
+
+    The profiler sees what its own thread frees. Where a thread of gloo is the last to let go of a
+    collective's tensor, the free is missed: its address is given again, or what gloo made never
+    ends. Such a piece is taken to end with the collective that it was in.
+    """
+    ends = sorted(node.end_time_ns for node, _ in events if node.name.startswith(COLLECTIVES))
+
+    def end_unseen(piece: Piece, latest: int | None) -> None:
+        place = bisect.bisect_left(ends, piece.start)
+        times = [*ends[place : place + 1], *([] if latest is None else [latest])]
+        piece.end = min(times, default=None)
+
+    live = dict(known or {})
+    pieces = list(live.values())
+    for node, maker in events:
+        if node.typed[0] == _EventType.Allocation:
+            if node.typed[1].device.type != device:
+                continue
+            address, size = node.typed[1].ptr, node.typed[1].alloc_size
+            before = live.pop(address, None)
+            if size < 0 and before is not None:
+                before.end = node.start_time_ns
+            elif before is not None:
+                end_unseen(before, node.start_time_ns)
+            if size > 0:
+                made_in = str(maker or "")
+                kind = "buffers" if "c10d::" in made_in else REST  # gloo's own copies
+                live[address] = Piece(size, node.start_time_ns, None, kind, made_in)
+                pieces.append(live[address])
+        elif node.name.startswith("mark "):
+            _, kind, address = node.name.split()
+            if int(address) in live:
+                live[int(address)].kind = kind
+    for piece in live.values():
+        if piece.kind == "buffers":
+            end_unseen(piece, None)
+    return [piece for piece in pieces if piece.kind != HOST]
+
+
+def alive(pieces: Sequence[Piece], at: int) -> list[Piece]:
+    """Return the pieces that are there at a moment."""
+    return [p for p in pieces if p.start <= at and (p.end is None or p.end > at)]
+
+
+def moments_of(pieces: Sequence[Piece], begins: Sequence[int]) -> list[Moment]:
+    """Return what is held as each turn begins, and at its peak; the last of `begins` is the end.
+
+    Times are in ns, as those of the pieces. What is of no other kind are activations.
+    """
+
+    def now() -> dict[str, int]:
+        return {"activations" if kind == REST else kind: held[kind] for kind in held if held[kind]}
+
+    changes = [(piece.start, piece.size, piece.kind) for piece in pieces]
+    changes += [(piece.end, -piece.size, piece.kind) for piece in pieces if piece.end is not None]
+    changes.sort()
+    held: Counter[str] = Counter()
+    found, place = [], 0
+    for turn, (begin, end) in enumerate(pairwise(begins)):
+        while place < len(changes) and changes[place][0] <= begin:
+            held[changes[place][2]] += changes[place][1]
+            place += 1
+        found.append(Moment(turn, 0.0, now()))
+        peak, total = found[-1], held.total()
+        highest = total
+        while place < len(changes) and changes[place][0] <= end:
+            at, size, kind = changes[place]
+            held[kind] += size
+            total += size
+            place += 1
+            if total > highest:
+                highest = total
+                peak = Moment(turn, (at - begin) / (end - begin), now())
+        if peak is not found[-1]:
+            found.append(peak)
+    return [*found, Moment(len(begins) - 1, 0.0, now())]
+
+
+class StepProfile:
+    """The memory of one step in the course of a run, as a context around it.
+
+    What was there before must be known: it is `lasting`.
+    """
+
+    def __init__(
+        self, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Take what the step will work on."""
+        self._trained = parallel, shards, optimizer
+        self._device = parallel.device.type
+        self._known: dict[int, Piece] = {}
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> StepProfile:
+        parallel, shards, _ = self._trained
+        for kind, tensor in lasting(*self._trained):
+            storage = local_shard(tensor.detach()).untyped_storage()
+            if storage.device.type == self._device and storage.data_ptr():
+                self._known[storage.data_ptr()] = Piece(storage.nbytes(), 0, None, kind, "")
+        self._contexts.enter_context(marked_by_fsdp())
+        self._contexts.enter_context(marked_gradients(parallel, shards))
+        self._contexts.enter_context(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._contexts.close()
+
+    def moments(self) -> list[Moment]:
+        """Return what was held as each turn of a `MarkedTape` began, and at its peak."""
+        events = events_of(self._profile)
+        begins = [event.start_time_ns for event, _ in events if event.name.startswith(TURN)]
+        return moments_of(pieces_of(events, self._device, self._known), begins)

@@ -1,0 +1,99 @@
+"""`Tape`: all that a rank tells its ledger in the course of one step, with the times.
+
+A ledger writes down where its rank is now; a tape that is put into it keeps what has been. No torch
+here: what a time is, the tape's clock says.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple, Protocol
+
+
+class Clock(Protocol):
+    """What stamps moments, cheaply, and reads the stamps once all is over."""
+
+    def stamp(self) -> Any:
+        """Return this moment, or None where it is none of the stream that computes."""
+
+    def seconds(self, stamp: Any) -> float:
+        """Return a stamp in seconds of the host's monotonic clock."""
+
+
+class HostClock:
+    """The monotonic clock, which the processes of a machine share."""
+
+    def stamp(self) -> float:
+        """Return this moment."""
+        return time.monotonic()
+
+    def seconds(self, stamp: float) -> float:
+        """Return a stamp as it is."""
+        return stamp
+
+
+class Turn(NamedTuple):
+    """What the rank turned to: an action of its table or a phase of the step, and when."""
+
+    name: str
+    stage: int
+    microbatch: int
+    at: Any
+
+    def __str__(self) -> str:
+        return self.name if self.stage < 0 else f"{self.name} {self.stage} {self.microbatch}"
+
+
+class Sent(NamedTuple):
+    """A message that the rank began, and in which turn; `group` is its number in the ledger."""
+
+    kind: str
+    group: int
+    bytes: int
+    turn: int
+
+
+class Wait(NamedTuple):
+    """That the rank waited for some messages, by their entries in the ledger."""
+
+    entries: tuple[int, ...]
+    since: Any
+    until: Any
+
+
+class Tape:
+    """What a rank did in a step: the turns it took, what it sent, and what it waited for."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        """Begin to listen, by the host's clock unless another one is given."""
+        self.clock: Clock = clock or HostClock()
+        self.turns: list[Turn] = []
+        self.sent: dict[int, Sent] = {}
+        self.waits: list[Wait] = []
+        self._open: dict[tuple[int, ...], Any] = {}
+        self.began = self.ended = self.clock.stamp()
+
+    def turn(self, name: str, stage: int, microbatch: int) -> None:
+        """The rank turns to something."""
+        self.turns.append(Turn(name, stage, microbatch, self.clock.stamp()))
+
+    def begin(self, entry: int, kind: str, group: int, size: int, *, waits: bool) -> None:
+        """A message of some bytes begins; `waits` says that the rank waits for it at once."""
+        self.sent[entry] = Sent(kind, group, size, len(self.turns) - 1)
+        if waits:
+            self.wait(entry)
+
+    def wait(self, *entries: int) -> None:
+        """The rank begins to wait."""
+        self._open[entries] = self.clock.stamp()
+
+    def end(self, *entries: int) -> None:
+        """It waits no longer, if it did."""
+        since = self._open.pop(entries, None)
+        until = self.clock.stamp() if since is not None else None
+        if until is not None:
+            self.waits.append(Wait(entries, since, until))
+
+    def stop(self) -> None:
+        """The step is over."""
+        self.ended = self.clock.stamp()
