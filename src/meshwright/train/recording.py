@@ -15,8 +15,8 @@ from meshwright.execute.tape import Tape, Turn
 from meshwright.execute.world import World
 from meshwright.program.ledger import MemoryPoint, RankLedger, StepLedger
 from meshwright.program.parts import flops_per_token
-from meshwright.train.run_folder import Job
-from meshwright.train.step_ledger import gather_ranks, write_measured
+from meshwright.train.run_folder import Job, put_step
+from meshwright.train.step_ledger import gather_ranks
 
 # Steps after the one that a run begins or goes on at: the first is unlike the others.
 MEMORY_AFTER: Final = 2
@@ -88,7 +88,7 @@ class Recording:
         )
         ranks = gather_ranks(world, program, mine, found.began + self._offset)
         if world.rank == 0:
-            write_measured(self._job.folder.step_ledger, self._ledger(step, ranks))
+            put_step(self._job.folder, self._ledger(step, ranks))
 
     def _with_fixed(self, points: Sequence[MemoryPoint]) -> tuple[MemoryPoint, ...]:
         """Add to all points what a GPU holds that is not the program's."""

@@ -6,15 +6,18 @@ import contextlib
 import datetime
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.data.files import write_atomic
 from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, Machine
+from meshwright.program.ledger import StepLedger, from_json, to_json
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import Config, load_config
 
@@ -165,6 +168,22 @@ def create(job: Job) -> None:
             temporary = latest.with_name(f".latest-{os.getpid()}")
             temporary.symlink_to(folder.path.name)
             temporary.replace(latest)
+
+
+def put_step(folder: RunFolder, found: StepLedger) -> None:
+    """Put what a step takes into a run's `ledger.json`, in place of another of its source.
+
+    A run does not end for it: where the disk refuses, it says so and goes on.
+    """
+    path = folder.step_ledger
+    before: tuple[StepLedger, ...] = ()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
+        before = from_json(json.loads(path.read_text(encoding="utf-8")))
+    ledgers = [*(one for one in before if one.source != found.source), found]
+    try:
+        write_atomic(path, (json.dumps(to_json(ledgers), separators=(",", ":")) + "\n").encode())
+    except OSError as error:
+        print(f"note: {path} was not written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def read_job(path: Path) -> Job:

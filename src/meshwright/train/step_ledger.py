@@ -1,17 +1,14 @@
-"""From the ranks' recordings of one step to the `ledger.json` of a run."""
+"""The ranks' recordings of one step, put together on rank 0."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from meshwright.data.files import write_atomic
 from meshwright.execute.ledger import Pending
 from meshwright.execute.world import World
 from meshwright.program.ledger import (
@@ -107,20 +104,3 @@ def _moved(one: RankLedger, by: float) -> RankLedger:
             for point in one.memory
         ),
     )
-
-
-def write_measured(path: Path, measured: StepLedger) -> None:
-    """Put a measured step into a `ledger.json`, in place of the one before it.
-
-    A run does not end for it: where the disk refuses, it says so and goes on.
-    """
-    try:
-        before = from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        before = ()
-    ledgers = [one for one in before if one.source != "measured"]
-    text = json.dumps(to_json([*ledgers, measured]), separators=(",", ":"))
-    try:
-        write_atomic(path, f"{text}\n".encode())
-    except OSError as error:
-        print(f"note: {path} was not written: {error.strerror}", file=sys.stderr, flush=True)
