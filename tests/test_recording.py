@@ -271,7 +271,9 @@ def test_of_many_ranks_some_tell_all(world: World):
 def test_a_run_tells_of_its_steps(config):
     asked = config("layout.pp=2", "layout.microbatch=1", "log.trace=5", "train.steps=7")
     run = train(asked, clean_environ(), io.StringIO())
-    (measured,) = from_json(json.loads((run.folder / "ledger.json").read_text()))
+    predicted, measured = from_json(json.loads((run.folder / "ledger.json").read_text()))
+    assert (predicted.source, predicted.label) == ("predicted", measured.label)
+    assert [one.rank for one in predicted.ranks] == [0, 1]
     assert (measured.source, measured.step, measured.label) == ("measured", 5, "pp2 1f1b mb1")
     assert [one.rank for one in measured.ranks] == [0, 1]
     assert min(span.start for one in measured.ranks for span in one.spans) == pytest.approx(
@@ -293,7 +295,8 @@ def test_a_run_tells_of_its_steps(config):
     wanted = ["train.steps=12", "log.trace_memory=false"]
     asked = load_config(run.folder / "config.toml", wanted)
     again = train(asked, clean_environ(), io.StringIO(), resume=Resume(run.folder))
-    (measured,) = from_json(json.loads((again.folder / "ledger.json").read_text()))
+    predicted, measured = from_json(json.loads((again.folder / "ledger.json").read_text()))
+    assert predicted.source == "predicted"
     assert (measured.step, measured.worst) == (10, None)  # the third since then, and each fifth
 
 

@@ -1,11 +1,13 @@
-"""What a plan is for where the config says "local", and `layout.auto`: the planner's choice."""
+"""What a plan is for where the config says "local", `layout.auto`, and what is predicted of a run."""
 
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
 from meshwright.launch.machine import gpu_name
 from meshwright.layout import Machine
+from meshwright.program.ledger import StepLedger
 from meshwright.spec.loading import Config
+from meshwright.train.run_folder import Job
 
 
 def settled(config: Config, machine: Machine) -> Config:
@@ -41,3 +43,16 @@ def on_machine(config: Config, machine: Machine) -> Config:
             )
         changes["preset"] = device.name
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
+
+
+def predicted(job: Job) -> StepLedger | None:
+    """Return what is predicted of a run's steps; None where the machine's device is not known."""
+    from meshwright.predict.ledger import predicted_ledger
+    from meshwright.search.plan import on_cluster, setting_of
+
+    try:
+        setting = setting_of(on_machine(job.config, job.machine))
+    except ConfigError:
+        return None
+    packed = job.config.data.packing == "documents"
+    return predicted_ledger(on_cluster(setting, job.layout), job.layout, packed=packed)

@@ -23,7 +23,7 @@ from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.fault import Fault
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect
-from meshwright.launch.planned import settled
+from meshwright.launch.planned import predicted, settled
 from meshwright.launch.restart import append, run_attempts
 from meshwright.launch.supervisor import (
     LocalRanks,
@@ -44,6 +44,7 @@ from meshwright.train.run_folder import (
     check_writable,
     choose_folder,
     create,
+    put_step,
     read_job,
     resumed_folder,
 )
@@ -98,7 +99,7 @@ def train(
     job = prepare_job(config, environ, resume=resume)
     listener = listen_on_loopback(config.cluster.port)
     with RunLock(job.folder.lock) as lock:
-        create(job)
+        _create(job)
         _say(out, f"run folder {job.folder.path}")
         if lock.left_by is not None:
             _say(out, f"note: process {lock.left_by['pid']} had it and is gone without an end")
@@ -269,7 +270,7 @@ def _train_joined(
             job = prepare_job(config, environ, at, resume) if folder is None else read_job(folder)
             held.enter_context(RunLock(job.folder.lock))
             if folder is None:
-                create(job)
+                _create(job)
                 tell(job, at)
             else:
                 append(job, restarted(job, at))
@@ -286,6 +287,13 @@ def _train_joined(
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
+
+
+def _create(job: Job) -> None:
+    """Make the run folder, with what is predicted of the steps where these are to be recorded."""
+    create(job)
+    if job.config.log.trace and (found := predicted(job)) is not None:
+        put_step(job.folder, found)
 
 
 def _say(out: TextIO, text: str) -> None:
