@@ -191,7 +191,7 @@ def test_a_run_that_is_done_and_one_whose_rank_was_killed(config, tmp_path, caps
     events = (folder / "events.jsonl").read_text().splitlines()
     (folder / "events.jsonl").write_text("\n".join(events[:-1]) + "\n")  # no supervisor told of it
     assert diagnose(folder).why.startswith(
-        "rank 0 is gone, last seen in step 3, backward of microbatch 0 on stage 0, inside "
+        "rank 0 is gone, last seen in step 3, reduce, inside all_reduce #"
     )
     JsonLines(folder / "events.jsonl").write({"event": "end", "step": 4, "stopped": True})
     for rank in (0, 1):

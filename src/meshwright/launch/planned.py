@@ -1,4 +1,4 @@
-"""What a plan is for where the config says "local", `layout.auto`, and what is predicted of a run."""
+"""What a plan is for where the config says "local", `layout.auto`, and what a run is predicted."""
 
 from __future__ import annotations
 
