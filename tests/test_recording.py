@@ -27,6 +27,7 @@ from meshwright.program.ledger import (
     MemoryPoint,
     RankLedger,
     Span,
+    StepLedger,
     Traffic,
     from_json,
 )
@@ -39,6 +40,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
+from meshwright.train.run_folder import RunFolder, put_step
 from meshwright.train.step_ledger import gather_ranks, is_detailed
 from meshwright.train.update import update
 from ranks import on_ranks, ranks
@@ -298,6 +300,26 @@ def test_a_run_tells_of_its_steps(config):
     predicted, measured = from_json(json.loads((again.folder / "ledger.json").read_text()))
     assert predicted.source == "predicted"
     assert (measured.step, measured.worst) == (10, None)  # the third since then, and each fifth
+
+
+def test_each_source_has_its_newest_ledger(tmp_path, capsys):
+    def put(source, step):
+        put_step(RunFolder(tmp_path), StepLedger(source, {}, "pp2", "", (), step))
+
+    def kept():
+        found = from_json(json.loads((tmp_path / "ledger.json").read_text()))
+        return [(one.source, one.step) for one in found]
+
+    for source, step in (("measured", 3), ("predicted", None), ("measured", 100)):
+        put(source, step)
+    assert kept() == [("predicted", None), ("measured", 100)]
+    (tmp_path / "ledger.json").write_text('{"schema": 1, "ledg')  # cut short
+    put("measured", 200)
+    assert kept() == [("measured", 200)]
+    put_step(RunFolder(tmp_path / "gone"), StepLedger("measured", {}, "pp2", "", ()))
+    said = capsys.readouterr().err
+    assert said.startswith("note: cannot write ")
+    assert said.endswith("No such file or directory\n")
 
 
 class Event:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.data.files import write_atomic
 from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer
-from meshwright.errors import ConfigError, refusal
+from meshwright.errors import ConfigError, DataError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.program.ledger import StepLedger, from_json, to_json
 from meshwright.spec.dump import to_toml
@@ -182,8 +182,8 @@ def put_step(folder: RunFolder, found: StepLedger) -> None:
     ledgers = [*(one for one in before if one.source != found.source), found]
     try:
         write_atomic(path, (json.dumps(to_json(ledgers), separators=(",", ":")) + "\n").encode())
-    except OSError as error:
-        print(f"note: {path} was not written: {error.strerror}", file=sys.stderr, flush=True)
+    except DataError as error:
+        print(f"note: {error}", file=sys.stderr, flush=True)
 
 
 def read_job(path: Path) -> Job:
