@@ -27,6 +27,7 @@ from meshwright.predict.price import Prediction, price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
+from meshwright.report.ahead import layouts_page
 from meshwright.search.plan import plan, setting_of
 from meshwright.spec.loading import Config
 from meshwright.units import format_bytes, format_seconds
@@ -68,6 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     layouts.add_argument("--memory", action="store_true", help="also the peak of each rank")
     layouts.add_argument("--calibration", type=Path, help="what `bench device` has written")
     layouts.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document there")
+    layouts.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it")
     add_config_arguments(layouts)
     add_json(layouts)
 
@@ -189,6 +191,8 @@ def _layouts(args: argparse.Namespace) -> int:
     document = {"machine": machine.name, "rows": [row.as_dict(tokens) for row in rows]}
     if args.out:
         write_atomic(args.out, (json.dumps(document, indent=1) + "\n").encode())
+    if args.html:
+        write_atomic(args.html, layouts_page(document).html().encode())
     if args.json:
         print_json(document)
     else:

@@ -31,6 +31,7 @@ from meshwright.predict.ledger import predicted_ledger
 from meshwright.predict.price import Memory, Prediction
 from meshwright.predict.setting import Setting
 from meshwright.program.parts import parameter_count
+from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import (
@@ -70,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--explain", metavar="LAYOUT", help="the terms of one layout, such as 'tp2 mb1'"
     )
     parser.add_argument("--save", type=Path, metavar="plan.json", help="write the plan")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it")
     parser.add_argument(
         "--margin", type=float, default=MARGIN, help="share of memory to leave free"
     )
@@ -120,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         document["answers"] = {one.name: one.document for one in more}
     if args.save:
         write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
+    if args.html:
+        write_atomic(args.html, plan_page(made).html().encode())
     if args.json:
         print_json(document)
     else:

@@ -36,6 +36,7 @@ from meshwright.launch.supervisor import (
 from meshwright.launch.view import EventTail, View, open_view
 from meshwright.launch.watchdog import Watchdog
 from meshwright.layout import resolve_layout
+from meshwright.report.run import write_report
 from meshwright.spec.loading import Config
 from meshwright.train.run_folder import (
     Job,
@@ -110,7 +111,11 @@ def train(
                 f"train.batch = {config.train.batch} and the layout divide",
             )
         local = _Local(job, environ, lock.descriptor, timing or Timing(), command(job.folder))
-        return Run(job.folder.path, local.train(listener, open_view(out)))
+        try:
+            code = local.train(listener, open_view(out))
+        finally:
+            _write_report(job, out)
+        return Run(job.folder.path, code)
 
 
 class _Local:
@@ -284,6 +289,9 @@ def _train_joined(
         except BaseException as error:
             record_failure(job.folder, at.rank, error, world.ledger)
             raise
+        finally:
+            if at.rank == 0:
+                _write_report(job, sys.stdout)
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
@@ -294,6 +302,14 @@ def _create(job: Job) -> None:
     create(job)
     if job.config.log.trace and (found := predicted(job)) is not None:
         put_step(job.folder, found)
+
+
+def _write_report(job: Job, out: TextIO) -> None:
+    """Write the run's page, however the run has ended; without one it is no worse."""
+    try:
+        _say(out, f"report {write_report([job.folder.path])}")
+    except Exception as error:  # a page is never a reason for a run to fail
+        _say(out, f"note: no report was written: {type(error).__name__}: {error}")
 
 
 def _say(out: TextIO, text: str) -> None:

@@ -1,0 +1,60 @@
+"""`meshwright report`: a page of one run or of several, and a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from pathlib import Path
+
+from meshwright.cli.common import say
+from meshwright.errors import EXIT_DONE, ConfigError
+from meshwright.report.record import RunRecord, read_run
+from meshwright.report.run import write_report
+from meshwright.report.words import run_warnings, verdict
+from meshwright.units import format_bytes
+
+EXAMPLE = """\
+examples:
+  meshwright report runs/latest
+  meshwright report runs/a runs/b --out compared.html
+  meshwright report runs/latest --trace trace.json     open it at ui.perfetto.dev
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
+    parser.description = (
+        "Make one HTML page of a run, or of several side by side: it opens from disk, without a "
+        "server or a network."
+    )
+    parser.epilog = EXAMPLE
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page; RUN/report/index.html unless given"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="also a trace of planned and measured timelines"
+    )
+    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and say what is most important in the terminal."""
+    try:
+        page = write_report(args.runs, args.out)
+    except OSError as error:
+        raise ConfigError(f"the page cannot be written: {error}") from None
+    for path in args.runs:
+        _summarise(read_run(path))
+    print(f"page: {page} ({format_bytes(page.stat().st_size)})")
+    if args.open:
+        webbrowser.open(page.resolve().as_uri())
+    return EXIT_DONE
+
+
+def _summarise(one: RunRecord) -> None:
+    say(f"{one.name}: {' '.join(verdict(one))}")
+    for what, todo in run_warnings(one):
+        say(f"{what} {todo}", "  ")
+    for text in one.missing:
+        say(f"note: {text}", "  ")

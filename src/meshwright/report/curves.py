@@ -1,0 +1,234 @@
+"""Curves over steps: loss, gradient norm, learning rate, throughput; of one run or of several."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from meshwright.report.colours import BLUE, HATCH, ORANGE, SERIES, SOFT
+from meshwright.report.figure import (
+    Figure,
+    axis,
+    bounds,
+    end_label,
+    figure,
+    finite,
+    spread,
+    thin,
+)
+from meshwright.report.page import Page, grid, key_of, table
+from meshwright.report.record import RunRecord
+from meshwright.units import format_count
+
+_HIGH, _LOW = 320, 190
+# Pixels between the labels of two lines.
+_GAP: Final = 15
+# Steps whose median is shown over a noisy curve; fewer points are shown as they are.
+_WINDOW: Final = 15
+
+
+def series(events: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Return steps and values of a key, as far as the values are finite numbers."""
+    pairs = [(float(e["step"]), finite(e.get(key))) for e in events]
+    known = [(step, value) for step, value in pairs if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def line(name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **more: Any) -> Any:
+    """Return a line trace, thinned to what a screen can show."""
+    style = {"color": colour, "width": 2, **more.pop("line", {})}
+    mode = "lines+markers" if len(xs) <= 24 else "lines"
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "x": thin(xs),
+        "y": thin(ys),
+        "line": style,
+        "marker": {"size": 5, "color": style["color"]},
+        "hovertemplate": f"{name}: %{{y:.5g}}<extra></extra>",
+        **more,
+    }
+
+
+def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
+    """Return the running median, over `window` values that are centred where there are so many."""
+    half = window // 2
+    return [
+        statistics.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))
+    ]
+
+
+def lines(
+    traces: Sequence[dict[str, Any]],
+    title: str,
+    height: int,
+    x_title: str = "step",
+    labels: bool = True,
+    **y: Any,
+) -> Figure:
+    """Return a figure of lines, each labelled at its end; labels keep apart."""
+    low, high = y.pop("range", None) or bounds(v for t in traces for v in t["y"])
+    last = max((t["x"][-1] for t in traces if t["x"]), default=1.0)
+    first = min((t["x"][0] for t in traces if t["x"]), default=0.0)
+    named = [t for t in traces if t["x"] and t.get("hoverinfo") != "skip"] if labels else []
+    gap = (high - low) * _GAP / (height - 60)
+    ends = spread([min(max(t["y"][-1], low), high) for t in named], gap, low, high)
+    notes = [
+        end_label(t["name"], at, t["line"]["color"]) for t, at in zip(named, ends, strict=True)
+    ]
+    longest = max((len(t["name"]) for t in named), default=0)
+    return figure(
+        traces,
+        height,
+        hovermode="x unified",
+        annotations=notes,
+        margin={"r": min(18 + round(6.4 * longest), 150) if labels else 16, "b": 42, "l": 52},
+        xaxis=axis(x_title, range=[first, last if last > first else first + 1], showgrid=False),
+        yaxis=axis(title, range=[low, high], **y),
+    )
+
+
+def run_curves(page: Page, run: RunRecord) -> list[str]:
+    """Return the charts of one run; empty where it has no step."""
+    steps, evals = run.steps, run.by_step("eval")
+    if not steps:
+        return []
+    first = _loss_chart(page, run, steps, evals)
+    small = [
+        _small(page, steps, key, *texts)
+        for key, texts in {
+            "grad_norm": ("Gradient norm, before clipping", "norm", "norm"),
+            "lr": ("Learning rate", "learning rate", "rate"),
+            "tokens_per_s": ("Throughput", "tokens a second, all ranks", "speed"),
+            "data_time_share": ("Waiting for data, worst rank", "share of the step", "input"),
+        }.items()
+    ]
+    return [first, grid(*small)]
+
+
+def _loss_chart(
+    page: Page,
+    run: RunRecord,
+    steps: Sequence[Mapping[str, Any]],
+    evals: Sequence[Mapping[str, Any]],
+) -> str:
+    xs, ys = series(steps, "loss")
+    if not xs:
+        return ""
+    traces = []
+    if len(xs) > 3 * _WINDOW:
+        raw = line("each step", xs, ys, HATCH, line={"width": 1}, hoverinfo="skip")
+        traces = [{key: value for key, value in raw.items() if key != "hovertemplate"}]
+        ys = smooth(ys)
+    traces.append(line("training", xs, ys, BLUE))
+    held_x, held_y = series(evals, "loss")
+    if held_x:
+        traces.append(line("held out", held_x, held_y, ORANGE, mode="lines+markers"))
+    entropy = finite(run.start.get("unigram_entropy"))
+    told = "Nats for each target token."
+    if len(traces) > 1 and traces[0]["name"] == "each step":
+        told += f" Grey: each logged step; blue: the median of {_WINDOW}."
+    if entropy is not None:
+        ends = [xs[0], max([xs[-1], *held_x])]
+        dashed = {"dash": "dash", "width": 1.5}
+        traces.append(line("unigram", ends, [entropy, entropy], SOFT, line=dashed, mode="lines"))
+        told += " Unigram: what a model reaches that only knows how frequent each token is."
+    values = dict(zip(held_x, held_y, strict=True))
+    rows = [
+        (event["step"], _short(event.get("loss")), _short(values.get(event["step"])))
+        for event in thin(steps, 60)
+    ]
+    drawn = lines(traces, "loss, nats a token", _HIGH)
+    return page.chart("loss", "Loss", drawn, told, table(("step", "training", "held out"), rows))
+
+
+def _small(
+    page: Page, steps: Sequence[Mapping[str, Any]], key: str, title: str, unit: str, name: str
+) -> str:
+    xs, ys = series(steps, key)
+    if not xs:
+        return ""
+    more: dict[str, Any] = {}
+    if key == "data_time_share":
+        more = {"tickformat": ".0%", "range": [0, max(0.05, *ys) * 1.1]}
+    elif key in ("tokens_per_s", "lr"):
+        more = {"range": [0, max(ys) * 1.1 or 1.0]}
+    drawn = lines([line(title, xs, ys, BLUE)], unit, _LOW, labels=False, **more)
+    last, usual = ys[-1], statistics.median(ys)
+    told = f"Last {_short(last)}, median {_short(usual)}."
+    rows = [(e["step"], _short(e.get(key))) for e in thin(steps, 60)]
+    return page.chart(name, title, drawn, told, table(("step", unit), rows))
+
+
+def _short(value: Any) -> str | None:
+    number = finite(value)
+    if number is None:
+        return None if value is None else str(value)
+    return format_count(number) if abs(number) >= 1e4 else f"{number:.4g}"
+
+
+def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
+    """Return loss by step and by time and the throughput of several runs, laid over each other."""
+    by_step, by_time, speed, rows = [], [], [], []
+    for at, (run, name) in enumerate(zip(runs, names, strict=True)):
+        steps, colour = run.steps, SERIES[at % len(SERIES)]
+        xs, ys = series(steps, "loss")
+        if not xs:
+            continue
+        shown = smooth(ys) if len(ys) > 3 * _WINDOW else ys
+        by_step.append(line(name, xs, shown, colour))
+        by_time.append(line(name, _elapsed(steps, xs), shown, colour))
+        speed.append(line(name, *series(steps, "tokens_per_s"), colour))
+        rates = series(steps, "tokens_per_s")[1]
+        median = format_count(statistics.median(rates)) if rates else None
+        rows.append((name, int(xs[-1]), _short(ys[-1]), median))
+    if not by_step:
+        return []
+    numbers = table(("run", "last step", "last loss", "median tokens/s"), rows)
+    key = key_of([(t["name"], t["line"]["color"]) for t in by_step])
+    highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
+    told = f"Nats a token; the median of {_WINDOW} logged steps where there are many."
+    unit = "tokens a second, all ranks"
+    return [
+        grid(
+            page.chart(
+                "loss-step",
+                "Loss by step",
+                lines(by_step, "loss, nats a token", _HIGH, labels=False),
+                told,
+                numbers,
+                key=key,
+            ),
+            page.chart(
+                "loss-time",
+                "Loss by time",
+                lines(by_time, "loss, nats a token", _HIGH, "seconds of steps", labels=False),
+                "The same over the seconds that the steps took: evaluation and saving left out.",
+                numbers,
+                key=key,
+            ),
+        ),
+        page.chart(
+            "speed",
+            "Throughput",
+            lines(speed, unit, 230, labels=False, range=[0, highest * 1.1]),
+            "Tokens a second over all ranks.",
+            numbers,
+            key=key,
+        ),
+    ]
+
+
+def _elapsed(steps: Sequence[Mapping[str, Any]], wanted: Sequence[float]) -> list[float]:
+    """Return the seconds that all steps up to each of some have taken.
+
+    A step event has the mean of the steps since the last one.
+    """
+    total, before, found = 0.0, 0.0, {}
+    for event in steps:
+        total += (finite(event.get("step_time_s")) or 0.0) * (event["step"] - before)
+        before = event["step"]
+        found[float(event["step"])] = total
+    return [found[step] for step in wanted]

@@ -1,0 +1,138 @@
+"""Figures of plotly.js as plain JSON: what all of them share, and numbers that are short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from meshwright.report.colours import GRID, INK, SOFT
+from meshwright.units import GIB, KIB, MIB
+
+Figure = dict[str, Any]
+
+FONT: Final = (
+    'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, '
+    '"Liberation Sans", sans-serif'
+)
+# Points of a curve, beyond which it is thinned: more than there are pixels.
+MOST_POINTS: Final = 1200
+
+
+def axis(title: str = "", **more: Any) -> dict[str, Any]:
+    """Return an axis: a title with its unit, a quiet grid."""
+    found: dict[str, Any] = {
+        "gridcolor": GRID,
+        "linecolor": GRID,
+        "tickcolor": GRID,
+        "ticks": "outside",
+        "ticklen": 4,
+        "tickfont": {"size": 11, "color": SOFT},
+        "zeroline": False,
+        "automargin": True,
+    }
+    if title:
+        found["title"] = {"text": title, "font": {"size": 11.5, "color": SOFT}, "standoff": 8}
+    return {**found, **more}
+
+
+def figure(data: Sequence[Mapping[str, Any]], height: int, **layout: Any) -> Figure:
+    """Return a figure of some traces, `height` pixels high; `layout` comes over what all share."""
+    margin = {"l": 8, "r": 12, "t": 10, "b": 8, "pad": 0, **layout.pop("margin", {})}
+    shared: dict[str, Any] = {
+        "height": height,
+        "margin": margin,
+        "font": {"family": FONT, "size": 12, "color": INK},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "showlegend": False,
+        "hovermode": "closest",
+        "hoverlabel": {"align": "left", "font": {"family": FONT, "size": 12}},
+    }
+    return {"data": [dict(one) for one in data], "layout": {**shared, **layout}}
+
+
+def note(text: str, x: float, y: float, colour: str = INK, **more: Any) -> dict[str, Any]:
+    """Return a text in a figure, at data coordinates unless `more` says otherwise."""
+    font = {"size": 11.5, "color": colour}
+    return {"text": text, "x": x, "y": y, "showarrow": False, "font": font, **more}
+
+
+def end_label(text: str, y: float, colour: str, **more: Any) -> dict[str, Any]:
+    """Return the label of a line, right of where it ends."""
+    place = {"xref": "paper", "xanchor": "left", "xshift": 6, "align": "left"}
+    return note(text, 1, y, colour, **{**place, **more})
+
+
+def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return places in the same order, moved as little as keeps them `gap` apart in `low`..`high`.
+
+    Where there is no room for all, they share what there is.
+    """
+    order = sorted(range(len(places)), key=places.__getitem__)
+    gap = min(gap, (high - low) / max(len(places) - 1, 1))
+    found = [0.0] * len(places)
+    floor = low
+    for at in order:
+        found[at] = max(places[at], floor)
+        floor = found[at] + gap
+    roof = high
+    for at in reversed(order):
+        found[at] = min(found[at], roof)
+        roof = found[at] - gap
+    return found
+
+
+def thin(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
+    """Return evenly many of some values, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    steps = (round(k * (len(values) - 1) / (most - 1)) for k in range(most))
+    return [values[at] for at in steps]
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """Return JSON with its numbers to some digits, and None for those that are not finite."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        short = float(f"{value:.{digits}g}")
+        return int(short) if short.is_integer() and abs(short) < 1e15 else short
+    if isinstance(value, Mapping):
+        return {key: rounded(inner, digits) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(inner, digits) for inner in value]
+    return value
+
+
+def time_unit(longest: float) -> tuple[str, float]:
+    """Return the unit in which times up to `longest` seconds read well, and its count in one."""
+    return ("s", 1.0) if longest >= 2 else ("ms", 1e3) if longest >= 2e-3 else ("µs", 1e6)
+
+
+def byte_unit(largest: float) -> tuple[str, float]:
+    """Return the unit in which so many bytes read well, and its bytes."""
+    sizes = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    return next(((name, float(size)) for name, size in sizes if largest >= size), ("B", 1.0))
+
+
+def seconds(value: float) -> str:
+    """Print a duration with three digits, as `1.23 s`, `45.6 ms` or `789 µs`."""
+    if value >= 100:
+        return f"{value:,.0f} s"
+    unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("µs", 1e6)
+    return f"{value * scale:.3g} {unit}" if value else "0 s"
+
+
+def finite(value: Any) -> float | None:
+    """Return a number of an event, or None where it is missing, not finite or no number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def bounds(values: Iterable[float | None], *, share: float = 0.06) -> tuple[float, float]:
+    """Return what an axis spans that shows some values, with a little air."""
+    known = [value for value in values if value is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    air = (high - low) * share or abs(high) * share or 1.0
+    return low - air, high + air

@@ -1,0 +1,195 @@
+"""Memory of a rank over one step: stacked by category, what was predicted as a line on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from meshwright.program.ledger import MEMORY, MemoryPoint, RankLedger, StepLedger
+from meshwright.report.colours import INK, MEMORY_COLOURS, RED
+from meshwright.report.figure import (
+    Figure,
+    axis,
+    byte_unit,
+    end_label,
+    figure,
+    note,
+    spread,
+    thin,
+    time_unit,
+)
+from meshwright.report.page import Page, table
+from meshwright.units import format_bytes
+
+_HEIGHT: Final = 340
+# Ranks that can be chosen, those with the highest peaks; a limit this much above the peak is not
+# drawn, as it would press all else to the floor.
+MOST_RANKS: Final = 16
+_FAR: Final = 2.5
+
+
+def memory_chart(
+    page: Page, happened: StepLedger | None, planned: StepLedger | None, name: str = "memory"
+) -> str:
+    """Return the chart of the ranks whose memory is known; empty where none is.
+
+    What happened is stacked; without it the prediction is, and there is no line.
+    """
+    base = happened if happened and happened.worst else planned
+    if base is None or base.worst is None:
+        return ""
+    line = planned if base is not planned else None
+    ranks = sorted((r for r in base.ranks if r.memory), key=lambda r: (-_peak(r), r.rank))
+    shown = ranks[:MOST_RANKS]
+    limit = base.memory_limit or (planned.memory_limit if planned else None)
+    figures = {_name(one, base): memory_figure(one, _twin(one, line), limit) for one in shown}
+    word = {"predicted": "Predicted", "simulated": "Simulated", "measured": "Measured"}[base.source]
+    told = f"{word} bytes by what they are for; the rank with the highest peak comes first."
+    if line is not None:
+        told += (
+            " The black line is the prediction, stretched to the same length of step, so that the "
+            "same actions lie over each other."
+        )
+    if limit is None:
+        told += " The device's limit is not known."
+    rows = [_row(one, _twin(one, planned), limit) for one in ranks]
+    headers = ("rank", "highest at", "peak", "predicted", "of the limit", *MEMORY)
+    title = f"Memory of a rank over one step, {word.lower()}"
+    numbers = table(headers, rows, caption="Peak of each rank")
+    return page.chart(name, title, figures, told, numbers, choose="Rank")
+
+
+def memory_figure(one: RankLedger, twin: RankLedger | None, limit: int | None) -> Figure:
+    """Return a rank's memory: areas from below in the order of `MEMORY`, each with its name."""
+    points = thin(one.memory)
+    xs, title, length = _places(points)
+    highest = max([_peak(one), _peak(twin) if twin else 0, 1])
+    unit, size = byte_unit(highest)
+    is_near = limit is not None and limit <= highest * _FAR
+    roof = (limit if limit is not None and is_near else highest) * 1.08 / size
+    used = [kind for kind in MEMORY if any(point.bytes.get(kind) for point in points)]
+    data = [_area(kind, points, xs, size) for kind in used]
+    notes = _names(points, used, size, roof)
+    if twin is not None and twin.memory:
+        data.append(_line(twin, length, size))
+    shapes = []
+    if limit is not None and is_near:
+        shapes.append(_level(limit / size))
+        edge = {"xref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        notes.append(note(f"limit {format_bytes(limit)}", 0.005, limit / size, RED, **edge))
+    elif limit is not None:
+        edge = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "top"}
+        text = f"limit {format_bytes(limit)}, {limit / highest:.3g} times the peak: far above"
+        notes.append(note(text, 1, 1, RED, **edge))
+    return figure(
+        data,
+        _HEIGHT,
+        hovermode="x unified",
+        annotations=notes,
+        shapes=shapes,
+        margin={"r": 104, "t": 14, "b": 46, "l": 56},
+        xaxis=axis(title, range=[0, length], showgrid=False),
+        yaxis=axis(f"bytes on the rank, {unit}", range=[0, roof], fixedrange=True),
+    )
+
+
+def _places(points: Sequence[MemoryPoint]) -> tuple[list[float], str, float]:
+    """Return where moments lie, the axis's title and its end: in time, or else in order."""
+    times = [point.time for point in points if point.time is not None]
+    if len(times) < len(points):
+        order = [float(at) for at in range(len(points))]
+        return order, "moments of the step in order (times are not known)", max(order[-1], 1.0)
+    first, last = min(times), max(times)
+    unit, scale = time_unit(last - min(first, 0.0))
+    return [time * scale for time in times], f"time since the step began, {unit}", last * scale or 1
+
+
+def _area(
+    kind: str, points: Sequence[MemoryPoint], xs: Sequence[float], size: float
+) -> dict[str, Any]:
+    colour = MEMORY_COLOURS[kind]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": kind,
+        "stackgroup": "held",
+        "line": {"shape": "hv", "width": 0, "color": colour},
+        "fillcolor": colour,
+        "x": list(xs),
+        "y": [point.bytes.get(kind, 0) / size for point in points],
+        "text": [point.at for point in points],
+        "customdata": [format_bytes(point.bytes.get(kind, 0)) for point in points],
+        "hovertemplate": "%{customdata}  at %{text}",
+    }
+
+
+def _names(
+    points: Sequence[MemoryPoint], used: Sequence[str], size: float, roof: float
+) -> list[dict[str, Any]]:
+    """Return the names of the areas, right of where they end, moved apart where they are thin.
+
+    Bands are measured where most is held, so that what is gone at the end has a place, too.
+    """
+    peak = max(points, key=lambda point: point.total)
+    middles, below = [], 0.0
+    for kind in used:
+        here = peak.bytes.get(kind, 0) / size
+        middles.append(below + here / 2)
+        below += here
+    room = _HEIGHT - 60
+    places = spread(middles, roof * 15 / room, roof * 0.02, roof * 0.98)
+    return [
+        end_label(kind, at, MEMORY_COLOURS[kind]) for kind, at in zip(used, places, strict=True)
+    ]
+
+
+def _line(twin: RankLedger, length: float, size: float) -> dict[str, Any]:
+    points = thin(twin.memory)
+    xs, _, end = _places(points)
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "predicted",
+        "line": {"shape": "hv", "width": 1.6, "color": INK},
+        "x": [x / end * length for x in xs],
+        "y": [point.total / size for point in points],
+        "text": [point.at for point in points],
+        "customdata": [format_bytes(point.total) for point in points],
+        "hovertemplate": "%{customdata}  at %{text}",
+    }
+
+
+def _level(y: float) -> dict[str, Any]:
+    line = {"color": RED, "width": 1.5, "dash": "dash"}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
+
+
+def _twin(one: RankLedger, other: StepLedger | None) -> RankLedger | None:
+    """Return the same rank of another ledger, or the one at its place in the pipeline."""
+    with_memory = [rank for rank in other.ranks if rank.memory] if other else []
+    same = [rank for rank in with_memory if rank.rank == one.rank]
+    place = one.coordinates.get("pp", 0)
+    alike = [rank for rank in with_memory if rank.coordinates.get("pp", 0) == place]
+    return next(iter([*same, *alike]), None)
+
+
+def _name(one: RankLedger, ledger: StepLedger) -> str:
+    place = f", pipeline place {one.coordinates['pp']}" if ledger.layout.get("pp", 1) > 1 else ""
+    return f"{one.rank}{place}: peak {format_bytes(_peak(one))}"
+
+
+def _peak(one: RankLedger) -> int:
+    return one.peak.total if one.peak else 0
+
+
+def _row(one: RankLedger, twin: RankLedger | None, limit: int | None) -> tuple[Any, ...]:
+    peak = one.peak
+    assert peak is not None
+    return (
+        one.rank,
+        peak.at,
+        format_bytes(peak.total),
+        format_bytes(_peak(twin)) if twin else None,
+        f"{peak.total / limit:.0%}" if limit else None,
+        *(format_bytes(peak.bytes.get(kind, 0)) for kind in MEMORY),
+    )

@@ -1,0 +1,136 @@
+"use strict";
+(async () => {
+  const root = document.documentElement;
+  const read = (id) => document.getElementById(id).textContent;
+  const unpack = async (id) => {
+    const letters = atob(read(id));
+    const bytes = new Uint8Array(letters.length);
+    for (let at = 0; at < letters.length; at++) bytes[at] = letters.charCodeAt(at);
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  };
+  const toDark = JSON.parse(read("dark"));
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null; // what the switch says, over what the system prefers
+  const isDark = () => (chosen ?? (system.matches ? "dark" : "light")) === "dark";
+
+  // Figures are made in the light theme: in the dark one each colour has another one in its place.
+  const themed = (value, dark) => {
+    if (typeof value === "string") return dark ? (toDark[value] ?? value) : value;
+    if (Array.isArray(value)) return value.map((inner) => themed(inner, dark));
+    if (value && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, themed(v, dark)]));
+    }
+    return value;
+  };
+
+  const plots = [...document.querySelectorAll(".plot")];
+  const [code, data] = await Promise.all([unpack("plotly-code"), unpack("figures")]);
+  const script = document.createElement("script");
+  script.textContent = code;
+  document.head.append(script);
+  const figures = JSON.parse(data);
+  const narrow = () => innerWidth < 640;
+  const config = {
+    responsive: true, displaylogo: false, displayModeBar: "hover", doubleClick: "reset",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  };
+
+  const draw = (plot, width, dark = isDark()) => {
+    const all = figures[plot.dataset.figure];
+    const { data, layout } = themed(structuredClone(all[Number(plot.dataset.chosen ?? 0)]), dark);
+    const back = getComputedStyle(root).getPropertyValue("--panel").trim();
+    layout.hoverlabel.bgcolor = back;
+    layout.hoverlabel.font.color = getComputedStyle(root).getPropertyValue("--ink").trim();
+    layout.dragmode = layout.dragmode ?? (narrow() ? false : "zoom");
+    if (width) layout.width = width;
+    plot.style.height = layout.height + "px";
+    layout.uirevision = "kept"; // what was zoomed into stays in sight
+    return Plotly.react(plot, data, layout, config);
+  };
+
+  const keys = () => {
+    for (const one of document.querySelectorAll("[data-colour]")) {
+      one.style.background = themed(one.dataset.colour, isDark());
+    }
+  };
+  const drawAll = async (width, dark) => {
+    for (const plot of plots) await draw(plot, width, dark);
+  };
+
+  // The theme
+  const button = document.getElementById("theme");
+  const name = () => {
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", isDark() ? "Switch to light" : "Switch to dark");
+    button.setAttribute("aria-pressed", String(isDark()));
+  };
+  const change = async () => {
+    if (chosen) root.dataset.theme = chosen;
+    name();
+    keys();
+    await drawAll();
+  };
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    chosen = isDark() ? "light" : "dark";
+    change();
+  });
+  system.addEventListener("change", change);
+  name();
+  keys();
+
+  // Choice of a rank, and zoom by buttons
+  for (const select of document.querySelectorAll("select[data-for]")) {
+    select.addEventListener("change", () => {
+      const plot = document.getElementById(select.dataset.for);
+      plot.dataset.chosen = select.value;
+      draw(plot);
+    });
+  }
+  const moved = ([low, high], deed, [first, last]) => {
+    const width = high - low, middle = (low + high) / 2;
+    if (deed === "in") return [middle - width / 4, middle + width / 4];
+    if (deed === "left") return [Math.max(first, low - width / 2), Math.max(first, low - width / 2) + width];
+    if (deed === "right") return [Math.min(last, high + width / 2) - width, Math.min(last, high + width / 2)];
+    if (deed === "out") return [Math.max(first, middle - width), Math.min(last, middle + width)];
+    return [first, last];
+  };
+  for (const one of document.querySelectorAll("button[data-for]")) {
+    one.addEventListener("click", () => {
+      const plot = document.getElementById(one.dataset.for);
+      const whole = figures[plot.dataset.figure][Number(plot.dataset.chosen ?? 0)].layout.xaxis.range;
+      const range = moved(plot.layout.xaxis.range, one.dataset.do, whole);
+      Plotly.relayout(plot, { "xaxis.range": range });
+    });
+  }
+
+  // Paper is white, has no folds and is narrower than a screen
+  let folded = [];
+  addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const one of folded) one.open = true;
+    root.dataset.theme = "light";
+    for (const plot of plots) draw(plot, 680, false);
+  });
+  addEventListener("afterprint", () => {
+    for (const one of folded) one.open = false;
+    if (chosen) root.dataset.theme = chosen; else delete root.dataset.theme;
+    for (const plot of plots) draw(plot);
+  });
+
+  // What is in sight comes first; between charts the page answers.
+  const isSeen = (plot) => plot.getBoundingClientRect().top < innerHeight;
+  const pause = () => new Promise((done) => setTimeout(done));
+  plots.sort((one, other) => isSeen(other) - isSeen(one));
+  for (const plot of plots) {
+    if (!isSeen(plot)) {
+      root.dataset.usable ??= String(Math.round(performance.now()));
+      await pause();
+    }
+    await draw(plot);
+    plot.dataset.drawn = "yes";
+  }
+  root.dataset.usable ??= String(Math.round(performance.now()));
+  root.dataset.ready = String(Math.round(performance.now()));
+})();

@@ -1,0 +1,230 @@
+"""`RunRecord`: what a run folder says, whole or cut off, of this version or an older one.
+
+What is missing is said in words, so that a page can show what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.layout import Layout
+from meshwright.predict.catalogue import Cluster
+from meshwright.program.ledger import StepLedger, from_json, of_source
+from meshwright.program.lower import Program, lower
+from meshwright.search.plan import setting_of
+from meshwright.spec.loading import Config, load_config
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+_OF_A_RUN: Final = ("plan.json", "events.jsonl")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run; `missing` says what is not, and why.
+
+    `values` are the config's, by section and key. `program` and `cluster` are None where the config
+    cannot be read any more.
+    """
+
+    path: Path
+    values: Mapping[str, Mapping[str, Any]]
+    origins: Mapping[str, str]
+    layout: Layout | None
+    program: Program | None
+    cluster: Cluster | None
+    machine: Mapping[str, Any]
+    events: tuple[Mapping[str, Any], ...]
+    ledgers: tuple[StepLedger, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, that of a link followed."""
+        return self.path.resolve().name
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The last event of a start; empty where there is none."""
+        return self.last("start")
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """Step events in order; where a step was done again the later one counts."""
+        return self.by_step("step")
+
+    @property
+    def planned(self) -> StepLedger | None:
+        """The predicted ledger."""
+        return of_source(self.ledgers, "predicted")
+
+    @property
+    def measured(self) -> StepLedger | None:
+        """The measured ledger."""
+        return of_source(self.ledgers, "measured")
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """Return the events of a kind."""
+        return [event for event in self.events if event.get("event") == kind]
+
+    def last(self, kind: str) -> Mapping[str, Any]:
+        """Return the last event of a kind; empty where there is none."""
+        found = self.of(kind)
+        return found[-1] if found else {}
+
+    def by_step(self, kind: str) -> list[Mapping[str, Any]]:
+        """Return the events of a kind by step, the last one of each."""
+        found = {e["step"]: e for e in self.of(kind) if isinstance(e.get("step"), int)}
+        return [found[step] for step in sorted(found)]
+
+
+def read_run(path: Path) -> RunRecord:
+    """Return what a run folder says; raises `ConfigError` where it is none."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a run folder: there is no such folder")
+    if not any((path / name).is_file() for name in _OF_A_RUN):
+        raise ConfigError(f"{path} is not a run folder: {' and '.join(_OF_A_RUN)} are missing")
+    missing: list[str] = []
+    plan = _document(path / "plan.json", missing, "which layout it had")
+    origins = _document(path / "provenance.json", missing, "where its values came from")
+    config = _config(path, missing)
+    values = config.model_dump(mode="json") if config else dict(plan.get("config", {}))
+    layout = _layout(plan, missing)
+    events = _events(path / "events.jsonl", missing)
+    return RunRecord(
+        path,
+        values,
+        {key: str(origin) for key, origin in origins.items()},
+        layout,
+        _program(values, layout, missing),
+        _cluster(config, layout),
+        plan.get("machine", {}),
+        events,
+        _ledgers(path / "ledger.json", missing),
+        tuple(missing),
+    )
+
+
+def _document(path: Path, missing: list[str], tells: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing.append(f"{path.name} is not there: it tells {tells}.")
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name} cannot be read ({error}): it tells {tells}.")
+    else:
+        if isinstance(found, dict):
+            return found
+        missing.append(f"{path.name} is not what it should be: it tells {tells}.")
+    return {}
+
+
+def _config(path: Path, missing: list[str]) -> Config | None:
+    try:
+        return load_config(path / "config.toml")
+    except (MeshwrightError, OSError, tomllib.TOMLDecodeError) as error:
+        missing.append(f"config.toml cannot be read by this version: {error}")
+    return None
+
+
+def _layout(plan: Mapping[str, Any], missing: list[str]) -> Layout | None:
+    try:
+        return Layout(**plan["layout"]) if "layout" in plan else None
+    except (ValidationError, TypeError):
+        missing.append("The layout in plan.json is of another version, and cannot be drawn.")
+        return None
+
+
+def _program(
+    values: Mapping[str, Any], layout: Layout | None, missing: list[str]
+) -> Program | None:
+    if layout is None:
+        return None
+    try:
+        return lower(ModelSpec(**values["model"]), TrainSpec(**values["train"]), layout)
+    except (ValidationError, KeyError, TypeError, MeshwrightError):
+        missing.append("The config is of another version: what each rank holds is not shown.")
+        return None
+
+
+def _cluster(config: Config | None, layout: Layout | None) -> Cluster | None:
+    if config is None or layout is None:
+        return None
+    try:
+        return setting_of(config, local_devices=layout.world).cluster
+    except ConfigError:
+        return None
+
+
+def _events(path: Path, missing: list[str]) -> tuple[Mapping[str, Any], ...]:
+    """Return the events; what is left of a line that was cut off is not one."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        missing.append("events.jsonl is not there: the run ended before its first step.")
+        return ()
+    found, bad = [], 0
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            found.append(event)
+        else:
+            bad += 1
+    if bad:
+        lost = "one line" if bad == 1 else f"{bad} lines"
+        missing.append(f"events.jsonl was cut off or damaged: {lost} cannot be read.")
+    return tuple(found)
+
+
+def _ledgers(path: Path, missing: list[str]) -> tuple[StepLedger, ...]:
+    why = "timeline, memory over a step, causes and messages are not shown"
+    try:
+        found = from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        missing.append(
+            f"ledger.json is not there: the run recorded no step, or was made by an older version; "
+            f"{why}."
+        )
+        return ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing.append(f"ledger.json cannot be read ({error}): {why}.")
+        return ()
+    if of_source(found, "measured") is None:
+        missing.append("No step was recorded: what was predicted is shown alone.")
+    return found
+
+
+def differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Return the config keys in which runs differ, with each one's value, in the config's order.
+
+    The layout is the resolved one.
+    """
+    keys: dict[str, None] = {}
+    for one in records:
+        for section, found in _told(one).items():
+            keys |= dict.fromkeys(f"{section}.{key}" for key in found)
+    rows = []
+    for name in keys:
+        section, _, key = name.partition(".")
+        each = [_told(one).get(section, {}).get(key) for one in records]
+        if any(value != each[0] for value in each) and name not in ("log.name", "log.dir"):
+            rows.append((name, each))
+    return rows
+
+
+def _told(one: RunRecord) -> dict[str, Mapping[str, Any]]:
+    found = dict(one.values)
+    if one.layout is not None:
+        found["layout"] = {**found.get("layout", {}), **one.layout.model_dump(mode="json")}
+    return found

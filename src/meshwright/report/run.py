@@ -1,0 +1,245 @@
+"""The page of one run, and that of several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.files import write_atomic
+from meshwright.errors import ConfigError
+from meshwright.program.ledger import CAUSES, StepLedger
+from meshwright.report.causes import CAUSE_NAMES, bars, mean_causes
+from meshwright.report.colours import HAPPENED, PREDICTED, SERIES
+from meshwright.report.curves import compared_curves, run_curves
+from meshwright.report.figure import byte_unit, seconds, time_unit
+from meshwright.report.page import Page, facts, folded, key_of, notices, prose, table
+from meshwright.report.placement import mesh_chart, mesh_words, placement_table
+from meshwright.report.record import RunRecord, differing, read_run
+from meshwright.report.steps import step_sections
+from meshwright.report.timelines import timeline_chart
+from meshwright.report.words import headline, peak_memory, run_warnings, verdict
+from meshwright.units import format_bytes
+
+
+def report(paths: Sequence[Path]) -> str:
+    """Return the page of a run folder, or of several side by side.
+
+    Raises `ConfigError` for a folder that is no run.
+    """
+    runs = [read_run(path) for path in paths]
+    if not runs:
+        raise ConfigError("no run folder is given")
+    return (run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)).html()
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of some runs, in the first one's folder unless `out` says where.
+
+    Raises `ConfigError` for a folder that is no run, `OSError` where it cannot be written.
+    """
+    file = out or paths[0] / "report" / "index.html"
+    html = report(paths).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, html)
+    return file
+
+
+def run_page(run: RunRecord) -> Page:
+    """Return the page of one run."""
+    label = f"layout {run.layout.label}" if run.layout else "layout unknown"
+    page = Page(f"Run {run.name}", f"{label}; {run.start.get('device', 'device unknown')}")
+    page.section(
+        "headline",
+        "At a glance",
+        facts(headline(run)),
+        prose(*verdict(run)),
+        prose(f"Layout: {mesh_words(run.layout)}." if run.layout else ""),
+        notices(run_warnings(run)),
+        notices([(text, "") for text in run.missing]),
+    )
+    page.section("curves", "Learning", *run_curves(page, run))
+    if run.program is not None:
+        page.section(
+            "layout",
+            "Layout",
+            mesh_chart(page, run.program),
+            folded("Placement of the parameters, by module", placement_table(run.program)),
+        )
+    step_sections(page, run.planned, run.measured, run.layout, run.cluster)
+    page.section("config", "Config and files", *_config(run))
+    return page
+
+
+def _config(run: RunRecord) -> list[str]:
+    rows = [
+        (
+            f"{section}.{key}",
+            "–" if value is None else value,
+            run.origins.get(f"{section}.{key}", "?"),
+        )
+        for section, values in run.values.items()
+        for key, value in values.items()
+    ]
+    given = [row for row in rows if row[2] not in ("default", "?")]
+    headers = ("key", "value", "from")
+    start = run.start
+    versions = [("torch", start.get("torch")), ("device", start.get("device"))]
+    versions += [(name, value) for name, value in run.machine.items()]
+    files = [
+        (str(path.relative_to(run.path)), format_bytes(path.stat().st_size))
+        for path in sorted(run.path.glob("*"))
+        if path.is_file()
+    ]
+    return [
+        table(headers, given, caption="What was given; all else is default") if given else "",
+        folded(f"All {len(rows)} values", table(headers, rows)) if rows else "",
+        folded("Machine and versions", table(("what", "is"), versions)),
+        folded("Files", table(("file", "size"), files)),
+        prose(f"Folder: {run.path.resolve()}"),
+    ]
+
+
+def comparison_page(runs: Sequence[RunRecord]) -> Page:
+    """Return the page of several runs side by side."""
+    names = _names(runs)
+    page = Page(f"{len(runs)} runs side by side", ", ".join(names))
+    page.section("headline", "At a glance", _overview(runs, names), *_ailing(runs, names))
+    rows = [(key, *values) for key, values in differing(runs)]
+    page.section(
+        "config",
+        "What differs in their configs",
+        table(("key", *names), rows) if rows else prose("Nothing differs."),
+    )
+    page.section("curves", "Learning", *compared_curves(page, runs, names))
+    page.section("time", "Step time", compared_causes(page, _measured(runs), names))
+    page.section("memories", "Memory", _peaks(page, runs, names))
+    charts = [
+        timeline_chart(page, [run.planned, run.measured], f"timeline-{at}")
+        for at, run in enumerate(runs)
+    ]
+    titled = [f"<h3>{name}</h3>{chart}" for name, chart in zip(names, charts, strict=True) if chart]
+    page.section("steps", "Timelines", *titled)
+    missing = [
+        (f"{name}: {text}", "")
+        for run, name in zip(runs, names, strict=True)
+        for text in run.missing
+    ]
+    page.section("missing", "What is missing", notices(missing))
+    return page
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a name for each run: its folder's, with the one above where two are alike."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
+    return (
+        names if len(set(names)) == len(names) else [f"{at + 1}: {n}" for at, n in enumerate(names)]
+    )
+
+
+def _overview(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    facts_of = [{name: value for name, value, _ in headline(run)} for run in runs]
+    keys = list(dict.fromkeys(key for found in facts_of for key in found))
+    rows: list[tuple[Any, ...]] = [
+        ("Layout", *(run.layout.label if run.layout else None for run in runs)),
+        *((key, *(found.get(key) for found in facts_of)) for key in keys),
+        ("Bubble", *(_bubble(run.measured) for run in runs)),
+        ("How it ended", *(verdict(run)[0] for run in runs)),
+    ]
+    return table(("", *names), rows, caption="The runs in numbers")
+
+
+def _bubble(ledger: StepLedger | None) -> str | None:
+    return f"{ledger.bubble:.1%}" if ledger and ledger.bubble is not None else None
+
+
+def _ailing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
+    said = [
+        (f"{name}: {what}", todo)
+        for run, name in zip(runs, names, strict=True)
+        for what, todo in run_warnings(run)
+    ]
+    return [notices(said)]
+
+
+def _measured(runs: Sequence[RunRecord]) -> list[StepLedger | None]:
+    return [run.measured for run in runs]
+
+
+def compared_causes(
+    page: Page, ledgers: Sequence[StepLedger | None], names: Sequence[str], name: str = "causes"
+) -> str:
+    """Return the chart of several steps' time by cause; empty where fewer than two are known."""
+    known = [
+        (name, found)
+        for name, one in zip(names, ledgers, strict=True)
+        if (found := mean_causes(one))
+    ]
+    if len(known) < 2:
+        return ""
+    causes = [cause for cause in CAUSES if any(cause in found for _, found in known)]
+    unit, scale = time_unit(max(value for _, found in known for value in found.values()))
+    sides = [
+        (
+            run,
+            SERIES[at % len(SERIES)],
+            [found.get(cause, 0.0) * scale for cause in causes],
+            [seconds(found.get(cause, 0.0)) for cause in causes],
+        )
+        for at, (run, found) in enumerate(known)
+    ]
+    rows = [
+        (CAUSE_NAMES[cause], *(seconds(found.get(cause, 0.0)) for _, found in known))
+        for cause in causes
+    ]
+    rows.append(("step", *(seconds(sum(found.values())) for _, found in known)))
+    drawn = bars(
+        [CAUSE_NAMES[c] for c in causes], sides, f"time of a step, {unit}", row=18 * len(known) + 12
+    )
+    return page.chart(
+        name,
+        "Step time by cause",
+        drawn,
+        "Of the recorded step, the mean of the ranks.",
+        table(("cause", *(run for run, _ in known)), rows),
+        key=key_of([(run, colour) for run, colour, _, _ in sides]),
+    )
+
+
+def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Return the chart of each run's peak: of tensors where a ledger says, else as events do."""
+    sides = (("predicted", PREDICTED), ("measured", HAPPENED))
+    ledgers = [(run.planned, run.measured) for run in runs]
+    values = [
+        [one.worst.peak.total if one and one.worst and one.worst.peak else None for one in each]
+        for each in zip(*ledgers, strict=True)
+    ]
+    if not any(value for each in values for value in each):
+        found = [peak_memory(run) for run in runs]
+        if not any(found):
+            return ""
+        sides, values = (("measured", HAPPENED),), [[one[1] if one else None for one in found]]
+    unit, size = byte_unit(max(v for each in values for v in each if v))
+    shown = [
+        (
+            side,
+            colour,
+            [value / size if value else None for value in each],
+            [format_bytes(value) if value else "" for value in each],
+        )
+        for (side, colour), each in zip(sides, values, strict=True)
+    ]
+    rows = [
+        (name, *(format_bytes(each[at]) if each[at] else None for each in values))
+        for at, name in enumerate(names)
+    ]
+    return page.chart(
+        "peaks",
+        "Peak memory of the worst rank",
+        bars(names, shown, f"peak, {unit}", row=24 * len(shown) + 10),
+        "The rank that needs most, in each run.",
+        table(("run", *(side for side, _ in sides)), rows),
+        key=key_of(sides),
+    )

@@ -1,0 +1,31 @@
+"""The sections that show a step's ledgers: the same for runs, plans and simulations."""
+
+from __future__ import annotations
+
+from meshwright.layout import Layout
+from meshwright.predict.catalogue import Cluster
+from meshwright.program.ledger import StepLedger
+from meshwright.report.causes import causes_chart, traffic_chart
+from meshwright.report.memories import memory_chart
+from meshwright.report.page import Page, prose
+from meshwright.report.timelines import timeline_chart
+
+
+def step_sections(
+    page: Page,
+    planned: StepLedger | None,
+    happened: StepLedger | None,
+    layout: Layout | None,
+    cluster: Cluster | None,
+) -> None:
+    """Add what a step's ledgers show: timeline, memory, causes, messages; what is empty is not."""
+    drawn = timeline_chart(page, [planned, happened])
+    if drawn:
+        step = happened.step if happened else None
+        which = f"Step {step} was recorded." if step is not None else ""
+        page.section("steps", "Timeline of a step", prose(which), drawn)
+    page.section("memories", "Memory", memory_chart(page, happened, planned))
+    page.section("time", "Step time", causes_chart(page, planned, happened))
+    page.section(
+        "traffic", "Communication", traffic_chart(page, planned, happened, layout, cluster)
+    )

@@ -1,0 +1,298 @@
+"""What a page says in words: how a run ended, and what is the matter with it, with what to do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any, Final
+
+from meshwright.program.ledger import StepLedger
+from meshwright.report.causes import CAUSE_NAMES, mean_causes
+from meshwright.report.curves import series
+from meshwright.report.figure import finite, seconds
+from meshwright.report.record import RunRecord
+from meshwright.units import format_bytes, format_count
+
+# What is the matter, and what to do.
+Advice = tuple[str, str]
+
+# Shares that are worth a word: of the step idle, of it waiting for the batch or for messages, of
+# the memory used, by which a prediction is off.
+_BUBBLE, _INPUT, _MESSAGES, _FULL, _OFF = 0.20, 0.05, 0.20, 0.92, 0.10
+# By how much throughput has to fall from the first half of a run to the last tenth.
+_SLOWER: Final = 0.10
+
+
+def verdict(run: RunRecord) -> list[str]:
+    """Return how a run went, in sentences."""
+    said = [_ending(run)]
+    losses = series(run.steps, "loss")[1]
+    entropy = finite(run.start.get("unigram_entropy"))
+    held_x, held = series(run.by_step("eval"), "loss")
+    final = held[-1] if held else losses[-1] if losses else None
+    if final is not None and entropy is not None:
+        kind = "held-out" if held else "training"
+        is_below = final < entropy
+        said.append(
+            f"The last {kind} loss is {'below' if is_below else 'not below'} the unigram entropy: "
+            + (
+                "the model uses context."
+                if is_below
+                else "the model has not learnt to use context yet."
+            )
+        )
+    if len(held) > 2 and held[-1] > min(held) * 1.02:
+        best = held_x[held.index(min(held))]
+        said.append(f"The held-out loss was lowest at step {best:.0f} and has risen since.")
+    if not (losses or run.of("failed") or run.of("end")):
+        said.append("No step was finished.")
+    return [*said, *_compared(run.planned, run.measured)]
+
+
+def _ending(run: RunRecord) -> str:
+    steps = run.steps
+    last = steps[-1]["step"] if steps else 0
+    asked = run.start.get("steps") or run.values.get("train", {}).get("steps")
+    endings = [e for e in run.events if e.get("event") in ("end", "failed", "start", "restart")]
+    kind = endings[-1]["event"] if endings else ""
+    if kind == "end" and endings[-1].get("stopped"):
+        return f"Stopped on request after step {endings[-1].get('step', last)} of {asked}."
+    if kind == "end":
+        return f"Done: all {endings[-1].get('step', last)} steps."
+    if kind == "failed":
+        return f"Failed after step {last} of {asked}: {endings[-1].get('cause', 'cause unknown')}."
+    return f"No end is recorded: step {last} of {asked} is the last one that was logged."
+
+
+def _compared(planned: StepLedger | None, happened: StepLedger | None) -> list[str]:
+    """Return how far predictions were off: time, memory, bubble."""
+    if planned is None or happened is None:
+        return []
+    found = []
+    if planned.step_time_s and happened.step_time_s:
+        off = planned.step_time_s / happened.step_time_s - 1
+        found.append(
+            f"step {seconds(planned.step_time_s)}, {happened.source} "
+            f"{seconds(happened.step_time_s)} ({off:+.0%})"
+        )
+    ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
+    if ours and theirs and theirs.total:
+        off = ours.total / theirs.total - 1
+        found.append(
+            f"peak memory {format_bytes(ours.total)}, {happened.source} "
+            f"{format_bytes(theirs.total)} ({off:+.1%})"
+        )
+    if planned.bubble is not None and happened.bubble is not None:
+        found.append(
+            f"bubble {planned.bubble:.1%}, {happened.source} {happened.bubble:.1%} "
+            f"({(planned.bubble - happened.bubble) * 100:+.1f} points)"
+        )
+    return [f"Predicted: {'; '.join(found)}."] if found else []
+
+
+def run_warnings(run: RunRecord) -> list[Advice]:
+    """Return what is the matter with a run, each with what to do; the gravest first."""
+    return [
+        *_failures(run),
+        *_skipped(run),
+        *_speed(run),
+        *ledger_warnings(run.planned, run.measured),
+    ]
+
+
+def _failures(run: RunRecord) -> Iterator[Advice]:
+    for event in run.of("failed"):
+        yield (
+            f"The run failed: {event.get('cause', 'cause unknown')}.",
+            "`meshwright doctor RUN` says where; `train --resume RUN` goes on from the last step "
+            "that was saved.",
+        )
+    restarts = run.of("restart")
+    if restarts:
+        lost = sum(int(e.get("lost_steps") or 0) for e in restarts)
+        times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
+        causes = "; ".join(dict.fromkeys(str(e.get("cause", "?")) for e in restarts))
+        yield (
+            f"Ranks were started again {times} and {lost} steps done again: {causes}.",
+            "A smaller checkpoint.every loses fewer steps; checkpoint.async hides its cost.",
+        )
+    for event in run.of("bad_checkpoint"):
+        yield (
+            f"A checkpoint was bad: {event.get('problem', '?')}.",
+            "The one before it was taken. Look at the disk: `meshwright doctor` measures it.",
+        )
+    for event in run.of("slow_rank")[:4]:
+        share = finite(event.get("others_wait"))
+        waited = f", the others waited for it {share:.0%} of the time" if share else ""
+        yield (
+            f"Rank {event.get('rank')} was slow from step {event.get('from_step')} to "
+            f"{event.get('step')}{waited}.",
+            "Look for another process on its device, for heat, or for a slow link.",
+        )
+
+
+def _skipped(run: RunRecord) -> Iterator[Advice]:
+    spikes = run.of("loss_spike")
+    if spikes:
+        places = ", ".join(str(e.get("step")) for e in spikes[:6])
+        more = f" and {len(spikes) - 6} more" if len(spikes) > 6 else ""
+        yield (
+            f"The loss jumped at step {places}{more}.",
+            "Where it does not come back: a lower optimizer.lr, more warmup_steps, a smaller "
+            "train.clip_norm, or resume before it with another data.seed.",
+        )
+    overflows = run.of("overflow")
+    if overflows:
+        yield (
+            f"{len(overflows)} steps were skipped since gradients were not finite (the last at "
+            f"step {overflows[-1].get('step')}, {overflows[-1].get('tensor', '?')}).",
+            "A few at the start of fp16 are usual while the loss scale settles; later ones ask for "
+            "train.precision=bf16 or a lower rate.",
+        )
+
+
+def _speed(run: RunRecord) -> Iterator[Advice]:
+    shares = series(run.steps, "data_time_share")[1]
+    if shares and statistics.median(shares) > _INPUT:
+        yield (
+            f"The ranks wait for data {statistics.median(shares):.0%} of the time.",
+            "More data.workers, a store on a local disk, or `meshwright data prepare` beforehand.",
+        )
+    rates = series(run.steps, "tokens_per_s")[1]
+    if len(rates) >= 10:
+        early = statistics.median(rates[1 : len(rates) // 2 + 1])
+        late = statistics.median(rates[-max(len(rates) // 10, 3) :])
+        if late < early * (1 - _SLOWER):
+            yield (
+                f"Throughput fell from {format_count(early)} to {format_count(late)} tokens/s.",
+                "Look for another load on the machine, for heat, or for a disk that fills up.",
+            )
+    saves = [finite(e.get("stall_s")) or 0.0 for e in run.of("save")]
+    times = series(run.steps, "step_time_s")
+    total = sum(times[1]) / max(len(times[1]), 1) * (times[0][-1] if times[0] else 0)
+    if total and sum(saves) > _INPUT * total:
+        yield (
+            f"Saving took {sum(saves) / total:.0%} of the time, {seconds(sum(saves))}.",
+            "checkpoint.async=true saves beside the training; checkpoint.every can be larger.",
+        )
+
+
+def ledger_warnings(planned: StepLedger | None, happened: StepLedger | None) -> list[Advice]:
+    """Return what is the matter with a step: bubble, waits, memory, predictions that are off."""
+    base = happened or planned
+    if base is None:
+        return []
+    return [
+        *_shape(base),
+        *_full(base if base.worst else planned),
+        *(_off(planned, happened) if planned and happened else ()),
+    ]
+
+
+def _shape(base: StepLedger) -> Iterator[Advice]:
+    if base.bubble is not None and base.bubble > _BUBBLE:
+        yield (
+            f"The pipeline is idle for {base.bubble:.0%} of the step.",
+            "More microbatches (a larger train.batch or a smaller layout.microbatch), virtual "
+            "stages, or a zero-bubble schedule fill it.",
+        )
+    causes = mean_causes(base)
+    total = sum(causes.values())
+    todo = {
+        "tp": "A smaller layout.tp, or layout.sp=true.",
+        "cp": "A smaller layout.cp, or longer sequences on each rank.",
+        "data": "A larger train.batch, or a smaller layout.zero where memory allows.",
+    }
+    for cause, text in todo.items():
+        share = causes.get(cause, 0.0) / total if total else 0.0
+        if share > _MESSAGES:
+            yield f"{CAUSE_NAMES[cause].capitalize()} takes {share:.0%} of the step.", text
+    if total and causes.get("input", 0.0) > _INPUT * total:
+        yield (
+            f"The step waits for its batch {causes['input'] / total:.0%} of the time.",
+            "More data.workers, or a store on a local disk.",
+        )
+
+
+def _full(base: StepLedger | None) -> Iterator[Advice]:
+    worst = base.worst if base else None
+    peak = worst.peak if worst else None
+    if base is None or worst is None or peak is None or not base.memory_limit:
+        return
+    share = peak.total / base.memory_limit
+    if share > _FULL:
+        what = "does not fit: it needs" if share > 1 else "uses"
+        yield (
+            f"Rank {worst.rank} {what} {share:.0%} of its memory, at {peak.at}.",
+            "layout.recompute=full, a higher layout.zero, a smaller layout.microbatch; "
+            "`meshwright plan --after-oom RUN` ranks them.",
+        )
+
+
+def _off(planned: StepLedger, happened: StepLedger) -> Iterator[Advice]:
+    if planned.step_time_s and happened.step_time_s:
+        off = planned.step_time_s / happened.step_time_s - 1
+        if abs(off) > _OFF:
+            yield (
+                f"The predicted step time is off by {off:+.0%}.",
+                "`meshwright bench device --out here.toml` measures this machine for the planner.",
+            )
+    ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
+    if ours and theirs and theirs.total and abs(ours.total / theirs.total - 1) > _OFF:
+        off = ours.total / theirs.total - 1
+        yield (
+            f"The predicted peak of memory is off by {off:+.0%}.",
+            "Compare the areas and the line in the chart of memory: that tells which part it is.",
+        )
+
+
+def headline(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return the run's main numbers: name, value, what it is beside."""
+    steps, start = run.steps, run.start
+    found: list[tuple[str, str, str]] = []
+    count = finite(start.get("parameters"))
+    family = run.values.get("model", {})
+    if count:
+        shape = f"{family.get('n_layers', '?')} layers of {family.get('dim', '?')}"
+        found.append(("Parameters", format_count(count), f"{family.get('family', '')} {shape}"))
+    world = start.get("world") or (run.layout.world if run.layout else None)
+    if world:
+        found.append(("Ranks", str(world), str(start.get("device", ""))))
+    found += _progress(run)
+    rates = series(steps, "tokens_per_s")[1]
+    if rates:
+        median = statistics.median(rates)
+        each = f"{format_count(median / int(world or 1))} a rank, median"
+        found.append(("Tokens a second", format_count(median), each))
+    if steps:
+        utilised = finite(steps[-1].get("mfu"))
+        why = "of the stated peak" if utilised is not None else "cluster.peak_tflops is not set"
+        found.append(("MFU", "–" if utilised is None else f"{utilised:.1%}", why))
+    peak = peak_memory(run)
+    if peak is not None:
+        found.append(("Peak memory", format_bytes(peak[1]), f"rank {peak[0]}, {peak[2]}"))
+    return found
+
+
+def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:
+    xs, losses = series(run.steps, "loss")
+    if losses:
+        held = series(run.by_step("eval"), "loss")[1]
+        beside = f"held out {held[-1]:.4f}" if held else "training"
+        yield "Final loss", f"{losses[-1]:.4f}", f"nats at step {xs[-1]:.0f}; {beside}"
+
+
+def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
+    """Return the rank with the highest peak of the run, its bytes, and what they are of."""
+    held: dict[str, int] = {}
+    for event in run.steps:
+        peaks: Any = event.get("peak_memory_bytes")
+        for rank, size in (peaks if isinstance(peaks, dict) else {}).items():
+            held[rank] = max(held.get(rank, 0), int(size))
+    if not held:
+        return None
+    worst = max(held, key=lambda rank: held[rank])
+    on_cpu = (
+        str(run.start.get("device", "")).startswith("CPU") or run.machine.get("device") == "cpu"
+    )
+    return worst, held[worst], "the whole process" if on_cpu else "allocated"

@@ -1,0 +1,231 @@
+"""Pages opened from disk in a browser: quiet, offline, complete, and usable by hand and by keys."""
+
+import json
+import shutil
+import time
+
+import pytest
+
+from meshwright.report.ahead import layouts_page, plan_page
+from meshwright.report.run import report
+from meshwright.search.plan import plan
+from meshwright.spec.loading import load_config
+from run_folders import write_run
+from runs import TINY
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+READY = "html[data-ready]"
+BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}")
+
+KINDS = ("run", "zero-bubble", "plain", "several", "plan", "layouts")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory, corpus):
+    """Every kind of page, as files."""
+    root = tmp_path_factory.mktemp("pages")
+    fixed = [*TINY, f"data.source={corpus}", f"data.cache={root / 'cache'}", f"log.dir={root}"]
+    fixed += [
+        "model.n_kv_heads=2",
+        "model.n_layers=8",
+        "train.batch=16",
+        "layout.dp_replicate=1",
+        "layout.microbatch=1",
+    ]
+
+    def run(name, *overrides):
+        return write_run(load_config(None, [*fixed, *overrides, f"log.name={name}"]))
+
+    one = run("1f1b", "layout.pp=4")
+    two = run("zbv", "layout.pp=4", "layout.schedule=zbv", "layout.virtual_stages=2")
+    three = run("tp", "layout.tp=2", "layout.dp_shard=2", "layout.zero=3")
+    large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
+    made = plan(load_config(None, [*large, "train.batch=1024", "train.precision=bf16"]), 5)
+    row = {"layout": "dp2 mb1", "step_time_s": 0.5, "step_times_s": [0.4, 0.6]}
+    row |= {"tokens_per_s": 100.0, "predicted_step_time_s": 0.45}
+    html = {
+        "run": report([one]),
+        "zero-bubble": report([two]),
+        "plain": report([three]),
+        "several": report([one, two, three]),
+        "plan": plan_page(made).html(),
+        "layouts": layouts_page({"machine": "two cores", "rows": [row]}).html(),
+    }
+    for name, text in html.items():
+        (root / f"{name}.html").write_text(text)
+    return root
+
+
+@pytest.fixture
+def show(browser, pages):
+    """Return a function that opens a page and returns it with what it said and asked for."""
+    contexts = []
+
+    def opened(kind, width=1440, **more):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **more)
+        contexts.append(context)
+        page = context.new_page()
+        said, asked = [], []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((pages / f"{kind}.html").as_uri())
+        page.wait_for_selector(READY, timeout=30_000, state="attached")
+        return page, said, asked
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+# Texts of charts that stick out of their chart, or lie over another text of it.
+CLIPPED = """() => [...document.querySelectorAll('.plot')].flatMap((plot) => {
+  const box = plot.getBoundingClientRect();
+  return [...plot.querySelectorAll('svg text')].filter((text) => {
+    const at = text.getBoundingClientRect();
+    if (!at.width || getComputedStyle(text).visibility === 'hidden') return false;
+    return at.left < box.left - 1 || at.right > box.right + 1 ||
+      at.top < box.top - 1 || at.bottom > box.bottom + 1;
+  }).map((text) => plot.id + ': ' + text.textContent);
+})"""
+OVERLAPS = """() => [...document.querySelectorAll('.plot')].flatMap((plot) => {
+  const kinds = ['.xtick text, .x2tick text', '.ytick text, .y2tick text', '.annotation text'];
+  return kinds.flatMap((kind) => {
+    const all = [...plot.querySelectorAll(kind)].filter((t) => t.getBoundingClientRect().width);
+    return all.flatMap((one, at) => all.slice(at + 1).filter((other) => {
+      const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
+      return a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 &&
+        b.top < a.bottom - 3;
+    }).map((other) => plot.id + ': ' + one.textContent + ' / ' + other.textContent));
+  });
+})"""
+EMPTY = """() => [...document.querySelectorAll('.plot')].filter((plot) =>
+  !plot.querySelector('svg.main-svg .plot path, svg.main-svg .plot image, svg.main-svg .hm image'))
+  .map((plot) => plot.id)"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_opens_quietly_offline_and_whole(show, pages, kind):
+    page, said, asked = show(kind)
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert page.locator(".plot").count() > 0
+    assert page.evaluate(EMPTY) == []
+    assert page.evaluate(CLIPPED) == []
+    assert page.evaluate(OVERLAPS) == []
+    assert (pages / f"{kind}.html").stat().st_size < 6 * 2**20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_fits_a_phone(show, kind):
+    page, said, _ = show(kind, width=390)
+    assert said == []
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate(CLIPPED) == []
+    assert page.evaluate(OVERLAPS) == []
+
+
+def test_a_page_is_usable_within_two_seconds(show):
+    show("layouts")  # the browser's own start is not the page's
+    times = []
+    for _ in range(3):
+        page, _, _ = show("run")
+        times.append(float(page.evaluate("document.documentElement.dataset.usable")))
+        page.close()
+    assert min(times) < 2000
+
+
+def test_hover_names_the_action_and_dragging_zooms(show):
+    page, _, _ = show("run")
+    plot = page.locator("#timeline")
+    plot.scroll_into_view_if_needed()
+    box = plot.locator(".bars .point path").last.bounding_box()
+    bars = plot.locator(".trace.bars").filter(has_text="15").first.locator(".point path")
+    box = bars.last.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    hover = plot.locator(".hoverlayer .hovertext")
+    hover.first.wait_for(timeout=5000)
+    assert "microbatch 15" in hover.first.inner_text()
+    before = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
+    page.mouse.move(box["x"] - 300, box["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] - 100, box["y"] + 6, steps=5)
+    page.mouse.up()
+    page.wait_for_function(
+        "before => document.getElementById('timeline').layout.xaxis.range[0] > before[0]",
+        arg=before,
+    )
+    after = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
+    assert before[0] < after[0] < after[1] < before[1]
+
+
+def test_keys_reach_the_controls(show):
+    page, _, _ = show("run")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    reached = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent"))
+        if reached[-1] == "Zoom in":
+            break
+    assert reached[-1] == "Zoom in"
+    assert "Numbers of this chart" in reached
+    whole = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "whole => document.getElementById('timeline').layout.xaxis.range[0] > whole[0]", arg=whole
+    )
+    low, high = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
+    assert high - low == pytest.approx((whole[1] - whole[0]) / 2)
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+
+
+def test_a_rank_can_be_chosen(show):
+    page, _, _ = show("run")
+    select = page.locator("select[data-for=memory]")
+    assert "peak" in select.locator("option").first.inner_text()
+    most = "Math.max(...document.getElementById('memory').data.map((one) => Math.max(...one.y)))"
+    held = "JSON.stringify(document.getElementById('memory').data.map((one) => one.y))"
+    before = page.evaluate(held)
+    select.select_option(index=3)
+    page.wait_for_function(f"before => {held} != before", arg=before)
+    assert page.evaluate(most) > 0
+
+
+def test_dark_and_light(show):
+    paper = "getComputedStyle(document.body).backgroundColor"
+    ink = "document.getElementById('loss').layout.font.color"
+    page, _, _ = show("plain", color_scheme="dark")
+    assert page.evaluate(paper) == "rgb(18, 23, 29)"
+    dark = page.evaluate(ink)
+    page.get_by_role("button", name="Switch to light").click()
+    page.wait_for_function(f"{ink} != {json.dumps(dark)}")
+    assert page.evaluate(paper) == "rgb(255, 255, 255)"
+    page.get_by_role("button", name="Switch to dark").wait_for()
+
+
+def test_print_opens_everything_on_white_paper(show):
+    page, _, _ = show("run", color_scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.wait_for_function("document.getElementById('loss').layout.width === 680")
+    assert not page.locator("nav").is_visible()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    time.sleep(0.1)
+    assert page.locator("details[open]").count() == 0
+    assert len(page.pdf()) > 50_000
