@@ -110,7 +110,8 @@ OVERLAPS = """() => [...document.querySelectorAll('.plot')].flatMap((plot) => {
   });
 })"""
 EMPTY = """() => [...document.querySelectorAll('.plot')].filter((plot) =>
-  !plot.querySelector('svg.main-svg .plot path, svg.main-svg .plot image, svg.main-svg .hm image'))
+  ![...plot.querySelectorAll('.cartesianlayer path, .cartesianlayer image')].some((drawn) =>
+    drawn.getBoundingClientRect().width > 2 && !drawn.closest('.gridlayer')))
   .map((plot) => plot.id)"""
 
 
@@ -155,7 +156,7 @@ def test_hover_names_the_action_and_dragging_zooms(show):
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     hover = plot.locator(".hoverlayer .hovertext")
     hover.first.wait_for(timeout=5000)
-    assert "microbatch 15" in hover.first.inner_text()
+    assert "microbatch 15" in hover.first.text_content()
     before = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
     page.mouse.move(box["x"] - 300, box["y"] + 4)
     page.mouse.down()

@@ -10,8 +10,8 @@ from meshwright.predict.setting import Setting
 from meshwright.program.ledger import StepLedger
 from meshwright.program.lower import Program, lower
 from meshwright.program.parts import parameter_count
-from meshwright.report.causes import CAUSE_NAMES, bars
-from meshwright.report.colours import HAPPENED, PREDICTED
+from meshwright.report.causes import CAUSE_NAMES, bars, stacked
+from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
 from meshwright.report.figure import byte_unit, seconds, time_unit
 from meshwright.report.page import Page, facts, folded, grid, key_of, notices, prose, table
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
@@ -32,7 +32,9 @@ def plan_page(made: Plan, predicted: StepLedger | None = None) -> Page:
         "At a glance",
         facts(_winner(made, best)) if best else "",
         prose(f"Best: `{best.layout.label}`: {mesh_words(best.layout)}.") if best else _unfit(made),
-        notices([(text, "") for text in warnings(best, setting)]) if best else "",
+        notices([(text[0].upper() + text[1:] + ".", "") for text in warnings(best, setting)])
+        if best
+        else "",
         notices(ledger_warnings(predicted, None)),
     )
     page.section("ranked", "Layouts, ranked", *_ranked(page, made))
@@ -104,19 +106,9 @@ def _ranked(page: Page, made: Plan) -> list[str]:
         )
         for one in ranked
     ]
-    unit, scale = time_unit(max(one.time.total for one in ranked))
-    drawn = bars(
-        [one.layout.label for one in ranked],
-        [
-            (
-                "step",
-                HAPPENED,
-                [one.time.total * scale for one in ranked],
-                [f"{seconds(one.time.total)}, {one.mfu:.1%} MFU" for one in ranked],
-            )
-        ],
-        f"time of a step, {unit}",
-        row=28,
+    causes = {one.layout.label: _causes(one) for one in ranked}
+    drawn, used = stacked(
+        causes, [f"{seconds(one.time.total)}, {one.mfu:.1%} MFU" for one in ranked]
     )
     listed = table(("layout", "memory", "step", "tokens/s", "MFU", "why not"), rows)
     chart = page.chart(
@@ -124,17 +116,25 @@ def _ranked(page: Page, made: Plan) -> list[str]:
         "Predicted time of a step",
         drawn,
         "The best layout of each division of the devices; the shortest step comes first.",
-        _causes(ranked),
+        table(
+            ("layout", *(CAUSE_NAMES[cause] for cause in used)),
+            [
+                (label, *(seconds(found.get(cause, 0.0)) for cause in used))
+                for label, found in causes.items()
+            ],
+        ),
+        key=key_of([(CAUSE_NAMES[cause], CAUSE_COLOURS[cause]) for cause in used]),
     )
     return [chart, listed, reasons]
 
 
-def _causes(ranked: Sequence[Prediction]) -> str:
-    names = [c for c in ranked[0].time.causes if any(one.time.causes[c] for one in ranked)]
-    rows = [
-        (one.layout.label, *(seconds(one.time.causes[name]) for name in names)) for one in ranked
-    ]
-    return table(("layout", *(CAUSE_NAMES.get(name, name) for name in names)), rows)
+def _causes(found: Prediction) -> dict[str, float]:
+    """Return the seconds of a prediction in the words of a ledger."""
+    sums: dict[str, float] = {}
+    for name, value in found.time.causes.items():
+        cause = "data" if name == "gathers" else name
+        sums[cause] = sums.get(cause, 0.0) + value
+    return sums
 
 
 def _layout(page: Page, program: Program) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from meshwright.layout import Layout
 from meshwright.predict.catalogue import Cluster
 from meshwright.program.ledger import CAUSES, RankLedger, StepLedger
-from meshwright.report.colours import HAPPENED, PREDICTED
+from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
 from meshwright.report.figure import Figure, axis, byte_unit, figure, seconds, time_unit
 from meshwright.report.page import Page, key_of, table
 from meshwright.units import format_bytes
@@ -24,6 +25,8 @@ CAUSE_NAMES: Final[Mapping[str, str]] = {
     "input": "wait for the batch",
     "host": "rest, on the host",
 }
+# Letters of a label, beyond which it is broken into lines.
+_LABEL: Final = 24
 # The axes of the mesh that the axis of a message joins, as `program.collectives` has them.
 _JOINED: Final[Mapping[str, tuple[str, ...]]] = {
     "tp": ("tp",),
@@ -61,6 +64,7 @@ def bars(
     known = [value for _, _, values, _ in sides for value in values if value is not None]
     highest = max(known, default=1.0) or 1.0
     width = 0.72 / count
+    labels = [textwrap.wrap(name, _LABEL, break_long_words=False) or [""] for name in names]
     data = [
         {
             "type": "bar",
@@ -82,19 +86,47 @@ def bars(
     ]
     return figure(
         data,
-        row * len(names) + 56,
+        max(row, 15 * max(len(label) for label in labels) + 8) * len(names) + 56,
         barmode="overlay",
         margin={"b": 44, "r": 10},
+        # The page makes room for the values at the ends of bars, by its width: see page.js.
+        meta={
+            "highest": highest,
+            "value": max(len(text) for _, _, _, printed in sides for text in printed),
+            "label": max(len(part) for label in labels for part in label),
+        },
         xaxis=axis(title, range=[0, highest * 1.3], fixedrange=True),
         yaxis=axis(
             range=[len(names) - 0.5, -0.5],
             tickvals=list(range(len(names))),
-            ticktext=list(names),
+            ticktext=["<br>".join(label) for label in labels],
             showgrid=False,
             fixedrange=True,
             ticks="",
         ),
     )
+
+
+def stacked(
+    rows: Mapping[str, Mapping[str, float]], printed: Sequence[str]
+) -> tuple[Figure, list[str]]:
+    """Return bars of seconds stacked by cause, each with a text at its end, and the causes used."""
+    used = [c for c in CAUSES if any(found.get(c, 0.0) > 0 for found in rows.values())]
+    totals = [sum(found.values()) for found in rows.values()]
+    unit, scale = time_unit(max(totals))
+    ends = [total * scale for total in totals]
+    drawn = bars(list(rows), [("step", HAPPENED, ends, printed)], f"time of a step, {unit}", row=28)
+    (whole,) = drawn["data"]
+    whole["marker"] = {"color": "rgba(0,0,0,0)"}
+    bases = [0.0] * len(rows)
+    for cause in used:
+        values = [found.get(cause, 0.0) * scale for found in rows.values()]
+        texts = [f"{CAUSE_NAMES[cause]}: {seconds(value / scale)}" for value in values]
+        part = {**whole, "name": cause, "x": values, "base": list(bases), "customdata": texts}
+        part |= {"marker": {"color": CAUSE_COLOURS[cause]}, "text": None}
+        drawn["data"].append({**part, "hovertemplate": "%{customdata}<extra></extra>"})
+        bases = [base + value for base, value in zip(bases, values, strict=True)]
+    return drawn, used
 
 
 def causes_chart(
@@ -237,8 +269,7 @@ def _sums(one: RankLedger) -> dict[tuple[str, str], _Sum]:
 
 def _said(found: _Sum) -> str:
     messages = "message" if found[1] == 1 else "messages"
-    waited = f", waited {seconds(found[2])}" if found[2] is not None else ""
-    return f"{format_bytes(found[0])} in {found[1]:,} {messages}{waited}"
+    return f"{format_bytes(found[0])} in {found[1]:,} {messages}"
 
 
 def _waited(found: _Sum) -> Any:

@@ -101,7 +101,7 @@ def run_curves(page: Page, run: RunRecord) -> list[str]:
         for key, texts in {
             "grad_norm": ("Gradient norm, before clipping", "norm", "norm"),
             "lr": ("Learning rate", "learning rate", "rate"),
-            "tokens_per_s": ("Throughput", "tokens a second, all ranks", "speed"),
+            "tokens_per_s": ("Throughput", "tokens/s", "speed"),
             "data_time_share": ("Waiting for data, worst rank", "share of the step", "input"),
         }.items()
     ]
@@ -190,7 +190,7 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
     key = key_of([(t["name"], t["line"]["color"]) for t in by_step])
     highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
     told = f"Nats a token; the median of {_WINDOW} logged steps where there are many."
-    unit = "tokens a second, all ranks"
+    unit = "tokens/s"
     return [
         grid(
             page.chart(

@@ -107,7 +107,7 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 def time_unit(longest: float) -> tuple[str, float]:
     """Return the unit in which times up to `longest` seconds read well, and its count in one."""
-    return ("s", 1.0) if longest >= 2 else ("ms", 1e3) if longest >= 2e-3 else ("µs", 1e6)
+    return ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
 
 
 def byte_unit(largest: float) -> tuple[str, float]:

@@ -44,6 +44,13 @@
     layout.hoverlabel.font.color = getComputedStyle(root).getPropertyValue("--ink").trim();
     layout.dragmode = layout.dragmode ?? (narrow() ? false : "zoom");
     if (width) layout.width = width;
+    if (layout.meta?.highest) {
+      // Room for the values at the ends of bars: what is left of the width beside the labels.
+      const room = (width ?? plot.clientWidth) - layout.meta.label * 6.3 - 26;
+      const bar = Math.max(room - layout.meta.value * 6.4 - 10, room * 0.25);
+      layout.xaxis.range = [0, (layout.meta.highest * room) / bar];
+      layout.xaxis.nticks = Math.max(2, Math.round(bar / 90));
+    }
     plot.style.height = layout.height + "px";
     layout.uirevision = "kept"; // what was zoomed into stays in sight
     return Plotly.react(plot, data, layout, config);
@@ -57,6 +64,16 @@
   const drawAll = async (width, dark) => {
     for (const plot of plots) await draw(plot, width, dark);
   };
+
+  let known = innerWidth;
+  let waiting = 0;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => {
+      if (innerWidth !== known) drawAll();
+      known = innerWidth;
+    }, 120);
+  });
 
   // The theme
   const button = document.getElementById("theme");

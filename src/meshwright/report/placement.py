@@ -23,6 +23,8 @@ MOST_COLUMNS: Final = 32
 MOST_ROWS: Final = 32
 # Columns that there is always room for, so that few ranks are no wide bars.
 _ROOMY: Final = 12
+# Pixels of the cells on a telephone.
+_NARROW: Final = 250
 _HUES: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
 _AXIS_NAMES: Final = {
     "pp": "pipeline",
@@ -156,6 +158,8 @@ def _stage_words(program: Program, place: int) -> str:
             parts.append(f"layers {stage.first_layer} to {stage.stop_layer - 1}")
         parts += ["norm and head"] if stage.is_last else []
         words.append(f"stage {stage.index}: {', '.join(parts)}")
+    if len(words) > 5:
+        words[2:-1] = [f"{len(words) - 3} stages more"]
     return "; ".join(words)
 
 
@@ -198,10 +202,7 @@ def _mesh(
         "hovertemplate": "%{customdata}<extra></extra>",
     }
     ticks = _ticks(names)
-    title = (
-        " · ".join(_AXIS_NAMES[one] for one in AXES[1:] if layout.mesh.degree(one) > 1)
-        or "the only rank of each place"
-    )
+    title = " · ".join(_AXIS_NAMES[one] for one in AXES[1:] if layout.mesh.degree(one) > 1)
     rows = [_row_name(program, place) for place in range(len(cells))]
     return figure(
         [data],
@@ -211,6 +212,7 @@ def _mesh(
         xaxis=axis(
             title,
             side="top",
+            linecolor="rgba(0,0,0,0)",
             range=[-0.5, max(len(columns), _ROOMY) - 0.5],
             tickvals=ticks,
             ticktext=[names[at] for at in ticks],
@@ -258,14 +260,16 @@ def _ticks(names: Sequence[str]) -> list[int]:
     """Return which columns are named: all, or so many that names do not touch on a narrow page."""
     if not any(names):
         return []
-    room = max(1, 36 // (max(map(len, names)) + 2))
-    step = -(-len(names) // room)
+    slot = _NARROW / max(len(names), _ROOMY)
+    step = math.ceil((6.4 * max(map(len, names)) + 10) / slot)
     return list(range(0, len(names), step))
 
 
 def _row_name(program: Program, place: int) -> str:
     stages = program.held(place)
     first, last = stages[0], stages[-1]
+    if len(stages) > 3:
+        return f"{len(stages)} stages"
     if len(stages) > 1:
         return "stages " + ", ".join(str(stage.index) for stage in stages)
     if program.layout.pp == 1:
