@@ -239,6 +239,18 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert "there is no such folder" in capsys.readouterr().err
 
 
+def test_the_trace_of_a_run(config, tmp_path, capsys):
+    folder = write_run(config("layout.dp_replicate=1"))
+    trace = tmp_path / "trace.json"
+    assert main(["report", str(folder), "--trace", str(trace)]) == 0
+    assert f"page: {folder}/report/index.html" in capsys.readouterr().out
+    processes = {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert len(processes) == 2
+    assert main(["report", str(folder), str(folder), "--trace", str(trace)]) == 2
+    (folder / "ledger.json").unlink()
+    assert main(["report", str(folder), "--trace", str(trace)]) == 2
+
+
 def test_several_runs_side_by_side(config):
     runs = [
         read_run(write_run(config("layout.dp_replicate=1", "log.name=one"))),
@@ -267,6 +279,8 @@ def test_a_plan_for_many_devices():
     assert made.best.layout.label in text
     assert all(one.layout.label in text for one in made.found.ranked)
     assert all(reason in text for reason in made.found.reasons)
+    assert len(page.figures["timeline"][0]["layout"]["annotations"]) == 1
+    assert {"memory", "causes", "messages"} <= set(page.figures)
     (mesh,) = page.figures["mesh"]
     cells = mesh["data"][0]["text"]
     assert len(cells) == made.best.layout.pp

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import webbrowser
 from pathlib import Path
 
 from meshwright.cli.common import say
+from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.report.record import RunRecord, read_run
 from meshwright.report.run import write_report
+from meshwright.report.trace import chrome_trace
 from meshwright.report.words import run_warnings, verdict
 from meshwright.units import format_bytes
 
@@ -40,6 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and say what is most important in the terminal."""
+    if args.trace and len(args.runs) > 1:
+        raise ConfigError(f"--trace is of one run, and there are {len(args.runs)}")
     try:
         page = write_report(args.runs, args.out)
     except OSError as error:
@@ -47,9 +52,18 @@ def run(args: argparse.Namespace) -> int:
     for path in args.runs:
         _summarise(read_run(path))
     print(f"page: {page} ({format_bytes(page.stat().st_size)})")
+    if args.trace:
+        _write_trace(read_run(args.runs[0]), args.trace)
     if args.open:
         webbrowser.open(page.resolve().as_uri())
     return EXIT_DONE
+
+
+def _write_trace(one: RunRecord, out: Path) -> None:
+    if not one.ledgers:
+        raise ConfigError(f"{one.path} has no ledger.json: there is no timeline to trace")
+    write_atomic(out, json.dumps(chrome_trace(one.ledgers)).encode())
+    print(f"trace: {out}, for ui.perfetto.dev")
 
 
 def _summarise(one: RunRecord) -> None:

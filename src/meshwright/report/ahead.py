@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.predict.ledger import predicted_ledger
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.program.ledger import StepLedger
@@ -22,9 +23,10 @@ from meshwright.search.plan import Plan
 from meshwright.units import format_bytes, format_count
 
 
-def plan_page(made: Plan, predicted: StepLedger | None = None) -> Page:
-    """Return the page of a plan: its winner as `predicted` has it, and why the others lost."""
+def plan_page(made: Plan) -> Page:
+    """Return the page of a plan: a step of its winner, and why the others lost."""
     setting, best = made.setting, made.best
+    predicted = predicted_ledger(setting, best.layout) if best else None
     devices = f"{setting.cluster.devices} x {setting.cluster.device.name}"
     page = Page(f"Plan for {devices}", _asked(setting))
     page.section(

@@ -40,7 +40,8 @@ def memory_chart(
         return ""
     line = planned if base is not planned else None
     ranks = sorted((r for r in base.ranks if r.memory), key=lambda r: (-_peak(r), r.rank))
-    shown = ranks[:MOST_RANKS]
+    # In large worlds most ranks tell of their peak alone.
+    shown = ([one for one in ranks if len(one.memory) > 1] or ranks)[:MOST_RANKS]
     limit = base.memory_limit or (planned.memory_limit if planned else None)
     figures = {_name(one, base): memory_figure(one, _twin(one, line), limit) for one in shown}
     word = {"predicted": "Predicted", "simulated": "Simulated", "measured": "Measured"}[base.source]
@@ -61,7 +62,7 @@ def memory_chart(
 
 def memory_figure(one: RankLedger, twin: RankLedger | None, limit: int | None) -> Figure:
     """Return a rank's memory: areas from below in the order of `MEMORY`, each with its name."""
-    points = thin(one.memory)
+    points = thin(one.memory if len(one.memory) > 1 else one.memory * 2)
     xs, title, length = _places(points)
     highest = max([_peak(one), _peak(twin) if twin else 0, 1])
     unit, size = byte_unit(highest)
@@ -144,7 +145,7 @@ def _names(
 
 
 def _line(twin: RankLedger, length: float, size: float) -> dict[str, Any]:
-    points = thin(twin.memory)
+    points = thin(twin.memory if len(twin.memory) > 1 else twin.memory * 2)
     xs, _, end = _places(points)
     return {
         "type": "scatter",

@@ -111,7 +111,7 @@ def _end(panel: Panel) -> float:
 
 
 def _row_name(one: RankLedger) -> str:
-    if not one.stages or "pp" not in one.coordinates:
+    if not 0 < len(one.stages) <= 3 or "pp" not in one.coordinates:
         return f"rank {one.rank}"
     return f"rank {one.rank} · s{','.join(map(str, one.stages))}"
 
