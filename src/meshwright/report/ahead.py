@@ -37,7 +37,6 @@ def plan_page(made: Plan) -> Page:
         notices([(text[0].upper() + text[1:] + ".", "") for text in warnings(best, setting)])
         if best
         else "",
-        notices(ledger_warnings(predicted, None)),
     )
     page.section("ranked", "Layouts, ranked", *_ranked(page, made))
     if best is not None:

@@ -220,28 +220,32 @@ def traffic_chart(
         row=30,
     )
     rows = [
-        (
-            axis_name,
-            kind,
-            link_of(axis_name, layout, cluster),
-            format_bytes(sums.get((axis_name, kind), _NONE)[0]),
-            sums.get((axis_name, kind), _NONE)[1],
-            _waited(sums.get((axis_name, kind), _NONE)),
-            format_bytes(expected[axis_name, kind][0]) if (axis_name, kind) in expected else None,
-        )
-        for axis_name, kind in keys
+        (axis_name, kind, link_of(axis_name, layout, cluster), *_cells(sums, expected, key))
+        for key in keys
+        for axis_name, kind in (key,)
     ]
-    headers = ("axis", "kind", "link", "bytes", "messages", "waited", "predicted bytes")
+    headers = ["axis", "kind", "link", "bytes", "messages", "waited"]
+    headers += ["predicted bytes"] if expected else []
     listed = table(headers, rows, caption=f"Messages of rank {one.rank} in one step")
     told = (
         f"What rank {one.rank}, which sends most, sends and receives in one step: bytes, number of "
         "messages, and how long it waited for them where that is known."
     )
-    return page.chart(name, "Communication by axis and kind", drawn, told, listed) + listed
+    return page.chart(name, "Communication by axis and kind", drawn, told, listed)
 
 
 _NONE: Final = (0, 0, None)
 _Sum = tuple[int, int, float | None]
+_Sums = Mapping[tuple[str, str], _Sum]
+
+
+def _cells(sums: _Sums, expected: _Sums, key: tuple[str, str]) -> list[Any]:
+    """Return what a table says of a kind of message: bytes, number, waited, predicted bytes."""
+    found = sums.get(key, _NONE)
+    waited = seconds(found[2]) if found[2] is not None else None
+    cells = [format_bytes(found[0]), f"{found[1]:,}", waited]
+    theirs = format_bytes(expected[key][0]) if key in expected else None
+    return [*cells, theirs] if expected else cells
 
 
 def _talker(ledger: StepLedger) -> RankLedger | None:
@@ -270,7 +274,3 @@ def _sums(one: RankLedger) -> dict[tuple[str, str], _Sum]:
 def _said(found: _Sum) -> str:
     messages = "message" if found[1] == 1 else "messages"
     return f"{format_bytes(found[0])} in {found[1]:,} {messages}"
-
-
-def _waited(found: _Sum) -> Any:
-    return seconds(found[2]) if found[2] is not None else None

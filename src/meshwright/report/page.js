@@ -47,7 +47,7 @@
     if (layout.meta?.highest) {
       // Room for the values at the ends of bars: what is left of the width beside the labels.
       const room = (width ?? plot.clientWidth) - layout.meta.label * 6.3 - 26;
-      const bar = Math.max(room - layout.meta.value * 6.4 - 10, room * 0.25);
+      const bar = Math.max(room - layout.meta.value * 6.9 - 12, room * 0.25);
       layout.xaxis.range = [0, (layout.meta.highest * room) / bar];
       layout.xaxis.nticks = Math.max(2, Math.round(bar / 90));
     }
