@@ -333,3 +333,22 @@ def test_an_empty_section_is_left_out():
     page = Page("Nothing", "at all")
     page.section("none", "None", "", "")
     assert page.sections == []
+
+
+def test_a_simulation_beside_its_prediction(tmp_path, capsys):
+    out = tmp_path / "simulation.html"
+    sizes = ["model.dim=32", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=4"]
+    words = [*sizes, "train.batch=8", "train.seq_len=32", "layout.pp=2", "layout.tp=2"]
+    words += ["layout.dp_replicate=1", "cluster.preset=h100-sxm", "--world", "4"]
+    assert main(["simulate", *words, "--html", str(out)]) == 0
+    html = out.read_text()
+    main_part = html.partition("<main ")[2].partition("</main>")[0]
+    assert "Every message and every FLOP of the simulated ranks is the program" in main_part
+    assert "Memory of a rank over one step, simulated" in main_part
+    assert "<h1>Simulation of 4 ranks</h1>" in html
+    packed = re.search(r'id="figures">([^<]+)<', html)[1]
+    found = json.loads(gzip.decompress(base64.b64decode(packed)))
+    assert any(trace["name"] == "predicted" for trace in found["memory"][0]["data"])
+    for figures in found.values():
+        for one in figures:
+            go.Figure(one)

@@ -7,11 +7,14 @@ import json
 import webbrowser
 from pathlib import Path
 
+from rich.console import Console
+
 from meshwright.cli.common import say
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.report.record import RunRecord, read_run
 from meshwright.report.run import write_report
+from meshwright.report.terminal import summary
 from meshwright.report.trace import chrome_trace
 from meshwright.report.words import run_warnings, verdict
 from meshwright.units import format_bytes
@@ -50,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"the page cannot be written: {error}") from None
     for path in args.runs:
-        _summarise(read_run(path))
+        one = read_run(path)
+        _summarise(one)
+        if len(args.runs) == 1 and one.ledgers:
+            Console().print(summary(one.ledgers))
     print(f"page: {page} ({format_bytes(page.stat().st_size)})")
     if args.trace:
         _write_trace(read_run(args.runs[0]), args.trace)

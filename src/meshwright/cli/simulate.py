@@ -17,6 +17,8 @@ from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.program.ledger import to_json
 from meshwright.program.parts import parameter_count
+from meshwright.report.ahead import simulation_page
+from meshwright.report.page import Page
 from meshwright.search.plan import setting_of
 from meshwright.simulate.ledger import both_ledgers
 from meshwright.simulate.run import (
@@ -61,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", type=Path, metavar="ledger.json", help="write predicted and simulated ledger"
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it")
     add_json(parser)
 
 
@@ -83,11 +86,22 @@ def run(args: argparse.Namespace) -> int:
     if args.save:
         document = to_json(both_ledgers(found))
         write_atomic(args.save, (json.dumps(document) + "\n").encode())
+    if args.html:
+        write_atomic(args.html, _page(found).html().encode())
     if args.json:
         print_json(as_json(found))
     else:
         _print(found, time.perf_counter() - started)
     return EXIT_DONE if found.fits and found.agrees else EXIT_CHECK_FAILED
+
+
+def _page(found: Simulation) -> Page:
+    predicted, simulated = both_ledgers(found)
+    differences = {one.rehearsal.rank: one.differences for one in found.ranks}
+    device = found.setting.cluster.device.name
+    breaches = [_breach(one, device) for one in found.ranks if one.breach is not None]
+    told = (differences, breaches)
+    return simulation_page(found.program, found.setting, predicted, simulated, *told)
 
 
 def _print(found: Simulation, seconds: float) -> None:

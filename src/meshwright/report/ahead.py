@@ -258,7 +258,8 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
 
 
 def _spread(row: Mapping[str, Any]) -> float:
-    return float(max(row["step_times_s"]) - min(row["step_times_s"])) / row["step_time_s"] / 2
+    times = row["step_times_s"]
+    return float((max(times) - min(times)) / row["step_time_s"] / 2)
 
 
 def _peaks(page: Page, rows: Sequence[Mapping[str, Any]]) -> str:

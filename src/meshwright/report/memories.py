@@ -48,8 +48,8 @@ def memory_chart(
     told = f"{word} bytes by what they are for; the rank with the highest peak comes first."
     if line is not None:
         told += (
-            " The black line is the prediction, stretched to the same length of step, so that the "
-            "same actions lie over each other."
+            " The line is the prediction, stretched to the same length of step, so that the same "
+            "actions lie over each other."
         )
     if limit is None:
         told += " The device's limit is not known."
@@ -72,7 +72,7 @@ def memory_figure(one: RankLedger, twin: RankLedger | None, limit: int | None) -
     data = [_area(kind, points, xs, size) for kind in used]
     notes = _names(points, used, size, roof)
     if twin is not None and twin.memory:
-        data.append(_line(twin, length, size))
+        data.append(_line(twin, length, size, in_order=any(p.time is None for p in points)))
     shapes = []
     if limit is not None and is_near:
         shapes.append(_level(limit / size))
@@ -144,9 +144,9 @@ def _names(
     ]
 
 
-def _line(twin: RankLedger, length: float, size: float) -> dict[str, Any]:
+def _line(twin: RankLedger, length: float, size: float, in_order: bool) -> dict[str, Any]:
     points = thin(twin.memory if len(twin.memory) > 1 else twin.memory * 2)
-    xs, _, end = _places(points)
+    xs, _, end = _places([point._replace(time=None) for point in points] if in_order else points)
     return {
         "type": "scatter",
         "mode": "lines",

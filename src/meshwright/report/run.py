@@ -210,7 +210,7 @@ def compared_causes(
 
 def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """Return the chart of each run's peak: of tensors where a ledger says, else as events do."""
-    sides = (("predicted", PREDICTED), ("measured", HAPPENED))
+    sides = [("predicted", PREDICTED), ("measured", HAPPENED)]
     ledgers = [(run.planned, run.measured) for run in runs]
     values = [
         [one.worst.peak.total if one and one.worst and one.worst.peak else None for one in each]
@@ -220,7 +220,7 @@ def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         found = [peak_memory(run) for run in runs]
         if not any(found):
             return ""
-        sides, values = (("measured", HAPPENED),), [[one[1] if one else None for one in found]]
+        sides, values = sides[1:], [[one[1] if one else None for one in found]]
     unit, size = byte_unit(max(v for each in values for v in each if v))
     shown = [
         (
@@ -231,10 +231,8 @@ def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         )
         for (side, colour), each in zip(sides, values, strict=True)
     ]
-    rows = [
-        (name, *(format_bytes(each[at]) if each[at] else None for each in values))
-        for at, name in enumerate(names)
-    ]
+    texts = [printed for _, _, _, printed in shown]
+    rows = [(name, *(each[at] for each in texts)) for at, name in enumerate(names)]
     return page.chart(
         "peaks",
         "Peak memory of the worst rank",

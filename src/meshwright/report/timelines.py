@@ -47,7 +47,7 @@ def panels(ledgers: Sequence[StepLedger | None]) -> list[Panel]:
                 places.setdefault(rank.coordinates.get("pp", 0), rank)
             with_spans = [places[place] for place in sorted(places)]
         room = MOST_SPANS
-        kept = []
+        kept: list[RankLedger] = []
         for rank in with_spans:
             room -= len(rank.spans)
             if kept and room < 0:
