@@ -2,8 +2,8 @@
 
     python docs/draw_reports.py [--only NAME ...] [--work FOLDER]
 
-It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them in a
-headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and takes some minutes.
+It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them in
+a headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and takes some minutes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def draw(page: Page, html: Path, width: int, out: Path) -> None:
     page.wait_for_selector("html[data-ready]", state="attached")
     shot = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
     shot = shot.crop((0, 0, shot.width, min(shot.height, TALLEST)))
-    shot.quantize(64, dither=Image.Dither.NONE).save(out, optimize=True)
+    shot.quantize(160, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        out, optimize=True
+    )
     print(f"{out}: {out.stat().st_size / 1024:.0f} KiB")
 
 

@@ -189,7 +189,7 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
     numbers = table(("run", "last step", "last loss", "median tokens/s"), rows)
     key = key_of([(t["name"], t["line"]["color"]) for t in by_step])
     highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
-    told = f"Nats a token; the median of {_WINDOW} logged steps where there are many."
+    told = "Nats a token. Runs that compute the same lie on each other: the last one is seen."
     unit = "tokens/s"
     return [
         grid(

@@ -51,13 +51,22 @@ def memory_chart(
             " The line is the prediction, stretched to the same length of step, so that the same "
             "actions lie over each other."
         )
-    if limit is None:
-        told += " The device's limit is not known."
+    told += _about(limit, max(_peak(one) for one in ranks))
     rows = [_row(one, _twin(one, planned), limit) for one in ranks]
     headers = ("rank", "highest at", "peak", "predicted", "of the limit", *MEMORY)
     title = f"Memory of a rank over one step, {word.lower()}"
     numbers = table(headers, rows, caption="Peak of each rank")
     return page.chart(name, title, figures, told, numbers, choose="Rank")
+
+
+def _about(limit: int | None, highest: int) -> str:
+    """Return a sentence about a limit that is not drawn."""
+    if limit is None:
+        return " The device's limit is not known."
+    if limit <= max(highest, 1) * _FAR:
+        return ""
+    times = f"{limit / max(highest, 1):.3g} times the highest peak"
+    return f" The device's limit, {format_bytes(limit)}, is {times}, and not drawn."
 
 
 def memory_figure(one: RankLedger, twin: RankLedger | None, limit: int | None) -> Figure:
@@ -78,10 +87,6 @@ def memory_figure(one: RankLedger, twin: RankLedger | None, limit: int | None) -
         shapes.append(_level(limit / size))
         edge = {"xref": "paper", "xanchor": "left", "yanchor": "bottom"}
         notes.append(note(f"limit {format_bytes(limit)}", 0.005, limit / size, RED, **edge))
-    elif limit is not None:
-        edge = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "top"}
-        text = f"limit {format_bytes(limit)}, {limit / highest:.3g} times the peak: far above"
-        notes.append(note(text, 1, 1, RED, **edge))
     return figure(
         data,
         _HEIGHT,

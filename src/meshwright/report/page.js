@@ -52,6 +52,8 @@
       layout.xaxis.nticks = Math.max(2, Math.round(bar / 90));
     }
     plot.style.height = layout.height + "px";
+    // Between the bars of a narrow picture there is no room for lines.
+    if (narrow()) for (const one of data) if (one.marker?.line) one.marker.line.width = 0;
     layout.uirevision = "kept"; // what was zoomed into stays in sight
     return Plotly.react(plot, data, layout, config);
   };

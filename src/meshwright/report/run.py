@@ -114,8 +114,10 @@ def comparison_page(runs: Sequence[RunRecord]) -> Page:
     page.section("curves", "Learning", *compared_curves(page, runs, names))
     page.section("time", "Step time", compared_causes(page, _measured(runs), names))
     page.section("memories", "Memory", _peaks(page, runs, names))
+    each = [one for run in runs for one in (run.planned, run.measured) if one]
+    longest = max((one.step_time_s or 0.0 for one in each), default=0.0)
     charts = [
-        timeline_chart(page, [run.planned, run.measured], f"timeline-{at}")
+        timeline_chart(page, [run.planned, run.measured], f"timeline-{at}", longest)
         for at, run in enumerate(runs)
     ]
     titled = [f"<h3>{name}</h3>{chart}" for name, chart in zip(names, charts, strict=True) if chart]

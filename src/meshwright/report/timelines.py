@@ -57,11 +57,11 @@ def panels(ledgers: Sequence[StepLedger | None]) -> list[Panel]:
     return found
 
 
-def timeline(shown: Sequence[Panel]) -> Figure:
-    """Return the picture of some panels, one below the other."""
+def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
+    """Return the picture of some panels, one below the other, over `longest` seconds at least."""
     heights = [_ROW * len(panel.ranks) + _TITLE for panel in shown]
     total = sum(heights) + _GAP * (len(shown) - 1)
-    longest = max(_end(panel) for panel in shown)
+    longest = max(longest, *(_end(panel) for panel in shown))
     unit, scale = time_unit(longest)
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {}
@@ -232,7 +232,12 @@ def _hover(span: Span, one: RankLedger, scale: float, unit: str) -> str:
     return f"{what}<br>rank {one.rank}: {seconds(span.seconds)}, {times}"
 
 
-def timeline_chart(page: Page, ledgers: Sequence[StepLedger | None], name: str = "timeline") -> str:
+def timeline_chart(
+    page: Page,
+    ledgers: Sequence[StepLedger | None],
+    name: str = "timeline",
+    longest: float = 0.0,
+) -> str:
     """Return the chart of the ledgers that have spans; empty where none has."""
     shown = panels(ledgers)
     if not shown:
@@ -267,7 +272,9 @@ def timeline_chart(page: Page, ledgers: Sequence[StepLedger | None], name: str =
     ]
     numbers = table(("", "rank", "actions in order"), rows, caption="Order of actions")
     numbers += folded("Begin and end of each action", _every(shown))
-    return page.chart(name, title, timeline(shown), told, numbers, key=key_of(pairs), zoom=True)
+    return page.chart(
+        name, title, timeline(shown, longest), told, numbers, key=key_of(pairs), zoom=True
+    )
 
 
 def _order(one: RankLedger) -> str:

@@ -96,6 +96,7 @@ def run_warnings(run: RunRecord) -> list[Advice]:
         *_failures(run),
         *_skipped(run),
         *_speed(run),
+        *_shared_cores(run),
         *ledger_warnings(run.planned, run.measured),
     ]
 
@@ -174,6 +175,16 @@ def _speed(run: RunRecord) -> Iterator[Advice]:
         yield (
             f"Saving took {sum(saves) / total:.0%} of the time, {seconds(sum(saves))}.",
             "checkpoint.async=true saves beside the training; checkpoint.every can be larger.",
+        )
+
+
+def _shared_cores(run: RunRecord) -> Iterator[Advice]:
+    cores, world = run.machine.get("cores"), run.layout.world if run.layout else 1
+    if run.machine.get("device") == "cpu" and cores and world > cores:
+        yield (
+            f"{world} ranks share {cores} cores.",
+            "While one computes another waits: measured times and the bubble say more about the "
+            "machine than about the layout.",
         )
 
 
