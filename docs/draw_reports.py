@@ -2,8 +2,8 @@
 
     python docs/draw_reports.py [--only NAME ...] [--work FOLDER]
 
-It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them in
-a headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and takes some minutes.
+It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them
+in a headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and takes some minutes.
 """
 
 from __future__ import annotations
