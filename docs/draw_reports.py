@@ -3,7 +3,7 @@
     python docs/draw_reports.py [--only NAME ...] [--work FOLDER]
 
 It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them
-in a headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and takes some minutes.
+in a headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and some minutes.
 """
 
 from __future__ import annotations
@@ -75,6 +75,14 @@ def pipelines(work: Path) -> Iterator[tuple[str, Path]]:
     yield "compared", out
 
 
+def first(work: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the page that the README shows a part of: two stages, as many as there are cores."""
+    sizes = ("model.dim=256", "model.n_layers=8", "model.n_heads=4", "model.n_kv_heads=4")
+    steps = ("train.batch=16", "train.seq_len=256", "train.steps=12", "cluster.device=cpu")
+    schedule = ("layout.pp=2", "layout.dp_replicate=1", "layout.microbatch=2")
+    yield "first", train(work, "first", *sizes, *steps, *schedule, *PIPELINES["interleaved"])
+
+
 def layouts(work: Path) -> Iterator[tuple[str, Path]]:
     """Yield the page of six layouts side by side."""
     out = work / "layouts.html"
@@ -102,6 +110,7 @@ def simulated(work: Path) -> Iterator[tuple[str, Path]]:
 MADE: dict[str, Callable[[Path], Iterator[tuple[str, Path]]]] = {
     "demo": demo,
     "pipelines": pipelines,
+    "first": first,
     "layouts": layouts,
     "plan": planned,
     "simulation": simulated,
@@ -121,6 +130,22 @@ def draw(page: Page, html: Path, width: int, out: Path) -> None:
     print(f"{out}: {out.stat().st_size / 1024:.0f} KiB")
 
 
+def draw_part(page: Page, html: Path, out: Path) -> None:
+    """Take a picture of a step's timeline and memory alone."""
+    page.goto(html.resolve().as_uri())
+    page.wait_for_selector("html[data-ready]", state="attached")
+    page.locator("nav").evaluate("nav => nav.remove()")
+    top, bottom = (page.locator(name).bounding_box() for name in ("#steps", "#memories"))
+    assert top is not None
+    assert bottom is not None
+    height = bottom["y"] + bottom["height"] - top["y"]
+    part = {"x": top["x"] - 16, "y": top["y"], "width": top["width"] + 32, "height": height}
+    shot = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=part))).convert("RGB")
+    shot.quantize(160, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        out, optimize=True
+    )
+
+
 def run(names: Sequence[str], work: Path) -> None:
     """Make the pages and draw them; the narrow ones are dark."""
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
@@ -133,6 +158,9 @@ def run(names: Sequence[str], work: Path) -> None:
         }
         for name in names:
             for title, html in MADE[name](work):
+                if title == "first":
+                    draw_part(pages[1440], html, FOLDER / "first.png")
+                    continue
                 for width, page in pages.items():
                     draw(page, html, width, FOLDER / f"{title}-{width}.png")
 

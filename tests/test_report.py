@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import io
 import json
 import math
 import re
@@ -12,6 +13,8 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
+from meshwright.launch import session
+from meshwright.launch.session import train
 from meshwright.report.ahead import layouts_page, plan_page
 from meshwright.report.figure import rounded, spread, thin
 from meshwright.report.page import Page
@@ -21,6 +24,7 @@ from meshwright.report.timelines import timeline
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
 from run_folders import step_event, write_run
+from runs import clean_environ
 
 PIPELINE = ("layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4")
 
@@ -352,3 +356,21 @@ def test_a_simulation_beside_its_prediction(tmp_path, capsys):
     for figures in found.values():
         for one in figures:
             go.Figure(one)
+
+
+def test_a_run_writes_its_page_at_its_end(config):
+    said = io.StringIO()
+    run = train(config("layout.dp_replicate=1", "train.steps=2"), clean_environ(), said)
+    assert f"report {run.folder}/report/index.html" in said.getvalue()
+    assert "Done: all 2 steps." in (run.folder / "report" / "index.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_a_note(config, monkeypatch):
+    def refuse(paths):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(session, "write_report", refuse)
+    said = io.StringIO()
+    job = session.prepare_job(config("layout.dp_replicate=1"), {})
+    session._write_report(job, said)
+    assert said.getvalue() == "note: no report was written: OSError: disk full\n"
