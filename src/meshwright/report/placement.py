@@ -34,6 +34,8 @@ _AXIS_NAMES: Final = {
     "tp": "tensor",
 }
 
+_LETTERS: Final = {"dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
+
 
 def mesh_words(layout: Layout) -> str:
     """Return a layout in words: `pipeline 4 x tensor 2 = 8 ranks, ...`."""
@@ -75,6 +77,10 @@ def mesh_chart(page: Page, program: Program, name: str = "mesh") -> str:
         "Each cell is a rank, each row a place in the pipeline. Ranks of the same colour hold the "
         "same parameters; a darker or lighter shade is another part of them."
     )
+    if len(columns) > 1:
+        degrees = ((one, layout.mesh.degree(one)) for one in AXES[1:])
+        words = [f"{_LETTERS[one]} is {_AXIS_NAMES[one]}" for one, degree in degrees if degree > 1]
+        told += f" Above the columns: {', '.join(words)}."
     if len(shown) < len(columns):
         told += (
             f" Of {len(columns)} columns the first {len(shown)} are drawn, whole groups of "
@@ -202,15 +208,13 @@ def _mesh(
         "hovertemplate": "%{customdata}<extra></extra>",
     }
     ticks = _ticks(names)
-    title = " · ".join(_AXIS_NAMES[one] for one in AXES[1:] if layout.mesh.degree(one) > 1)
     rows = [_row_name(program, place) for place in range(len(cells))]
     return figure(
         [data],
-        side * len(cells) + 60,
+        side * len(cells) + 36,
         annotations=_labels(program, len(columns), len(cells)),
-        margin={"t": 44, "b": 8, "l": 60},
+        margin={"t": 26, "b": 8, "l": 60},
         xaxis=axis(
-            title,
             side="top",
             linecolor="rgba(0,0,0,0)",
             range=[-0.5, max(len(columns), _ROOMY) - 0.5],
@@ -250,9 +254,8 @@ def _labels(program: Program, columns: int, rows: int) -> list[dict[str, Any]]:
 
 
 def _column_name(layout: Layout, column: Mapping[str, int]) -> str:
-    short = {"dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
     return " ".join(
-        f"{letter}{column[one]}" for one, letter in short.items() if layout.mesh.degree(one) > 1
+        f"{letter}{column[one]}" for one, letter in _LETTERS.items() if layout.mesh.degree(one) > 1
     )
 
 

@@ -75,7 +75,7 @@ def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
             domain=[max(domain[0], 0.0), domain[1]],
             range=[len(panel.ranks) - 0.45, -0.55],
             tickvals=list(range(len(panel.ranks))),
-            ticktext=[_row_name(one) for one in panel.ranks],
+            ticktext=[_row_name(one, panel.ledger) for one in panel.ranks],
             fixedrange=True,
             showgrid=False,
             ticks="",
@@ -110,8 +110,8 @@ def _end(panel: Panel) -> float:
     return max(last, panel.ledger.step_time_s or 0.0)
 
 
-def _row_name(one: RankLedger) -> str:
-    if not 0 < len(one.stages) <= 3 or "pp" not in one.coordinates:
+def _row_name(one: RankLedger, ledger: StepLedger) -> str:
+    if not 0 < len(one.stages) <= 3 or (ledger.layout.get("pp") or 1) == 1:
         return f"rank {one.rank}"
     return f"rank {one.rank} · s{','.join(map(str, one.stages))}"
 
