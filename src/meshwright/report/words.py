@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from meshwright.program.ledger import StepLedger
+from meshwright.report.agreement import agreement
 from meshwright.report.causes import CAUSE_NAMES, mean_causes
 from meshwright.report.curves import series
 from meshwright.report.figure import finite, seconds
@@ -82,12 +83,9 @@ def _compared(planned: StepLedger | None, happened: StepLedger | None) -> list[s
             f"peak memory {format_bytes(ours.total)}, {happened.source} "
             f"{format_bytes(theirs.total)} ({off:+.1%})"
         )
-    if planned.bubble is not None and happened.bubble is not None:
-        found.append(
-            f"bubble {planned.bubble:.1%}, {happened.source} {happened.bubble:.1%} "
-            f"({(planned.bubble - happened.bubble) * 100:+.1f} points)"
-        )
-    return [f"Predicted: {'; '.join(found)}."] if found else []
+    went = agreement(planned, happened) if happened.source == "measured" else None
+    order = f"Of the recorded step: {went.words}." if went else ""
+    return [*([f"Predicted: {'; '.join(found)}."] if found else []), *([order] if order else [])]
 
 
 def run_warnings(run: RunRecord) -> list[Advice]:
