@@ -304,14 +304,6 @@ def _create(job: Job) -> None:
         put_step(job.folder, found)
 
 
-def _write_report(job: Job, out: TextIO) -> None:
-    """Write the run's page, however the run has ended; without one it is no worse."""
-    try:
-        _say(out, f"report {write_report([job.folder.path])}")
-    except Exception as error:  # a page is never a reason for a run to fail
-        _say(out, f"note: no report was written: {type(error).__name__}: {error}")
-
-
 def _say(out: TextIO, text: str) -> None:
     print(text, file=out, flush=True)
 
@@ -331,3 +323,11 @@ def summarise(run: Run) -> Mapping[str, Any]:
         "loss": steps[-1]["loss"] if steps else None,
         "unigram_entropy": start.get("unigram_entropy"),
     }
+
+
+def _write_report(job: Job, out: TextIO) -> None:
+    """Write the run's page, however the run has ended; without one it is no worse."""
+    try:
+        _say(out, f"report {write_report([job.folder.path])}")
+    except Exception as error:  # a page is never a reason for a run to fail
+        _say(out, f"note: no report was written: {type(error).__name__}: {error}")
