@@ -53,7 +53,7 @@ def test_a_slurm_script_is_a_shell_script_and_asks_for_what_it_needs(written, tm
         *("--signal=TERM@180", "--requeue", "--partition=gpu"),
     ):
         assert option in options
-    assert "srun --kill-on-bad-exit=1 --label meshwright train run.toml" in text
+    assert "srun --wait=60 --label meshwright train run.toml" in text
     assert "source env.sh\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 

@@ -34,6 +34,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SwitchType=switch/none
 MpiDefault=none
+SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
@@ -109,8 +110,9 @@ def test_a_job_saves_at_its_limit_and_goes_on_when_requeued(
     (end,) = seen("end")
     assert end["stopped"]
     assert seen("save")[-1]["step"] == end["step"]
-    wait(lambda: "PENDING" in call("squeue", "-h", "-j", job, "-o", "%T"), 60)
-    call("scontrol", "update", f"jobid={job}", "StartTime=now")  # Slurm lets a requeued job wait
+    # Slurm lets a requeued job wait for two minutes, from when its processes are gone.
+    hurry = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
+    wait(lambda: seen("resume") or subprocess.run(hurry, capture_output=True) is None, 250)
     wait(lambda: any(event["step"] > end["step"] for event in seen("step")), 200)
     assert [event["step"] for event in seen("resume")] == [end["step"]]
     assert [event["world"] for event in seen("start")] == [2, 2]

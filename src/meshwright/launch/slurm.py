@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from meshwright.errors import (
     EXIT_NO_PROGRESS,
@@ -16,18 +17,20 @@ from meshwright.errors import (
 )
 from meshwright.launch.jobs import JobSpec, clock, environment, shell
 
+# Ranks that were asked to stop end one after the other, and are not to be killed meanwhile.
+_LEFT_S: Final = 60
+
 
 def slurm(job: JobSpec) -> str:
     """Return the sbatch script of a job: a task of srun is a rank.
 
     Slurm sends the ranks SIGTERM before the time limit: they save and end with code 4, and the job
     goes back into the queue, where the run goes on. A job whose rank failed does so a few times.
-    srun ends all ranks when one has failed.
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(job).items()]
     lines += [job.setup] if job.setup else []
-    run = ["srun", "--kill-on-bad-exit=1", "--label", *job.train]
+    run = ["srun", f"--wait={_LEFT_S}", "--label", *job.train]
     lines += [
         # The code is looked at below: not the end of the script.
         f"{shell(run)} || code=$?",
