@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from meshwright.bench.calibrate import calibrate
 from meshwright.bench.layouts import side_by_side
-from meshwright.errors import EXIT_DONE, EXIT_RANK_FAILED, ConfigError
 from meshwright.execute.rendezvous import Rendezvous
-from meshwright.execute.world import World, join, leave
+from meshwright.execute.world import World, join
 from meshwright.launch.benchmark import FOUND, REQUEST
-from meshwright.launch.worker import follow_parent, record_failure
+from meshwright.launch.rank import run_process
 from meshwright.prove.case import Case
 from meshwright.train.events import JsonLines
-from meshwright.train.run_folder import RunFolder
 
 TIMEOUT_S: Final = 300.0
 
@@ -37,32 +30,19 @@ def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]
     )
 
 
+def measure_all(path: Path, at: Rendezvous) -> None:
+    """Measure what the request in a folder asks for; rank 0 writes what is found."""
+    request = json.loads((path / REQUEST).read_text(encoding="utf-8"))
+    world = join(at, request["device"], TIMEOUT_S)
+    lines = JsonLines(path / FOUND) if world.rank == 0 else None
+    for found in measure(request, world):
+        if lines is not None:
+            lines.write(found)
+
+
 def main() -> None:
     """Run one rank of the measurement whose folder is named on the command line."""
-    environ = os.environ
-    follow_parent(environ)
-    path = Path(sys.argv[1])
-    code = EXIT_DONE
-    try:
-        at = Rendezvous.from_environment(environ)
-        if at is None:
-            raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
-        request = json.loads((path / REQUEST).read_text(encoding="utf-8"))
-        torch.set_num_threads(1)
-        world = join(at, request["device"], TIMEOUT_S)
-        lines = JsonLines(path / FOUND) if world.rank == 0 else None
-        for found in measure(request, world):
-            if lines is not None:
-                lines.write(found)
-        leave()
-    except BaseException as error:
-        traceback.print_exc()
-        record_failure(RunFolder(path), int(environ.get("RANK", "0")), error)
-        code = EXIT_RANK_FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of a broken process group can block a normal exit.
-    os._exit(code)
+    run_process(measure_all)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-import traceback
-from pathlib import Path
 from typing import Final
 
-import torch
-
-from meshwright.errors import EXIT_DONE, EXIT_RANK_FAILED, ConfigError
-from meshwright.execute.rendezvous import Rendezvous
-from meshwright.execute.world import World, join, leave
+from meshwright.execute.world import World, join
 from meshwright.launch.proof import ProofFolder
-from meshwright.launch.worker import follow_parent, record_failure
+from meshwright.launch.rank import run_process
 from meshwright.prove.suite import Suite
 from meshwright.train.events import JsonLines
-from meshwright.train.run_folder import RunFolder
 
 # A collective of a tiny model that takes longer hangs, also where many ranks share few cores.
 TIMEOUT_S: Final = 300.0
@@ -41,25 +32,7 @@ def prove_all(folder: ProofFolder, world: World) -> None:
 
 def main() -> None:
     """Run one rank of the proof whose folder is named on the command line."""
-    environ = os.environ
-    follow_parent(environ)
-    path = Path(sys.argv[1])
-    code = EXIT_DONE
-    try:
-        at = Rendezvous.from_environment(environ)
-        if at is None:
-            raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
-        torch.set_num_threads(1)
-        prove_all(ProofFolder(path), join(at, "cpu", TIMEOUT_S))
-        leave()
-    except BaseException as error:
-        traceback.print_exc()
-        record_failure(RunFolder(path), int(environ.get("RANK", "0")), error)
-        code = EXIT_RANK_FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of a broken process group can block a normal exit.
-    os._exit(code)
+    run_process(lambda path, at: prove_all(ProofFolder(path), join(at, "cpu", TIMEOUT_S)))
 
 
 if __name__ == "__main__":
