@@ -3,6 +3,7 @@
 #   make test   the tests
 #   make faults ranks killed, stopped and cut off in every way
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
+#   make docs   the site, into build/site
 #   make prove  every layout of the support matrix against one device
 # The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
 # serves torch with several GB of CUDA libraries.
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-all faults fault-table prove check lint types bench clean
+.PHONY: docs demo test test-all faults fault-table prove check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -45,6 +46,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.overhead
