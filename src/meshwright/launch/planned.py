@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.errors import ConfigError
-from meshwright.launch.machine import gpu_name
+from meshwright.launch.machine import CPU_RANKS, gpu_name
 from meshwright.layout import Machine
 from meshwright.program.ledger import StepLedger
 from meshwright.spec.loading import Config
@@ -47,6 +49,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
 
 def predicted(job: Job) -> StepLedger | None:
     """Return what is predicted of a run's steps; None where the machine's device is not known."""
+    from meshwright.predict.catalogue import slowed
     from meshwright.predict.ledger import predicted_ledger
     from meshwright.search.plan import on_cluster, setting_of
 
@@ -55,4 +58,10 @@ def predicted(job: Job) -> StepLedger | None:
     except ConfigError:
         return None
     packed = job.config.data.packing == "documents"
-    return predicted_ledger(on_cluster(setting, job.layout), job.layout, packed=packed)
+    setting = on_cluster(setting, job.layout)
+    if job.machine.device == "cpu":
+        # Ranks share the cores, which the catalogue's device has for as many as run by default.
+        ranks = job.layout.world // job.config.cluster.nodes
+        device = slowed(setting.cluster.device, ranks / min(CPU_RANKS, job.machine.cores))
+        setting = replace(setting, cluster=replace(setting.cluster, device=device))
+    return predicted_ledger(setting, job.layout, packed=packed)

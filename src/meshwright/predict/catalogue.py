@@ -63,6 +63,12 @@ class Device:
     source: str
 
 
+def slowed(device: Device, times: float) -> Device:
+    """Return a device that computes and moves so many times as slowly, as a rank of many does."""
+    peaks = {dtype: peak / times for dtype, peak in device.peaks.items()}
+    return replace(device, peaks=peaks, bandwidth=device.bandwidth / times)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`nodes` of `per_node` devices: `inner` links them in a node, `outer` across, `host` the CPU.
