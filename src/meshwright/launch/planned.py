@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
 from meshwright.launch.machine import CPU_RANKS, gpu_name
 from meshwright.layout import Machine
-from meshwright.program.ledger import StepLedger
 from meshwright.spec.loading import Config
-from meshwright.train.run_folder import Job
+
+if TYPE_CHECKING:  # `config show` has no use for what they bring
+    from meshwright.program.ledger import StepLedger
+    from meshwright.train.run_folder import Job
 
 
 def settled(config: Config, machine: Machine) -> Config:
