@@ -162,7 +162,7 @@ def test_a_run_of_two_hosts_goes_on_bit_for_bit_after_one_was_cut_off(machines, 
         *TINY,
         *(f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"),
         # Tensor parallelism inside a host, data parallelism across.
-        *("layout.tp=2", "layout.dp_replicate=2", "cluster.nodes=2"),
+        *("model.n_kv_heads=2", "layout.tp=2", "layout.dp_replicate=2", "cluster.nodes=2"),
         *(f"log.dir={tmp_path / 'runs'}", "train.steps=400", "train.eval_every=0"),
         *("checkpoint.every=20", f"cluster.timeout={TIMEOUT_S}", f"cluster.hang={TIMEOUT_S - 2}"),
     ]
