@@ -39,7 +39,7 @@ def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
         core = on_device.attention(world.device, precision, budget_s / 2)
         constants[f"attention.flash2.{precision}"] = core / best
         constants[f"moves.{precision}"] = on_device.seconds_per_byte(
-            world.device, precision, budget_s, (peak, half, core), overhead
+            world.device, precision, budget_s, (peak, half), overhead
         )
         constants[f"moves.loss.{precision}"] = 1 / on_device.loss_rate(
             world.device, precision, budget_s

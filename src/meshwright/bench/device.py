@@ -38,6 +38,7 @@ _ATTENTION: Final = ((4, 256, 32), (8, 512, 64), (8, 1024, 64), (8, 2048, 64))
 _COPIED: Final = 2**26  # bytes, beyond any cache
 _ELEMENTS: Final = 2**22
 _BLOCKS: Final = ((256, 256), (256, 1024), (512, 512), (512, 1024))  # dims and lengths
+_HEAD_DIM: Final = 64
 _DEPTH: Final = 6  # blocks that are timed together
 
 
@@ -84,20 +85,28 @@ def attention(device: torch.device, precision: str, budget_s: float) -> float:
     """
     rates = []
     for heads, length, head_dim in _ATTENTION:
-        shape = (1, heads, length, head_dim)
-        q, k, v = (
-            torch.randn(shape, dtype=DTYPES[precision], device=device, requires_grad=True)
-            for _ in range(3)
-        )
-        grad = torch.randn(shape, dtype=DTYPES[precision], device=device)
-
-        def work(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(out, (q, k, v), grad)
-
         flops = 2.0 * heads * length**2 * head_dim * (1 + ATTENTION_BACKWARD)
-        rates.append(flops / seconds_of(work, budget_s / len(_ATTENTION), device))
+        share = budget_s / len(_ATTENTION)
+        rates.append(flops / _attention_seconds(device, precision, share, heads, length, head_dim))
     return math.exp(sum(map(math.log, rates)) / len(rates))
+
+
+def _attention_seconds(
+    device: torch.device, precision: str, budget_s: float, heads: int, length: int, head_dim: int
+) -> float:
+    """Return the seconds of causal attention over one sequence, forward and backward."""
+    shape = (1, heads, length, head_dim)
+    q, k, v = (
+        torch.randn(shape, dtype=DTYPES[precision], device=device, requires_grad=True)
+        for _ in range(3)
+    )
+    grad = torch.randn(shape, dtype=DTYPES[precision], device=device)
+
+    def work() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    return seconds_of(work, budget_s, device)
 
 
 def copy_rate(device: torch.device, budget_s: float) -> float:
@@ -149,24 +158,27 @@ def seconds_per_byte(
     device: torch.device,
     precision: str,
     budget_s: float,
-    rates: tuple[float, float, float],
+    rates: tuple[float, float],
     overhead: float,
 ) -> float:
     """Return the seconds for each byte that a block moves beside products and attention.
 
     What is left of blocks of several sizes after their products, attention and overhead, over the
-    bytes that `predict.work` counts; `rates` are those of `saturation` and of attention.
+    bytes that `predict.work` counts; `rates` are those of `saturation`. Attention is measured in
+    each block's own size: with a mean rate, that it is slower in short rows hid all of the rest.
     """
-    peak, half, core = rates
+    peak, half = rates
     left = moved = 0.0
+    share = budget_s / len(_BLOCKS) / 2
     for dim, length in _BLOCKS:
-        spec = _model(dim, dim // 64)
-        left += _stack_seconds(device, precision, budget_s / len(_BLOCKS), spec, length) - overhead
+        heads = dim // _HEAD_DIM
+        spec = _model(dim, heads)
+        left += _stack_seconds(device, precision, share, spec, length) - overhead
+        left -= _attention_seconds(device, precision, share, heads, length, _HEAD_DIM)
         found = layout_work(spec, length, precision, 1, False, 1, "ring", 1, "none").layer
         for shape in found.products:
             share = math.prod(side / (side + half) for side in shape)
             left -= PASSES * shape.flops / (peak * share)
-        left -= (1 + ATTENTION_BACKWARD) * found.attention_flops / core
         moved += PASSES * (found.moved + found.norm_moved)
     return max(left, 0.0) / moved
 

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     device.add_argument("--out", type=Path, metavar="FILE", help="the calibration to write, TOML")
     device.add_argument(
-        "--budget", type=float, default=2.0, metavar="S", help="seconds of each measurement"
+        "--budget", type=float, default=1.5, metavar="S", help="seconds of each measurement"
     )
     add_config_arguments(device)
     add_json(device)
