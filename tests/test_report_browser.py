@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from meshwright.cli import main
 from meshwright.report.ahead import layouts_page, plan_page
 from meshwright.report.run import report
 from meshwright.search.plan import plan
@@ -19,7 +20,9 @@ READY = "html[data-ready]"
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}")
 
-KINDS = ("run", "zero-bubble", "plain", "several", "plan", "layouts")
+KINDS = (
+    *("run", "interleaved", "zero-bubble", "plain", "several", "plan", "layouts", "simulation"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +52,26 @@ def pages(tmp_path_factory, corpus):
 
     one = run("1f1b", "layout.pp=4")
     two = run("zbv", "layout.pp=4", "layout.schedule=zbv", "layout.virtual_stages=2")
+    looped = run(
+        "loop", "layout.pp=4", "layout.schedule=interleaved_1f1b", "layout.virtual_stages=2"
+    )
     three = run("tp", "layout.tp=2", "layout.dp_shard=2", "layout.zero=3")
     large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
     made = plan(load_config(None, [*large, "train.batch=1024", "train.precision=bf16"]), 5)
-    row = {"layout": "dp2 mb1", "step_time_s": 0.5, "step_times_s": [0.4, 0.6]}
-    row |= {"tokens_per_s": 100.0, "predicted_step_time_s": 0.45}
+    row = {"step_time_s": 0.5, "step_times_s": [0.4, 0.6], "tokens_per_s": 100.0}
+    row |= {"predicted_step_time_s": 0.45}
+    labels = ("dp2 mb1", "shard2 zero3 mb1", "tp2 sp mb1", "cp2-ring mb1", "pp2 1f1b mb1")
+    rows = [{**row, "layout": label} for label in (*labels, "pp2 zbv v2 mb1 recompute-full")]
+    simulation = root / "simulation.html"
+    assert main(["simulate", *fixed, "layout.pp=2", "--html", str(simulation)]) == 0
     html = {
         "run": report([one]),
+        "interleaved": report([looped]),
         "zero-bubble": report([two]),
         "plain": report([three]),
         "several": report([one, two, three]),
         "plan": plan_page(made).html(),
-        "layouts": layouts_page({"machine": "two cores", "rows": [row]}).html(),
+        "layouts": layouts_page({"machine": "two cores", "rows": rows}).html(),
     }
     for name, text in html.items():
         (root / f"{name}.html").write_text(text)
