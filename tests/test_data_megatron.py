@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import open_data, train_bpe
-from meshwright.data.megatron import megatron_prefix, open_megatron
+from meshwright.cli import main
+from meshwright.data import open_data, open_store, train_bpe
+from meshwright.data.megatron import megatron_prefix, open_megatron, write_megatron
+from meshwright.data.view import Shard
 from meshwright.errors import DataError
 from meshwright.spec.training import DataSpec
 
@@ -146,3 +148,43 @@ def test_impossible_ids_are_named(tmp_path, bad, outcome):
     prefix = write_pair(tmp_path / "pair", [[[1, 2, 256]], [[3, bad, 256]]])
     with outcome.refused(DataError, rf"id {bad} at token 4 of pair\.bin, vocabulary is 257"):
         open_data(DataSpec(source=str(prefix)), tmp_path)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(300, "<u2"), (70_000, "<i4")])
+def test_what_is_written_is_read_back(tmp_path, vocab, dtype):
+    parts = [[[1, 2, 299], [3]], [[4, 5, 6, 7]]]
+    shards = []
+    for documents in parts:
+        tokens = np.array([token for document in documents for token in document])
+        ends = np.cumsum([len(document) for document in documents])
+        shards.append(Shard(tmp_path, tokens, ends))
+    assert write_megatron(tmp_path / "pair", shards, vocab) == 8
+    shard = open_megatron(tmp_path / "pair").shard
+    assert shard.tokens.dtype == np.dtype(dtype)
+    assert shard.tokens.tolist() == [1, 2, 299, 3, 4, 5, 6, 7]
+    assert shard.ends.tolist() == [3, 4, 8]
+    with pytest.raises(DataError, match=r"pair\.idx is there already"):
+        write_megatron(tmp_path / "pair", shards, vocab)
+
+
+@needs_shared
+def test_what_is_written_has_the_bytes_of_megatron(tmp_path):
+    """A real pair, read and written again; its documents are single sequences."""
+    prefix = megatron_prefix(next(SHARED.glob("*.idx")))
+    pair = open_megatron(prefix)
+    code = struct.unpack_from("<9sQBQQ", prefix.with_suffix(".idx").read_bytes())[2]
+    write_megatron(tmp_path / "again", [pair.shard], 2**16 if code == 8 else 2**17)
+    for suffix in (".bin", ".idx"):
+        again = (tmp_path / "again").with_suffix(suffix)
+        assert again.read_bytes() == prefix.with_name(prefix.name + suffix).read_bytes()
+
+
+def test_a_store_is_exported(tmp_path, corpus, capsys):
+    store, prefix = tmp_path / "store", tmp_path / "pair"
+    assert main(["data", "prepare", str(store), "--source", str(corpus)]) == 0
+    assert main(["data", "export-megatron", str(store), str(prefix)]) == 0
+    assert "tokens" in capsys.readouterr().out
+    shards = open_store(store).shards
+    exported = open_megatron(prefix).shard
+    assert exported.tokens.tolist() == [int(t) for shard in shards for t in shard.tokens]
+    assert len(exported.ends) == sum(len(shard.ends) for shard in shards)

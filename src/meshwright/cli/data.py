@@ -20,6 +20,7 @@ from meshwright.cli.common import add_json, print_json
 from meshwright.data import Store, load_tokenizer, open_store, prepare, train_bpe, verify
 from meshwright.data.corpora import Source
 from meshwright.data.dataset import source_of
+from meshwright.data.megatron import write_megatron
 from meshwright.data.store import Progress as Report
 from meshwright.data.view import split
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
@@ -41,13 +42,17 @@ VERIFY = """\
 example:
   meshwright data verify stories && echo intact
 """
+EXPORT = """\
+example:
+  meshwright data export-megatron stories stories-megatron
+"""
 TRAIN_TOKENIZER = """\
 example:
   meshwright data train-tokenizer bpe --source stdlib --vocab-size 4096
   meshwright train data.tokenizer=bpe/tokenizer.json
 """
 EXAMPLES = "examples:\n" + "".join(
-    text.split("\n", 1)[1] for text in (PREPARE, INSPECT, VERIFY, TRAIN_TOKENIZER)
+    text.split("\n", 1)[1] for text in (PREPARE, INSPECT, VERIFY, EXPORT, TRAIN_TOKENIZER)
 )
 SAMPLE_TOKENS = 48
 
@@ -80,6 +85,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     command = _action(actions, "verify", "read a store again and compare all hashes", VERIFY)
     command.add_argument("store", metavar="STORE")
 
+    command = _action(actions, "export-megatron", "write a store as a .bin/.idx pair", EXPORT)
+    command.add_argument("store", metavar="STORE")
+    command.add_argument("prefix", metavar="PREFIX", help="of PREFIX.bin and PREFIX.idx")
+
     command = _action(actions, "train-tokenizer", "train a byte-level BPE", TRAIN_TOKENIZER)
     command.add_argument("out", metavar="OUT", help="a .json file, or a folder for tokenizer.json")
     _add_source(command)
@@ -92,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         "prepare": _prepare,
         "inspect": _inspect,
         "verify": _verify,
+        "export-megatron": _export_megatron,
         "train-tokenizer": _train_tokenizer,
     }
     return actions[args.action](args)
@@ -223,6 +233,16 @@ def _verify(args: argparse.Namespace) -> int:
         for problem in found.problems:
             print(f"{args.store}: {problem}")
     return EXIT_DONE if passed else EXIT_CHECK_FAILED
+
+
+def _export_megatron(args: argparse.Namespace) -> int:
+    store, prefix = open_store(Path(args.store)), Path(args.prefix)
+    tokens = write_megatron(prefix, store.shards, store.manifest.tokenizer.vocab_size)
+    if args.json:
+        print_json({"prefix": str(prefix), "tokens": tokens})
+    else:
+        print(f"{prefix}.bin and {prefix}.idx: {format_count(tokens)} tokens")
+    return EXIT_DONE
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:

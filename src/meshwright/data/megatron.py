@@ -1,4 +1,4 @@
-"""Megatron's `.bin`/`.idx` pair, read in place.
+"""Megatron's `.bin`/`.idx` pair, read in place, and written.
 
 The index (little endian): magic, version 1, code of the token type, number of sequences, length
 of the document index; then the sizes of the sequences (int32, tokens), where each starts (int64,
@@ -8,19 +8,22 @@ bytes), and the document index (int64: the first sequence of each document, and 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.files import reading, sha256_bytes
+from meshwright.data.files import AtomicFile, reading, sha256_bytes
 from meshwright.data.view import Shard, map_array
 from meshwright.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+_LARGEST = 2**31 - 1  # a token, or the tokens of a document
+_AT_ONCE = 2**22  # tokens that are copied at a time
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -75,6 +78,35 @@ def open_megatron(prefix: Path) -> MegatronPair:
         raise DataError(f"the corpus is empty: {tokens_path}")
     shard = Shard(tokens_path, map_array(tokens_path, dtype, total), ends)
     return MegatronPair(shard, sha256_bytes(content))
+
+
+def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> int:
+    """Write shards as the pair PREFIX.bin and PREFIX.idx, a sequence for each document.
+
+    Tokens are uint16 where the vocabulary allows, else int32, as Megatron has it. The index comes
+    last, so that what has one is whole. Returns the number of tokens. Raises `DataError` where a
+    file is there already, or a document is longer than an index can say.
+    """
+    index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
+    for path in (index_path, tokens_path):
+        if path.exists():
+            raise DataError(f"{path} is there already: name another pair, or remove it")
+    code = 8 if vocab_size <= 2**16 else 4
+    dtype = np.dtype(DTYPES[code])
+    with AtomicFile(tokens_path) as file:
+        for shard in shards:
+            for start in range(0, len(shard.tokens), _AT_ONCE):
+                file.write(shard.tokens[start : start + _AT_ONCE].astype(dtype).tobytes())
+    sizes = np.concatenate([np.diff(shard.ends, prepend=0) for shard in shards])
+    if sizes.max(initial=0) > _LARGEST:
+        raise DataError(f"a document of {sizes.max()} tokens does not fit into a Megatron index")
+    stops = np.cumsum(sizes, dtype=np.int64)
+    with AtomicFile(index_path) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1))
+        file.write(sizes.astype("<i4").tobytes())
+        file.write(((stops - sizes) * dtype.itemsize).astype("<i8").tobytes())
+        file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+    return int(stops[-1]) if len(stops) else 0
 
 
 def _parse(

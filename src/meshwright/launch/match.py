@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
+from meshwright.data.megatron import write_megatron
+from meshwright.data.view import Shard
 from meshwright.errors import ConfigError, refusal
 from meshwright.launch.peers.catalogue import DATA, PEERS, RANKS, Sizes, adapter
 from meshwright.spec.loading import Config
@@ -197,15 +198,10 @@ def random_tokens(folder: Path, sizes: Sizes, steps: int) -> Path:
 
     documents = 64
     each = (steps + 4) * sizes.batch * sizes.seq // documents + 1
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, documents * each, dtype=np.uint16)
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab, documents * each)
     prefix = folder / "random"
-    tokens.tofile(prefix.with_suffix(".bin"))
-    # .idx: magic, version, code of uint16, sequences, documents + 1; sizes, starts, documents.
-    with prefix.with_suffix(".idx").open("wb") as index:
-        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
-        np.full(documents, each, "<i4").tofile(index)
-        (np.arange(documents, dtype="<i8") * each * 2).tofile(index)
-        np.arange(documents + 1, dtype="<i8").tofile(index)
+    ends = np.arange(1, documents + 1, dtype=np.int64) * each
+    write_megatron(prefix, [Shard(prefix, tokens, ends)], sizes.vocab)
     return prefix.with_suffix(".bin")
 
 
