@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.weights import load_model
+from meshwright.cli import main
 from meshwright.launch.session import summarise, train
 from meshwright.launch.supervisor import listen_on_loopback
 from meshwright.spec.loading import load_config
@@ -196,6 +197,16 @@ def test_command_line_refusals_exit_with_2():
         "value": 8,
         "origin": "override train.batch=8",
     }
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(capsys):
+    assert main(["config", "show", "train.seq_len=64", "--json", "train.batch=8"]) == 0
+    shown = json.loads(capsys.readouterr().out)["train"]
+    assert (shown["seq_len"]["value"], shown["batch"]["value"]) == (64, 8)
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "show", "train.seq_len=64", "--json", "--dtype", "x"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --dtype x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("--help",), ("config", "show"), ("train", "--help")])

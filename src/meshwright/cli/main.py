@@ -71,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = cast(Command, importlib.import_module(f"meshwright.cli.{name}"))
             module.configure(command)
             command.set_defaults(module=module)
-    args = parser.parse_args(words)
+    args, more = parser.parse_known_args(words)
+    if more:
+        # argparse takes overrides from one place only; people add them at the end, after options.
+        if not hasattr(args, "words") or any(word.startswith("-") for word in more):
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
+        args.words += more
     try:
         return cast(Command, args.module).run(args)
     except MeshwrightError as error:
