@@ -125,7 +125,9 @@ def test_a_pytorchjob_has_a_master_and_workers(written):
     assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 1)
     (container,) = replicas["Worker"]["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"
-    assert container["command"] == ["torchrun", "-m", "meshwright", "train", "run.toml"]
+    script = container["command"][2]
+    assert "  torchrun -m meshwright train run.toml log.name=meshwright\n" in script
+    assert '  torchrun -m meshwright train run.toml --resume "$RUN"\n' in script
 
 
 def test_one_node_needs_no_torchrun(written):

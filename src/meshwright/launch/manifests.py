@@ -34,24 +34,24 @@ def _yaml(document: dict[str, Any]) -> str:
 
 
 def _script(job: JobSpec, endpoint: str) -> str:
-    """Return what a node runs: `endpoint` is the shell's word for where ranks meet.
-
-    A node that comes back goes on with the run that is there.
-    """
-    run = f"{job.log_dir}/{job.name}"
-    command = [*job.torchrun("ENDPOINT", job.name), f"log.name={job.name}"]
+    """Return what a node runs: `endpoint` is the shell's word for where ranks meet."""
     if job.nodes == 1:  # our own supervisor: it waits for ranks that save, as long as they take
-        command = [*job.train, f"log.name={job.name}"]
-    line = shell(command).replace("ENDPOINT", endpoint)
-    again = line.replace(f" {shlex.quote(f'log.name={job.name}')}", ' --resume "$RUN"')
+        return _run_or_resume(job, shell(job.train))
+    command = shell(job.torchrun("ENDPOINT", job.name))
+    return _run_or_resume(job, command.replace("ENDPOINT", endpoint))
+
+
+def _run_or_resume(job: JobSpec, command: str) -> str:
+    """Return a script that begins the job's run, or goes on with it where it is there already."""
+    run = f"{job.log_dir}/{job.name}"
     return "\n".join(
         [
             "set -e",
             f"RUN={shlex.quote(run)}",
             'if [ -f "$RUN/plan.json" ]; then',
-            f"  {again}",
+            f'  {command} --resume "$RUN"',
             "else",
-            f"  {line}",
+            f"  {command} {shlex.quote(f'log.name={job.name}')}",
             "fi",
             "",
         ]
@@ -110,9 +110,9 @@ def jobset(job: JobSpec) -> str:
 
 def pytorchjob(job: JobSpec) -> str:
     """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`)."""
+    command = shell(["torchrun", "-m", *job.train])
     # The operator finds the container by this name.
-    words = ["torchrun", "-m", "meshwright", "train", *job.words]
-    pod = _pod(job, "pytorch", words)
+    pod = _pod(job, "pytorch", ["bash", "-c", _run_or_resume(job, command)])
     spec = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **spec}}
     if job.nodes > 1:
