@@ -1,8 +1,11 @@
 """Tiny whole runs, for the tests that start processes."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+from meshwright.launch.supervisor import listen_on_loopback
 
 TINY = [
     "model.dim=32",
@@ -39,3 +42,20 @@ def rank_pids(run_folder: Path) -> list[int]:
             if str(run_folder).encode() in words:
                 found.append(int(entry.name))
     return found
+
+
+def torchrun(*words: str) -> str:
+    """Run a command as two local ranks of torchrun, and return what they print."""
+    with listen_on_loopback(None) as listener:
+        port = listener.getsockname()[1]
+    at = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *at, "-m", "meshwright", *words],
+        capture_output=True,
+        text=True,
+        env={**clean_environ(), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

@@ -1,6 +1,5 @@
 """Jobs: what `launch` writes for torchrun, Slurm, SkyPilot and Kubernetes."""
 
-import shutil
 import subprocess
 
 import pytest
@@ -173,7 +172,7 @@ def test_lengths_of_time():
     ]
 
 
-@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="there is an sbatch")
-def test_a_submission_needs_sbatch(written, capsys):
+def test_a_submission_needs_sbatch(written, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["launch", "slurm", "run.toml", "--submit"]) == 2
     assert "--submit needs sbatch" in capsys.readouterr().err

@@ -14,10 +14,9 @@ import pytest
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli import main
 from meshwright.launch.session import summarise, train
-from meshwright.launch.supervisor import listen_on_loopback
 from meshwright.spec.loading import load_config
 from meshwright.train.run_folder import read_job
-from runs import TINY, clean_environ
+from runs import TINY, clean_environ, torchrun
 
 
 def test_a_run_leaves_what_its_documentation_says(config):
@@ -157,24 +156,9 @@ def test_training_starts_from_a_hugging_face_folder(config, tmp_path):
 def test_torchrun_is_joined(corpus, tmp_path):
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
     words += [f"log.dir={tmp_path / 'runs'}", "log.name=run", "train.steps=2"]
-    at = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    at += ["--master-port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *at, "-m", "meshwright", "train", *words],
-        capture_output=True,
-        text=True,
-        env={**clean_environ(), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("done after 2 steps") == 1
+    assert torchrun("train", *words).count("done after 2 steps") == 1
     job = read_job(tmp_path / "runs" / "run")
     assert job.layout.dp_replicate == 2
-
-
-def free_port() -> int:
-    with listen_on_loopback(None) as listener:
-        return listener.getsockname()[1]
 
 
 def cli(*words):

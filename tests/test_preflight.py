@@ -1,8 +1,6 @@
 """What `doctor` measures of a machine, and what nodes find together before a first step."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,8 +10,7 @@ from meshwright.launch import system
 from meshwright.launch.preflight import address_towards, preflight, together
 from meshwright.launch.system import examine_system, loopback_speed
 from meshwright.spec.loading import load_config
-from runs import TINY, clean_environ
-from test_launch import free_port
+from runs import TINY, torchrun
 
 
 def fact(host="a", **changes):
@@ -100,17 +97,7 @@ def test_another_number_of_nodes_is_refused():
 def test_processes_of_all_nodes_examine_them_together(corpus, tmp_path):
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
     words += [f"log.dir={tmp_path / 'runs'}", "cluster.devices_per_node=1", "--json"]
-    at = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    at += ["--master-port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *at, "-m", "meshwright", "doctor", *words],
-        capture_output=True,
-        text=True,
-        env={**clean_environ(), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    document = json.loads(done.stdout)
+    document = json.loads(torchrun("doctor", *words))
     found = {one["name"]: one for one in document["findings"] if one["node"] == "all"}
     assert document["ok"]
     assert found["data"]["text"] == "the same on all nodes"

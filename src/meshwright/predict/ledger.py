@@ -69,7 +69,7 @@ def predicted_ledger(
         own = drawn[at["pp"]]
         own_causes = _causes(setting, kernels, layout, pace, at["pp"], causes)
         end = _Ends(found.time.total, causes, own_causes)
-        spent = _merged(own_causes)
+        spent = merged_causes(own_causes)
         rows.append(
             RankLedger(
                 rank,
@@ -114,7 +114,7 @@ def _causes(
     return own
 
 
-def _merged(causes: dict[str, float]) -> dict[str, float]:
+def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
     """Return causes in the words of the ledger: what is gathered is data parallelism's, too."""
     data = causes["data"] + causes["gathers"]
     return {c: seconds for c in CAUSES if (seconds := {**causes, "data": data}.get(c))}

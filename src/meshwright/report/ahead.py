@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.predict.ledger import predicted_ledger
+from meshwright.predict.ledger import merged_causes, predicted_ledger
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.program.ledger import StepLedger
@@ -107,7 +107,7 @@ def _ranked(page: Page, made: Plan) -> list[str]:
         )
         for one in ranked
     ]
-    causes = {one.layout.label: _causes(one) for one in ranked}
+    causes = {one.layout.label: merged_causes(one.time.causes) for one in ranked}
     drawn, used = stacked(
         causes, [f"{seconds(one.time.total)}, {one.mfu:.1%} MFU" for one in ranked]
     )
@@ -127,15 +127,6 @@ def _ranked(page: Page, made: Plan) -> list[str]:
         key=key_of([(CAUSE_NAMES[cause], CAUSE_COLOURS[cause]) for cause in used]),
     )
     return [chart, listed, reasons]
-
-
-def _causes(found: Prediction) -> dict[str, float]:
-    """Return the seconds of a prediction in the words of a ledger."""
-    sums: dict[str, float] = {}
-    for name, value in found.time.causes.items():
-        cause = "data" if name == "gathers" else name
-        sums[cause] = sums.get(cause, 0.0) + value
-    return sums
 
 
 def _layout(page: Page, program: Program) -> None:
