@@ -55,7 +55,8 @@ def test_a_rank_over_the_limit_ends_the_run(config):
     with pytest.raises(RankFailed) as caught:
         train(config(*words, "cluster.memory=4MiB", "log.name=small"), clean_environ())
     assert caught.value.exit_code == 3
-    # What first finds no room may be torch's allocator, which says how much it wanted, or C++, which doesn't.
+    # What first finds no room may be torch's allocator, which says how much it wanted, or C++,
+    # which doesn't.
     assert re.fullmatch(
         r"rank 0 raised out of memory: rank 0 asked for (\d+\.\d\d [KM]iB, )?more than was left of "
         r"cluster\.memory = 4\.00 MiB\. What helps: layout\.cp=2; layout\.pp=2; layout\.zero=3 "

@@ -15,6 +15,7 @@ from meshwright.predict.memory import (
     Held,
     in_flight,
     kept_per_layer,
+    losses_in_flight,
     model_states,
     waiting,
 )
@@ -193,7 +194,11 @@ def tables():
 def test_forms_of_schedules_hold_against_their_tables(name, pp, virtual):
     count = 4 * pp
     layout = Layout(pp=pp, schedule=name, virtual_stages=virtual)
-    for rank, table in enumerate(compute_tables(name, pp, virtual, count)):
+    made = compute_tables(name, pp, virtual, count)
+    last = [action for table in made for action in table if action.stage == pp * virtual - 1]
+    losses = accumulate((a.kind == "F") - (a.kind in "BI") for a in last)
+    assert losses_in_flight(layout, count) == max(losses)
+    for rank, table in enumerate(made):
         assert in_flight(layout, rank, count) == peak_in_flight(table)
         waits = accumulate((a.kind == "I") - (a.kind == "W") for a in table)
         assert waiting(layout, rank, count) == max(waits)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
@@ -17,25 +16,11 @@ from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.ledger import Ledger
+from meshwright.execute.loss import loss_sum
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
-from meshwright.execute.tensor import vocab_loss_sum
 from meshwright.models import Transformer
 from meshwright.program.lower import Program
 from meshwright.program.schedule import Action, Table, with_transfers
-
-# logits [tokens, vocab or its share], targets int64 [tokens] -> summed loss
-LossSum = Callable[[Tensor, Tensor], Tensor]
-
-
-def loss_sum(logits: Tensor, targets: Tensor, tp: Link) -> Tensor:
-    """Return the summed cross-entropy in nats over the targets that are not ignored, in fp32.
-
-    logits `[batch, seq, vocab or its share over tp]`, targets int64 `[batch, seq]`.
-    """
-    flat, targets = logits.flatten(0, 1), targets.flatten()
-    if tp.size > 1:
-        return vocab_loss_sum(flat, targets, IGNORE, tp)
-    return F.cross_entropy(flat.float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
 @dataclass
@@ -100,7 +85,7 @@ class Parallel:
         )
         if stage < len(self.stage_ranks) - 1:
             return out
-        return loss_sum(out, batch.targets, self.groups.tp)
+        return loss_sum(out.flatten(0, 1), batch.targets.flatten(), IGNORE, self.groups.tp)
 
     def backward(self, batch: Batch, loss_scale: float = 1.0) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch.

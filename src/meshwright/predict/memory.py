@@ -151,7 +151,15 @@ def activations(
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
     at_work = _at_work(layout, stack, found, plain, calibration)
-    loss = [_loss(stack, found, layout.tp, calibration)] if held.has_head else []
+    loss = []
+    if held.has_head and stack.overwrites_logits:
+        sizes = found.sizes
+        count, each = sizes.tokens * sizes.vocab, sizes.element
+        times = losses_in_flight(layout, microbatches)
+        told = "{:,} logits x {} B x {} in flight"
+        loss.append(Term("logits and loss", count * each * times, told, (count, each, times)))
+    elif held.has_head:
+        loss.append(_loss(stack, found, layout.tp, calibration))
     found_terms = [at_work, *loss] if at_work.bytes else loss
     terms += _deferred(layout, found, plain, average, waiting(layout, rank, microbatches))
     if CAUSAL[stack.attention] and len(found_terms) > 1:
@@ -270,6 +278,14 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
     most = pp * virtual + (layout.schedule == "dualpipev")
     return float(min(most, virtual * microbatches))
+
+
+def losses_in_flight(layout: Layout, microbatches: int) -> int:
+    """Return the most microbatches whose loss waits for its backward, on the last stage.
+
+    A test holds it against the tables.
+    """
+    return microbatches if layout.pp > 1 and layout.schedule in ("gpipe", "looped_bfs") else 1
 
 
 def waiting(layout: Layout, rank: int, microbatches: int) -> int:

@@ -23,7 +23,8 @@ class Stack:
     half of the products too. `fused_norm`: a norm is one kernel. `fused_activation`: a gated
     activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss.
     `gathers_again`: with sp, what products took is gathered again in the backward. `even_stages`:
-    layers are spread over stages by number rather than by cost.
+    layers are spread over stages by number rather than by cost. `overwrites_logits`: their gradient
+    takes their place, and nothing of the loss in fp32 is as large.
     """
 
     name: str
@@ -38,13 +39,20 @@ class Stack:
     fused_activation: bool = False
     splits_loss: bool = True
     gathers_again: bool = False
+    overwrites_logits: bool = False
     source: str = ""
 
 
 STACKS: Final[Mapping[str, Stack]] = {
     stack.name: stack
     for stack in (
-        Stack("meshwright", "shards", even_stages=False, source="meshwright.execute"),
+        Stack(
+            "meshwright",
+            "shards",
+            even_stages=False,
+            overwrites_logits=True,
+            source="meshwright.execute",
+        ),
         Stack(
             "megatron",
             "whole",

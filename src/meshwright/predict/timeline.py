@@ -15,7 +15,7 @@ from meshwright.predict.needs import Need, backward_needs
 from meshwright.predict.tally import Moment, Tally
 from meshwright.predict.units import Units
 from meshwright.program.lower import Program
-from meshwright.program.operations import Operation, Sizes, operations
+from meshwright.program.operations import Operation, Sizes, loss_rows, operations
 from meshwright.program.schedule import Action, Kind
 from meshwright.program.stages import Stage
 
@@ -60,7 +60,7 @@ class _Walk:
     """The state of a walk."""
 
     def __init__(self, program: Program, rank: int, packed: bool, on_host: bool) -> None:
-        self.program, self.packed = program, packed
+        self.program, self.packed, self.on_host = program, packed, on_host
         self.at = program.layout.mesh.coordinates(rank)
         self.sizes = Sizes.of(program)
         self.tally = Tally()
@@ -147,19 +147,21 @@ class _Walk:
         if stage.is_last:
             self._keep(op for op in ops if op.name in ("norm", "head"))
             logits = self._logits()
-            tally.add(LOSS, logits)
-            if self.sizes.element < _WIDE:
-                tally.add(LOSS, self._logits(_WIDE))
+            with tally.spike(LOSS, logits + self._widened()):
+                tally.note("loss")
             self._keep(op for op in ops if op.name == "loss")
-            tally.note("loss")
-            tally.drop(LOSS, tally.held[LOSS])
         else:
             tally.add(STREAM, self.sizes.stream_bytes)
         units.leave_root()
 
-    def _logits(self, element: int | None = None) -> int:
+    def _logits(self) -> int:
+        return self.sizes.tokens * self.sizes.vocab * self.sizes.element
+
+    def _widened(self) -> int:
+        """Return the bytes of logits in fp32 that the loss works on at a time."""
         sizes = self.sizes
-        return sizes.tokens * sizes.vocab * (element or sizes.element)
+        rows = min(sizes.tokens, loss_rows(sizes.tokens, sizes.vocab, on_cpu=self.on_host))
+        return rows * sizes.vocab * _WIDE * (2 if sizes.element < _WIDE else 1)
 
     def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
         key = stage.index, again
@@ -221,8 +223,8 @@ class _Walk:
             tally.drop(STREAM, sizes.stream_bytes)
 
     def _loss(self, ops: Sequence[Operation]) -> None:
-        """Go back through the loss: its gradient and that of the softmax, in fp32."""
-        with self.tally.spike(LOSS, 2 * self._logits(_WIDE)):
+        """Go back through the loss, whose gradient takes the place of the logits."""
+        with self.tally.spike(LOSS, self._widened()):
             self.tally.note("loss")
         self._free(op for op in ops if op.name == "loss")
 

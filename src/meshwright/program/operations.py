@@ -241,10 +241,18 @@ def _row_kept(program: Program, sizes: Sizes) -> int:
 def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
     yield _norm(program, sizes, "norm")
     yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), sizes.whole_bytes)
-    softmax = sizes.tokens * sizes.vocab * _WIDE
-    # Under tp with the local target and two masks for each token, else with the sum of weights.
-    more = sizes.tokens * (_INT64 + 2) if program.layout.tp > 1 else 4
-    yield _Op("loss", "loss", saved=softmax + more)
+    # The logits, and for each token the log-sum-exp, the local target and two masks.
+    logits = sizes.tokens * sizes.vocab * sizes.element
+    yield _Op("loss", "loss", saved=logits + sizes.tokens * (_WIDE + _INT64 + 2))
+
+
+def loss_rows(tokens: int, vocab: int, *, on_cpu: bool) -> int:
+    """Return how many rows of logits `[tokens, vocab]` the loss widens to fp32 at a time.
+
+    As many as a CPU's cache holds, or as keep a GPU busy, and a 64th of all at least.
+    """
+    at_once = 1 << 18 if on_cpu else 1 << 24
+    return max(1, at_once // vocab, -(-tokens // 64))
 
 
 def _head_ranks(program: Program) -> int:
