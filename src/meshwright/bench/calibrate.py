@@ -12,6 +12,7 @@ import torch
 from meshwright.bench import device as on_device
 from meshwright.bench.links import collectives, overlap
 from meshwright.bench.overheads import overheads
+from meshwright.execute.products import take_route
 from meshwright.execute.world import World
 from meshwright.predict.step import OPTIMIZER_BYTES
 
@@ -28,11 +29,16 @@ def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
     curves: dict[str, Any] = {}
     overhead = on_device.block_overhead(world.device, budget_s / 3)
     constants["overhead.layer"] = overhead
+    take_route("torch", world.device)
+    plain = sum(seconds for _, seconds in on_device.products(world.device, "fp32", budget_s / 2))
+    take_route("auto", world.device)
     for precision in _PRECISIONS:
         found = on_device.products(world.device, precision, budget_s)
         peak, half = on_device.saturation(found)
         best = max(shape.flops / seconds for shape, seconds in found)
         constants[f"peak.{precision}"] = best
+        if precision == "fp32" and world.device.type == "cpu":
+            constants["matmul.gain"] = plain / sum(seconds for _, seconds in found)
         constants[f"products.{precision}"] = peak / best
         constants[f"products.half.{precision}"] = half
         curves[f"products.{precision}"] = [(*shape, seconds) for shape, seconds in found]

@@ -14,6 +14,7 @@ from meshwright.execute.deferred import Deferral, linear
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
+from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmbedding, projection
 from meshwright.layout.schedules import SCHEDULES
@@ -41,6 +42,7 @@ def build(
     fill. What fills a shard depends on its place in the whole alone, so every mesh starts from the
     same weights.
     """
+    take_route(program.train.matmul, device)
     deferral = Deferral()
     on_cpu = device.type == "cpu"
     modules = describe(program, groups, deferral, on_cpu=on_cpu, compiled=compiled)

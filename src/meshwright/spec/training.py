@@ -89,7 +89,9 @@ class TrainSpec(Spec):
     `reduce_dtype` is the dtype in which gradients are summed over ranks: fp32, or the same as the
     compute's. `nonfinite` says what a step does whose gradient is not finite, outside of fp16:
     "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
-    compares the weights that ranks hold copies of, every n steps; 0 never does.
+    compares the weights that ranks hold copies of, every n steps; 0 never does. `matmul` is what
+    computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
+    to be faster on such a processor.
     """
 
     steps: int = Field(default=200, gt=0)
@@ -104,6 +106,7 @@ class TrainSpec(Spec):
     eval_every: int = Field(default=0, ge=0)
     eval_batches: int = Field(default=4, gt=0)
     compile: bool = False
+    matmul: Literal["auto", "torch", "onednn"] = "auto"
     nonfinite: Literal["stop", "skip"] = "stop"
     check_every: int = Field(default=0, ge=0)
 
