@@ -86,7 +86,8 @@ def test_what_onednn_does_not_take_is_torchs():
         assert "mkldnn::_linear_pointwise" not in names
         expected = (left[:, :, None].double() * right.double()).sum(1)
         torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=1e-1)
-    torch.testing.assert_close(torch.addmm(b, a, b, beta=2), 2 * b + a @ b)
+    found = torch.addmm(b, a, b, beta=2)
+    torch.testing.assert_close(found, 2 * b + a @ b, rtol=1e-4, atol=1e-3)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         a @ b[:5]
     with pytest.raises(RuntimeError, match="dtype"):
