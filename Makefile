@@ -4,6 +4,7 @@
 #   make faults ranks killed, stopped and cut off in every way
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make docs   the site, into build/site
+#   make gpu    checks and benchmarks on one GPU, in nine minutes
 #   make prove  every layout of the support matrix against one device
 # The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
 # serves torch with several GB of CUDA libraries.
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: docs demo test test-all faults fault-table prove check lint types bench clean
+.PHONY: docs gpu gpu-wheels demo test test-all faults fault-table prove check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -52,6 +53,22 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.overhead
+
+# On a machine with a GPU and a PyTorch of its own, which is used as it is. Where that machine reaches no
+# index, `make gpu-wheels GPU_PYTHON=3.12` beforehand on one that does, and build/gpu goes along.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := annotated-types markdown-it-py mdurl pydantic pygments pyyaml rich safetensors \
+	tokenizers typing-extensions typing-inspection
+
+gpu:
+	PYTHONPATH=src:build/gpu:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out docs/benchmarks/gpu.json \
+		--page docs/benchmarks/gpu.md
+
+gpu-wheels:
+	$(PYTHON) -m pip install --quiet --target build/gpu --upgrade --no-deps --only-binary :all: \
+		--platform manylinux2014_x86_64 --python-version $(GPU_PYTHON) $(GPU_WHEELS) \
+		"pydantic-core==$$($(BIN)/python -c 'import pydantic_core; print(pydantic_core.__version__)')" \
+		--constraint constraints.txt
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'

@@ -29,7 +29,8 @@ from meshwright.train.update import update
 def step_seconds(world: World, case: Case, steps: int) -> list[float]:
     """Return the seconds of some steps of training after a first one, on the slowest rank."""
     program = lower(case.model, case.train, case.layout)
-    parallel = build(program, open_groups(case.layout, world), world.device, seeded(case.model, 0))
+    groups, source = open_groups(case.layout, world), seeded(case.model, 0)
+    parallel = build(program, groups, world.device, source, compiled=case.train.compile)
     shards = Shards(parallel.held, on_host=case.layout.offload == "optimizer")
     optimizer = build_optimizer(shards.leaves, OptimizerSpec())
     batch, scale = mine(make_batch(case, 0), program, world), LossScale.of(case.train)

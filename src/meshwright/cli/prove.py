@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +16,7 @@ from meshwright.cli.common import add_config_arguments, add_json, print_json, re
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.launch.certificate import certify
 from meshwright.launch.machine import count_gpus, detect
-from meshwright.launch.proof import by_world, prove_cases
+from meshwright.launch.proof import by_world, prove_cases, worker_command
 from meshwright.layout import Layout, resolve_layout
 from meshwright.program.lower import lower
 from meshwright.program.parts import parameter_count
@@ -63,6 +64,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="certify that a run that is interrupted and resumed is the same run",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the ranks compute; one device is a CPU in any case (default: cpu)",
+    )
     add_json(parser)
 
 
@@ -78,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--world and --only are of the table: add --matrix")
     else:
         cases, more = _of_config(args, out)
+    if args.device == "cuda":
+        _refuse_without_gpus(cases)
     if args.resume:
         if args.matrix or args.check_order:
             raise ConfigError("--resume certifies a config: leave out --matrix and --check-order")
@@ -85,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.check_order:
         outcomes = [_checked(case, out) for case in cases]
     else:
-        outcomes = _proven(cases, out)
+        outcomes = _proven(cases, out, args.device)
     for refusal in refusals:
         _say(out, refusal_line(refusal))
     seconds = time.perf_counter() - started
@@ -129,7 +138,8 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     cases = list(shrink(config.model, config.train, layout, packed=packed))
     for case in cases:
         size = format_count(parameter_count(case.model))
-        _say(out, f"run:   {case.label} on {case.layout.world} local CPU ranks, {size} parameters")
+        ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
+        _say(out, f"run:   {case.label} on {ranks}, {size} parameters")
     return cases, {"asked": asked}
 
 
@@ -162,10 +172,22 @@ def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outco
     return outcomes
 
 
-def _proven(cases: Sequence[Case], out: TextIO) -> list[Outcome]:
+def _refuse_without_gpus(cases: Sequence[Case]) -> None:
+    most, gpus = max((case.layout.world for case in cases), default=0), count_gpus(os.environ)
+    if most > gpus:
+        raise ConfigError(
+            f"--device cuda needs a GPU for each of {most} ranks, and there are {gpus}; nearest: "
+            "--device cpu, where ranks are processes"
+        )
+
+
+def _proven(cases: Sequence[Case], out: TextIO, device: str) -> list[Outcome]:
     outcomes: list[Outcome] = []
+    command = partial(worker_command, device=device)
     for some in by_world(cases):
-        outcomes += prove_cases(some, os.environ, lambda outcome: _show(outcome, out))
+        outcomes += prove_cases(
+            some, os.environ, lambda outcome: _show(outcome, out), command=command
+        )
     return outcomes
 
 

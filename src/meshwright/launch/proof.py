@@ -55,9 +55,9 @@ class ProofFolder:
         return [Case.from_json(line) for line in self.cases.read_text("utf-8").splitlines()]
 
 
-def worker_command(folder: Path) -> list[str]:
-    """Return the command line of a rank process."""
-    return [sys.executable, "-m", "meshwright.launch.proof_worker", str(folder)]
+def worker_command(folder: Path, device: str = "cpu") -> list[str]:
+    """Return the command line of a rank process that computes on a device, "cpu" or "cuda"."""
+    return [sys.executable, "-m", "meshwright.launch.proof_worker", str(folder), device]
 
 
 def prove_cases(

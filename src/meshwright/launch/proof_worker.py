@@ -1,7 +1,8 @@
-"""The process of one rank of a proof: `python -m meshwright.launch.proof_worker FOLDER`."""
+"""One rank of a proof: `python -m meshwright.launch.proof_worker FOLDER DEVICE`."""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Final
 
@@ -32,7 +33,8 @@ def prove_all(folder: ProofFolder, world: World) -> None:
 
 def main() -> None:
     """Run one rank of the proof whose folder is named on the command line."""
-    run_process(lambda path, at: prove_all(ProofFolder(path), join(at, "cpu", TIMEOUT_S)))
+    device = sys.argv[2]
+    run_process(lambda path, at: prove_all(ProofFolder(path), join(at, device, TIMEOUT_S)))
 
 
 if __name__ == "__main__":
