@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from meshwright.errors import ConfigError, refusal
 
 # Ports of Slurm's jobs, one for each of many jobs in a row: above the usual services, below the
 # ports that systems hand out themselves.
 _FIRST_PORT: Final = 15000
 _PORTS: Final = 15000
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -102,3 +108,69 @@ def first_host(nodes: str) -> str:
 def loopback_interface() -> str:
     """Return the name of the loopback interface: gloo binds to an interface, not an address."""
     return "lo0" if os.uname().sysname in ("Darwin", "FreeBSD") else "lo"
+
+
+class Seat(NamedTuple):
+    """Where a rank was started: its node's name and boot, its place among the ranks there."""
+
+    node: str
+    boot: str
+    local_rank: int
+    local_size: int
+
+
+def own_seat(at: Rendezvous, environ: Mapping[str, str]) -> Seat:
+    """Return the seat of this process.
+
+    A node is what the scheduler or the system calls it. Several may have the same name, as
+    "localhost": the number that Linux draws when it boots tells them apart.
+    """
+    boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
+    name = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return Seat(name, boot, at.local_rank, at.local_size)
+
+
+def seated(seats: Sequence[Seat]) -> list[int]:
+    """Return the number that each rank gets, by the one it was started with.
+
+    Meshes and plans take it that the ranks of a node are numbered in a row: that is what keeps
+    their inner axes on a node's own links. Launchers may deal ranks out in turns (Slurm's
+    `--distribution=cyclic`), so they are numbered again, node by node, a node by its first rank;
+    rank 0 stays rank 0. Raises `ConfigError` where nodes have different numbers of ranks, or not
+    as many as their launcher says.
+    """
+    launched: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for rank, seat in enumerate(seats):
+        launched[seat.node, seat.boot, seat.local_rank].append(rank)
+    nodes: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for (node, boot, _), ranks in launched.items():
+        for turn, rank in enumerate(ranks):  # several launchers may share a machine
+            nodes[node, boot, turn].append(rank)
+    _check_nodes(seats, [sorted(ranks) for ranks in nodes.values()])
+    in_order = [rank for ranks in sorted(nodes.values(), key=min) for rank in sorted(ranks)]
+    numbers = {rank: number for number, rank in enumerate(in_order)}
+    return [numbers[rank] for rank in range(len(seats))]
+
+
+def _check_nodes(seats: Sequence[Seat], nodes: Sequence[Sequence[int]]) -> None:
+    """Refuse nodes on which no mesh can be laid as it was planned."""
+    listed = "; ".join(f"{seats[ranks[0]].node} has ranks {list(ranks)}" for ranks in nodes)
+    sizes = {len(ranks) for ranks in nodes}
+    if len(sizes) > 1:
+        raise ConfigError(
+            refusal(
+                f"every node must have as many ranks as the others, but {listed}",
+                legal=[f"{size} on each" for size in sorted(sizes)],
+            )
+        )
+    (size,) = sizes
+    told = {seat.local_size for seat in seats}
+    if told != {size}:
+        raise ConfigError(
+            refusal(
+                f"LOCAL_WORLD_SIZE = {', '.join(map(str, sorted(told)))} must be the ranks of a "
+                f"node, but {listed}",
+                legal=[size],
+                hint="Without it all ranks are taken to be on one node.",
+            )
+        )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -14,16 +16,19 @@ from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.ledger import Ledger
-from meshwright.execute.rendezvous import Rendezvous, loopback_interface
+from meshwright.execute.rendezvous import Rendezvous, Seat, loopback_interface, own_seat, seated
+
+_READ_S: Final = 5.0  # for other ranks to read why rank 0 ends
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks as one of them sees them.
+    """All ranks as one of them sees them, numbered node by node (`rendezvous.seated`).
 
     `store` holds small texts that all ranks can read. `opened` are the groups that
     `execute.groups` has opened so far, by how they divide the ranks. `ledger` is where this rank
-    enters what it does.
+    enters what it does. `nodes` are the names of the nodes, which have equally
+    many ranks in a row; ranks that a supervisor has started have none.
     """
 
     rank: int
@@ -32,6 +37,7 @@ class World:
     store: Store
     opened: dict[object, dist.ProcessGroup | None] = field(default_factory=dict, compare=False)
     ledger: Ledger = field(default_factory=Ledger, compare=False)
+    nodes: tuple[str, ...] = ()
 
     def sum_on_host(self, values: list[float]) -> list[float]:
         """Return the sums over all ranks of some numbers, in float64."""
@@ -55,18 +61,11 @@ class World:
 
         Raises `MeshwrightError` with rank 0's message on the other ranks.
         """
-        if self.rank == 0:
-            try:
-                text = make()
-            except BaseException as error:
-                self.store.set(key, f"!{error}")
-                raise
-            self.store.set(key, f"={text}")
-            return text
-        said = str(self.store.get(key).decode())
-        if said.startswith("!"):
-            raise MeshwrightError(f"rank 0 refused: {said[1:]}")
-        return said[1:]
+        return _from_rank_0(self.store, self, key, make)
+
+    def node(self, rank: int) -> str:
+        """Return the name of a rank's node; empty where all are on this one."""
+        return self.nodes[rank * len(self.nodes) // self.size] if self.nodes else ""
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -78,7 +77,9 @@ def join(
 ) -> World:
     """Join the process group and return the world; gloo serves the host, NCCL the GPUs.
 
-    Raises `torch.distributed.DistError` when the ranks do not meet within `timeout_s`.
+    Ranks that others have started are numbered node by node, so `World.rank` may not be the one
+    they were started with. Raises `torch.distributed.DistError` when the ranks do not meet within
+    `timeout_s`, and `ConfigError` or `MeshwrightError` where nodes differ in their ranks.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     own = torch.device("cpu")
@@ -90,8 +91,9 @@ def join(
     if at.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     store = _meet(at, timeout)
-    dist.init_process_group(backend, store=store, rank=at.rank, world_size=at.size, timeout=timeout)
-    return World(at.rank, at.size, own, store, ledger=ledger or Ledger())
+    rank, nodes = (at.rank, ()) if at.is_local else _seated(at, store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=at.size, timeout=timeout)
+    return World(rank, at.size, own, store, ledger=ledger or Ledger(), nodes=nodes)
 
 
 def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:
@@ -118,6 +120,44 @@ def _met_by_environment(at: Rendezvous, timeout: datetime.timedelta) -> Store:
         found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
         return cast(Store, found)
     return dist.TCPStore(at.host, at.port, at.size, is_master=at.rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _seated(at: Rendezvous, store: Store) -> tuple[int, tuple[str, ...]]:
+    """Return the number that this rank gets, and the names of the nodes."""
+    store.set(f"seat/{at.rank}", json.dumps(own_seat(at, os.environ)))
+
+    def gather() -> str:
+        return json.dumps([json.loads(store.get(f"seat/{rank}")) for rank in range(at.size)])
+
+    seats = [Seat(*seat) for seat in json.loads(_from_rank_0(store, at, "seats", gather))]
+    numbers = seated(seats)
+    names = [seat.node for _, seat in sorted(zip(numbers, seats, strict=True))]
+    return numbers[at.rank], tuple(names[:: at.local_size])
+
+
+def _from_rank_0(store: Store, at: World | Rendezvous, key: str, make: Callable[[], str]) -> str:
+    """Return the text that rank 0 makes, on every rank, or raise what it says instead."""
+    if at.rank == 0:
+        try:
+            text = make()
+        except BaseException as error:
+            store.set(key, f"!{error}")
+            _wait_for_readers(store, key, at.size)
+            raise
+        store.set(key, f"={text}")
+        return text
+    said = str(store.get(key).decode())
+    store.add(f"{key}/read", 1)
+    if said.startswith("!"):
+        raise MeshwrightError(f"rank 0 refused: {said[1:]}")
+    return said[1:]
+
+
+def _wait_for_readers(store: Store, key: str, size: int) -> None:
+    """Give the others a moment to read: this process may be the one that the store is in."""
+    until = time.monotonic() + _READ_S
+    while store.add(f"{key}/read", 0) < size - 1 and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def leave() -> None:

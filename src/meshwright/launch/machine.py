@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from meshwright.errors import ConfigError, refusal
+from meshwright.errors import ConfigError, nearest_divisors, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.layout import Machine
+from meshwright.spec.loading import Config
 from meshwright.spec.training import ClusterSpec
 
 # Two processes with half of the cores each train a little faster than one with all of them, and
@@ -49,6 +50,32 @@ def detect(
     count = asked or min(CPU_RANKS, cores)
     name = f"CPU ({_processor()}, {cores} cores)"
     return Machine("cpu", count, cores, name, is_fixed=asked is not None)
+
+
+def on_nodes(config: Config, at: Rendezvous) -> Config:
+    """Return a config whose cluster has the nodes that its ranks were started on.
+
+    Raises `ConfigError` where it was written, or planned, for others: its axes would not lie on the
+    links that they were placed on.
+    """
+    if at.size % at.local_size:
+        what = f"{at.size} ranks do not divide into nodes of LOCAL_WORLD_SIZE = {at.local_size}"
+        raise ConfigError(refusal(what, legal=nearest_divisors(at.size, at.local_size)))
+    cluster, nodes = config.cluster, at.size // at.local_size
+    if cluster.nodes not in (1, nodes):
+        what = f"cluster.nodes = {cluster.nodes}, but ranks were started on {nodes} node(s)"
+        raise ConfigError(refusal(what, legal=[f"cluster.nodes = {nodes}"]))
+    planned = cluster.devices_per_node
+    if planned is None and cluster.preset != "local":
+        # Only here: a run on the machine at hand starts without the catalogue.
+        from meshwright.predict.catalogue import find_device
+
+        planned = find_device(cluster.preset).per_node
+    if nodes > 1 and planned not in (None, at.local_size):
+        what = f"the cluster has {planned} devices a node, but nodes were given {at.local_size}"
+        legal = [f"cluster.devices_per_node = {at.local_size}", f"{planned} ranks on each node"]
+        raise ConfigError(refusal(f"{what} ranks each", legal=legal))
+    return config.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:

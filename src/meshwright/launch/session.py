@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TextIO
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
 from meshwright.data import Dataset, open_data
-from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError
+from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.fault import Fault
 from meshwright.launch.lock import RunLock
-from meshwright.launch.machine import detect
+from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.planned import predicted, settled
 from meshwright.launch.restart import append, run_attempts
 from meshwright.launch.supervisor import (
@@ -265,9 +265,11 @@ def _train_joined(
 
     stop = StopRequest()
     stop.listen()
+    config = on_nodes(config, at)
     machine = detect(config.cluster, environ, at)
     resolve_layout(settled(config, machine), machine)
     world = join(at, machine.device, config.cluster.timeout)
+    at = replace(at, rank=world.rank)  # its number in the mesh from here on
     with contextlib.ExitStack() as held:
 
         def prepare() -> str:
@@ -282,6 +284,7 @@ def _train_joined(
             return str(job.folder.path)
 
         job = read_job(Path(world.from_rank_0("meshwright/run", prepare)))
+        _check_world(job, at)
         job.folder.failure(at.rank).unlink(missing_ok=True)
         world = replace(world, ledger=open_ledger(job.folder, at, environ))
         try:
@@ -295,6 +298,13 @@ def _train_joined(
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
+
+
+def _check_world(job: Job, at: Rendezvous) -> None:
+    """Refuse ranks that a layout has no use for, as after a restart on fewer nodes."""
+    if job.layout.world != at.size:
+        what = f"the layout {job.layout.label} has {job.layout.world} ranks, and {at.size} started"
+        raise ConfigError(refusal(what, legal=[f"{job.layout.world} ranks", "another layout"]))
 
 
 def _create(job: Job) -> None:

@@ -128,6 +128,7 @@ def start_event(
         "steps": config.train.steps,
         "from_step": step,
         "world": world.size,
+        "nodes": list(world.nodes),
         "device": job.machine.name,
         "layout": job.layout.model_dump(mode="json"),
         "parameters": parameter_count(config.model),

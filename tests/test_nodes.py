@@ -1,0 +1,153 @@
+"""Ranks on several nodes: numbered so that the mesh lies on links as it was planned."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.execute.rendezvous import Rendezvous, Seat, own_seat, seated
+from meshwright.launch.machine import on_nodes
+from meshwright.launch.supervisor import listen_on_loopback
+from meshwright.layout import Mesh
+from meshwright.predict.network import place
+from meshwright.spec.loading import load_config
+from runs import TINY, clean_environ
+
+
+def seats(*places, local_size=2):
+    """Seats by rank, each as `node.local_rank`."""
+    split = [one.split(".") for one in places]
+    return [Seat(node, "boot", int(local), local_size) for node, local in split]
+
+
+@pytest.mark.parametrize(
+    ("places", "numbers"),
+    [
+        (("a.0", "a.1", "b.0", "b.1"), [0, 1, 2, 3]),
+        (("a.0", "b.0", "a.1", "b.1"), [0, 2, 1, 3]),  # --distribution=cyclic
+        (("b.0", "a.0", "a.1", "b.1"), [0, 2, 3, 1]),  # plane, or by hand: rank 0 stays
+        (("a.0", "a.1", "a.0", "a.1"), [0, 1, 2, 3]),  # two launchers on one machine
+        (("a.0", "a.0", "a.1", "a.1"), [0, 2, 1, 3]),
+    ],
+)
+def test_ranks_are_numbered_node_by_node(places, numbers):
+    assert seated(seats(*places)) == numbers
+
+
+def test_nodes_of_one_name_are_told_apart_by_when_they_booted():
+    cyclic = [Seat("localhost", boot, local, 2) for local in (0, 1) for boot in ("x", "y")]
+    assert seated(cyclic) == [0, 2, 1, 3]
+
+
+def test_inner_axes_lie_within_nodes_however_ranks_were_dealt():
+    mesh, per_node, nodes = Mesh.of(pp=2, dp_shard=2, tp=2), 4, 2
+    dealt = [f"n{rank % nodes}.{rank // nodes}" for rank in range(mesh.size)]
+    numbers = seated(seats(*dealt, local_size=per_node))
+    node_of = {number: dealt[rank].split(".")[0] for rank, number in enumerate(numbers)}
+    for axis, stride in (("tp", 1), ("dp_shard", 2), ("pp", 4)):
+        planned = place(mesh.degree(axis), stride, per_node)
+        for rank in range(mesh.size):
+            spanned = {node_of[one] for one in mesh.group(rank, (axis,))}
+            assert len(spanned) == planned.nodes, axis
+
+
+@pytest.mark.parametrize(
+    ("dealt", "says"),
+    [
+        (
+            seats("a.0", "a.1", "b.0"),
+            r"every node must have as many ranks as the others, but a has ranks \[0, 1\]; b has "
+            r"ranks \[2\]; nearest legal: 1 on each or 2 on each",
+        ),
+        (
+            seats("a.0", "b.0", local_size=2),
+            r"LOCAL_WORLD_SIZE = 2 must be the ranks of a node.*nearest legal: 1\. Without it",
+        ),
+    ],
+)
+def test_nodes_that_no_plan_is_for_are_refused(dealt, says):
+    with pytest.raises(ConfigError, match=says):
+        seated(dealt)
+
+
+def test_a_node_is_what_slurm_calls_it():
+    at = Rendezvous(2, 4, 1, 2, "a", 1)
+    assert own_seat(at, {"SLURMD_NODENAME": "gpu07"})[::2] == ("gpu07", 1)
+    assert own_seat(at, {}).node == os.uname().nodename
+
+
+@pytest.mark.parametrize(
+    ("words", "local_size", "says"),
+    [
+        (["cluster.nodes=3"], 2, r"cluster.nodes = 3, but .* on 2 node\(s\); .*cluster.nodes = 2"),
+        (["cluster.devices_per_node=4"], 2, "has 4 devices a node, but nodes were given 2 ranks"),
+        (["cluster.preset=h100-sxm"], 2, "has 8 devices a node.*cluster.devices_per_node = 2 or 8"),
+        ([], 3, "4 ranks do not divide into nodes of LOCAL_WORLD_SIZE = 3; nearest legal: 2 or 4"),
+    ],
+)
+def test_a_config_for_other_nodes_is_refused(words, local_size, says):
+    at = Rendezvous(0, 4, 0, local_size, "a", 1)
+    with pytest.raises(ConfigError, match=says):
+        on_nodes(load_config(None, words), at)
+
+
+def test_the_nodes_are_those_that_ranks_were_started_on():
+    at = Rendezvous(0, 4, 0, 2, "a", 1)
+    assert on_nodes(load_config(None, []), at).cluster.nodes == 2
+    one = replace(at, local_size=4)
+    assert on_nodes(load_config(None, ["cluster.preset=h100-sxm"]), one).cluster.nodes == 1
+
+
+def train_dealt(nodes, words):
+    """Train with a rank for each entry of `nodes`, in an order that a launcher may deal."""
+    with listen_on_loopback(None) as listener:
+        port = listener.getsockname()[1]
+    started = []
+    for rank, node in enumerate(nodes):
+        environ = {
+            **clean_environ(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        train = [sys.executable, "-m", "meshwright", "train", *words]
+        command = ["unshare", "--uts", "sh", "-c", f'hostname {node} && exec "$@"', "sh", *train]
+        started.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    said = [one.communicate(timeout=120)[0].decode() for one in started]
+    assert [one.returncode for one in started] == [0] * len(nodes), said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="host names need root and unshare"
+)
+def test_a_run_is_the_same_bit_for_bit_however_its_ranks_were_dealt(corpus, tmp_path):
+    words = [
+        *(*TINY, "model.n_kv_heads=2", "layout.tp=2", "layout.dp_replicate=2"),
+        *(f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"),
+        f"log.dir={tmp_path / 'runs'}",
+    ]
+    train_dealt(["a", "a", "b", "b"], [*words, "log.name=block"])
+    train_dealt(["a", "b", "a", "b"], [*words, "log.name=cyclic"])
+    weights = []
+    for name in ("block", "cyclic"):
+        run = tmp_path / "runs" / name
+        start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+        assert (start["event"], start["nodes"]) == ("start", ["a", "b"])
+        files = sorted((run / "checkpoints").rglob("*.safetensors"))
+        assert len(files) >= 4
+        weights.append([(one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in files])
+    assert weights[0] == weights[1]
