@@ -1,4 +1,4 @@
-"""`meshwright launch`: a config as a job of torchrun, Slurm, SkyPilot or Kubernetes."""
+"""`meshwright launch`: a config as a job of torchrun, Slurm, Ray, SkyPilot or Kubernetes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.launch.jobs import JobSpec, Writer, local, parse_time, torchrun
 from meshwright.launch.manifests import jobset, pytorchjob, skypilot
+from meshwright.launch.on_ray import ray_job
+from meshwright.launch.on_ray import submit as submit_to_ray
 from meshwright.launch.slurm import slurm, submit
 from meshwright.layout import Machine, resolve_layout
 from meshwright.search.plan import setting_of
@@ -22,6 +24,7 @@ _WRITERS: Final[dict[str, Writer]] = {
     "local": local,
     "torchrun": torchrun,
     "slurm": slurm,
+    "ray": ray_job,
     "skypilot": skypilot,
 }
 # SkyPilot's names of devices, by the catalogue's.
@@ -44,6 +47,7 @@ _TARGETS: Final = {
     "local": "the command for this machine",
     "torchrun": "a command for each node",
     "slurm": "an sbatch script, or its submission",
+    "ray": "a job of a Ray cluster, or its run there",
     "skypilot": "a task for clouds",
     "kubernetes": "a JobSet or a PyTorchJob",
 }
@@ -53,6 +57,7 @@ examples:
   meshwright launch torchrun run.toml cluster.nodes=2 --hosts node0 node1
   meshwright launch slurm run.toml cluster.preset=h100 --nodes 4 --time 12h --out job.sbatch
   meshwright launch slurm --plan plan.json --submit
+  meshwright launch ray run.toml --nodes 2 --submit
   meshwright launch skypilot run.toml --nodes 2 --accelerator H100
   meshwright launch kubernetes run.toml --nodes 2 --image my/image --kind pytorchjob
 """
@@ -66,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, text in _TARGETS.items():
         target = targets.add_parser(name, help=text)
         _add_common(target)
-        if name in ("torchrun", "slurm", "skypilot", "kubernetes"):
+        if name != "local":
             target.add_argument("--nodes", type=int, metavar="N", help="instead of cluster.nodes")
             target.add_argument(
                 "--restarts", type=int, default=3, metavar="N", help="after failures (3)"
@@ -78,7 +83,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
             target.add_argument("--partition")
             target.add_argument("--account")
             target.add_argument("--submit", action="store_true", help="hand it to sbatch")
-        if name in ("slurm", "kubernetes"):
+        if name == "ray":
+            target.add_argument(
+                "--submit", action="store_true", help="run it on the cluster, to its end"
+            )
+            target.add_argument(
+                "--address", default="auto", help="of the cluster; local: a new one (auto)"
+            )
+            target.add_argument("--wait", default="10m", metavar="T", help="for room there (10m)")
+        if name in ("slurm", "ray", "kubernetes"):
             target.add_argument("--cpus", type=int, metavar="N", help="cores of each rank")
             target.add_argument(
                 "--grace", default="3m", metavar="T", help="for ranks to save when stopped (3m)"
@@ -113,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_atomic(args.out, text.encode())
         print(f"wrote {args.out}")
+    if args.target == "ray" and args.submit:
+        return submit_to_ray(job, args.address, parse_time(args.wait))
     if _option(args, "submit"):
         print(f"job {submit(text, Path(job.log_dir))}")
     elif args.out is None:

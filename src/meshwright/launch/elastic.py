@@ -1,4 +1,4 @@
-"""Runs whose ranks torchrun or Slurm starts again: how an attempt finds the run of the last one.
+"""Runs whose ranks others start again: how an attempt finds the run of the one before it.
 
 Rank 0 leaves the run's folder in a file beside it, under the id of the job. No torch here.
 """
@@ -50,7 +50,8 @@ def forget(job: Job, at: Rendezvous) -> None:
 
 
 def _starter(at: Rendezvous) -> str:
-    return "Slurm" if (at.job or "").startswith("slurm-") else "torchrun"
+    kind = (at.job or "").partition("-")[0]
+    return {"slurm": "Slurm", "ray": "Ray"}.get(kind, "torchrun")
 
 
 def restarted(job: Job, at: Rendezvous) -> dict[str, Any]:

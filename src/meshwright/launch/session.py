@@ -261,10 +261,17 @@ def _train_joined(
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
     # Only here, where this process is a rank itself: a supervisor never needs torch.
     from meshwright.execute.world import join
-    from meshwright.launch.worker import StopRequest, open_ledger, record_failure, run_rank
+    from meshwright.launch.worker import (
+        StopRequest,
+        follow_parent,
+        open_ledger,
+        record_failure,
+        run_rank,
+    )
 
     stop = StopRequest()
     stop.listen()
+    follow_parent(environ)
     config = on_nodes(config, at)
     machine = detect(config.cluster, environ, at)
     resolve_layout(settled(config, machine), machine)
