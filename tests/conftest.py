@@ -1,10 +1,13 @@
 """Fixtures that whole-run tests share, and the marks of the fault cases in the report."""
 
+import os
+import shutil
+
 import pytest
 
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
-from runs import TINY
+from runs import TINY, ip
 
 pytest.register_assert_rewrite("faulty")
 
@@ -75,3 +78,28 @@ def pytest_runtest_makereport(item, call):
     has_outcome = any(name == "outcome" for name, _ in item.user_properties)
     if call.when == "call" and report.passed and cases_of(item) and not has_outcome:
         report.outcome, report.longrepr = "failed", "no outcome was recorded"
+
+
+@pytest.fixture
+def machines():
+    """Two namespaces with a link between them, by name, address and interface."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    tag = f"{os.getpid() % 10000}"
+    names, links = (f"mw{tag}a", f"mw{tag}b"), (f"v{tag}a", f"v{tag}b")
+    addresses = ("10.77.0.1", "10.77.0.2")
+    if ip("netns", "add", names[0]).returncode:
+        pytest.skip("this system makes no network namespaces")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for name, link, address in zip(names, links, addresses, strict=True):
+            ip("link", "set", link, "netns", name)
+            inside = ("netns", "exec", name, "ip")
+            ip(*inside, "addr", "add", f"{address}/24", "dev", link)
+            ip(*inside, "link", "set", link, "up")
+            ip(*inside, "link", "set", "lo", "up")
+        yield list(zip(names, addresses, links, strict=True))
+    finally:
+        for name in names:
+            ip("netns", "del", name)

@@ -59,3 +59,8 @@ def torchrun(*words: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run iproute2."""
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)

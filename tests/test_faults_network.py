@@ -6,7 +6,6 @@ Two machines, which are network namespaces; needs root.
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,39 +15,10 @@ import pytest
 
 from meshwright.checkpoint.commit import steps, verify
 from meshwright.checkpoint.weights import load_model
-from runs import TINY, clean_environ
+from runs import TINY, clean_environ, ip
 
 pytestmark = pytest.mark.faults
 TIMEOUT_S = 8
-
-
-def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-
-@pytest.fixture
-def machines():
-    """Two namespaces with a link between them, by name, address and interface."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    tag = f"{os.getpid() % 10000}"
-    names, links = (f"mw{tag}a", f"mw{tag}b"), (f"v{tag}a", f"v{tag}b")
-    addresses = ("10.77.0.1", "10.77.0.2")
-    if ip("netns", "add", names[0]).returncode:
-        pytest.skip("this system makes no network namespaces")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(names, links, addresses, strict=True):
-            ip("link", "set", link, "netns", name)
-            inside = ("netns", "exec", name, "ip")
-            ip(*inside, "addr", "add", f"{address}/24", "dev", link)
-            ip(*inside, "link", "set", link, "up")
-            ip(*inside, "link", "set", "lo", "up")
-        yield list(zip(names, addresses, links, strict=True))
-    finally:
-        for name in names:
-            ip("netns", "del", name)
 
 
 @pytest.mark.case(27)

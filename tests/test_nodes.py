@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,10 @@ def test_inner_axes_lie_within_nodes_however_ranks_were_dealt():
     ("dealt", "says"),
     [
         (
+            [Seat(node, node, 0, 1, "127.0.1.1") for node in "ab"],
+            r"leads several machines to loopback \(a 127.0.1.1; b 127.0.1.1\). Name an address",
+        ),
+        (
             seats("a.0", "a.1", "b.0"),
             r"every node must have as many ranks as the others, but a has ranks \[0, 1\]; b has "
             r"ranks \[2\]; nearest legal: 1 on each or 2 on each",
@@ -78,7 +83,7 @@ def test_nodes_that_no_plan_is_for_are_refused(dealt, says):
 
 def test_a_node_is_what_slurm_calls_it():
     at = Rendezvous(2, 4, 1, 2, "a", 1)
-    assert own_seat(at, {"SLURMD_NODENAME": "gpu07"})[::2] == ("gpu07", 1)
+    assert own_seat(at, {"SLURMD_NODENAME": "gpu07"}).node == "gpu07"
     assert own_seat(at, {}).node == os.uname().nodename
 
 
@@ -104,6 +109,11 @@ def test_the_nodes_are_those_that_ranks_were_started_on():
     assert on_nodes(load_config(None, ["cluster.preset=h100-sxm"]), one).cluster.nodes == 1
 
 
+def on_host(name, *command):
+    """Return a command as a machine of that name runs it."""
+    return ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh", *command]
+
+
 def train_dealt(nodes, words):
     """Train with a rank for each entry of `nodes`, in an order that a launcher may deal."""
     with listen_on_loopback(None) as listener:
@@ -118,11 +128,9 @@ def train_dealt(nodes, words):
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
-        train = [sys.executable, "-m", "meshwright", "train", *words]
-        command = ["unshare", "--uts", "sh", "-c", f'hostname {node} && exec "$@"', "sh", *train]
+        command = on_host(node, sys.executable, "-m", "meshwright", "train", *words)
         started.append(
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )
@@ -130,10 +138,13 @@ def train_dealt(nodes, words):
     assert [one.returncode for one in started] == [0] * len(nodes), said
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="host names need root and unshare"
 )
+
+
+@pytest.mark.slow
+@needs_root
 def test_a_run_is_the_same_bit_for_bit_however_its_ranks_were_dealt(corpus, tmp_path):
     words = [
         *(*TINY, "model.n_kv_heads=2", "layout.tp=2", "layout.dp_replicate=2"),
@@ -151,3 +162,79 @@ def test_a_run_is_the_same_bit_for_bit_however_its_ranks_were_dealt(corpus, tmp_
         assert len(files) >= 4
         weights.append([(one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in files])
     assert weights[0] == weights[1]
+
+
+@pytest.fixture
+def named(machines):
+    """Two machines that know each other by name, and each itself on loopback, as Debian has it."""
+    names = ("node0", "node1")
+    folders = [Path("/etc/netns") / name for name, _, _ in machines]
+    try:
+        for own, folder in zip(names, folders, strict=True):
+            folder.mkdir(parents=True)
+            lines = ["127.0.0.1 localhost"]
+            for name, (_, address, _) in zip(names, machines, strict=True):
+                lines.append(f"{'127.0.1.1' if name == own else address} {name}")
+            (folder / "hosts").write_text("\n".join(lines) + "\n")
+        yield [(name, *machine) for name, machine in zip(names, machines, strict=True)]
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_on(named, *words, **environ):
+    """Run a command as one rank on each machine; returns exit codes and what they print."""
+    started = []
+    for rank, (name, machine, _, _) in enumerate(named):
+        told = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "node0",
+            "MASTER_PORT": "29544",
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
+        command = on_host(name, sys.executable, "-m", "meshwright", *words)
+        started.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", machine, *command],
+                env={**clean_environ(), **told},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    said = [[text.decode() for text in one.communicate(timeout=120)] for one in started]
+    return [one.returncode for one in started], said
+
+
+@needs_root
+def test_nodes_try_the_links_between_them_before_a_first_step(named, corpus, tmp_path):
+    words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}", "--json"]
+    words += [f"log.dir={tmp_path / 'runs'}", "cluster.devices_per_node=1", "train.batch=4"]
+    codes, said = run_on(named, "doctor", *words)
+    assert codes == [0, 0], said
+    found = {
+        one["name"]: one["text"]
+        for one in json.loads(said[0][0])["findings"]
+        if one["node"] == "all"
+    }
+    assert found["nodes"] == "node0, node1"
+    # node0's own name leads to loopback; it has looked towards the other.
+    (_, _, a, link_a), (_, _, b, link_b) = named
+    why = "on the way to MASTER_ADDR"
+    assert found["interfaces"] == f"node0 {link_a} ({a}, {why}); node1 {link_b} ({b}, {why})"
+    assert found["links"].startswith("all reach each other")
+
+
+@pytest.mark.slow
+@needs_root
+def test_ranks_meet_where_a_host_has_its_own_name_on_loopback(named, corpus, tmp_path):
+    words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    words += [f"log.dir={tmp_path / 'runs'}", "log.name=run", "layout.dp_replicate=2"]
+    words += ["cluster.timeout=40", "cluster.hang=20"]
+    codes, said = run_on(named, "train", *words)
+    assert codes == [0, 0], said
+    start = json.loads((tmp_path / "runs/run/events.jsonl").read_text().splitlines()[0])
+    assert start["nodes"] == ["node0", "node1"]

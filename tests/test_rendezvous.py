@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshwright.errors import ConfigError
 from meshwright.execute.rendezvous import Rendezvous, first_host
 
 # What srun tells the third of three tasks on two nodes, one of which has two.
@@ -30,6 +31,13 @@ def test_what_is_set_by_hand_wins():
     assert (at.host, at.port) == ("10.0.0.5", 1234)
     own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert Rendezvous.from_environment({**SRUN, **own}).size == 2
+
+
+def test_several_nodes_do_not_meet_on_localhost():
+    with pytest.raises(ConfigError, match=r"every node itself.* has 2 nodes; nearest legal: gpu07"):
+        Rendezvous.from_environment({**SRUN, "MASTER_ADDR": "localhost"})
+    one = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0", "SLURM_LOCALID": "2"}
+    assert Rendezvous.from_environment({**one, "MASTER_ADDR": "localhost"}).host == "localhost"
 
 
 @pytest.mark.parametrize(

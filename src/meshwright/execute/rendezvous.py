@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.execute.interfaces import address_towards, is_loopback
 
 # Ports of Slurm's jobs, one for each of many jobs in a row: above the usual services, below the
 # ports that systems hand out themselves.
@@ -77,14 +78,24 @@ def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
     size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1 or "SLURM_PROCID" not in environ:
         return None
-    job, tasks = environ["SLURM_JOB_ID"], environ["SLURM_STEP_TASKS_PER_NODE"]
+    job, tasks = environ["SLURM_JOB_ID"], list(_tasks_of(environ["SLURM_STEP_TASKS_PER_NODE"]))
     port = _FIRST_PORT + int(job) % _PORTS
+    host = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
+    if len(tasks) > 1 and is_loopback(host):
+        what = f"MASTER_ADDR = {host} is every node itself, and the step has {len(tasks)} nodes"
+        raise ConfigError(
+            refusal(
+                what,
+                legal=[first_host(environ["SLURM_STEP_NODELIST"])],
+                hint="Left out, it is the first node of the step.",
+            )
+        )
     return Rendezvous(
         rank=int(environ["SLURM_PROCID"]),
         size=size,
         local_rank=int(environ["SLURM_LOCALID"]),
-        local_size=list(_tasks_of(tasks))[int(environ["SLURM_NODEID"])],
-        host=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        local_size=tasks[int(environ["SLURM_NODEID"])],
+        host=host,
         port=int(environ.get("MASTER_PORT") or port),
         attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
         job=f"slurm-{job}",
@@ -111,12 +122,16 @@ def loopback_interface() -> str:
 
 
 class Seat(NamedTuple):
-    """Where a rank was started: its node's name and boot, its place among the ranks there."""
+    """Where a rank was started: its node's name and boot, its place among the ranks there.
+
+    `address` is the node's on the way to where ranks meet.
+    """
 
     node: str
     boot: str
     local_rank: int
     local_size: int
+    address: str = ""
 
 
 def own_seat(at: Rendezvous, environ: Mapping[str, str]) -> Seat:
@@ -127,7 +142,7 @@ def own_seat(at: Rendezvous, environ: Mapping[str, str]) -> Seat:
     """
     boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
     name = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Seat(name, boot, at.local_rank, at.local_size)
+    return Seat(name, boot, at.local_rank, at.local_size, address_towards(at.host, at.port))
 
 
 def seated(seats: Sequence[Seat]) -> list[int]:
@@ -137,8 +152,9 @@ def seated(seats: Sequence[Seat]) -> list[int]:
     their inner axes on a node's own links. Launchers may deal ranks out in turns (Slurm's
     `--distribution=cyclic`), so they are numbered again, node by node, a node by its first rank;
     rank 0 stays rank 0. Raises `ConfigError` where nodes have different numbers of ranks, or not
-    as many as their launcher says.
+    as many as their launcher says, or where machines would meet on loopback.
     """
+    _check_reachable(seats)
     launched: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for rank, seat in enumerate(seats):
         launched[seat.node, seat.boot, seat.local_rank].append(rank)
@@ -150,6 +166,16 @@ def seated(seats: Sequence[Seat]) -> list[int]:
     in_order = [rank for ranks in sorted(nodes.values(), key=min) for rank in sorted(ranks)]
     numbers = {rank: number for number, rank in enumerate(in_order)}
     return [numbers[rank] for rank in range(len(seats))]
+
+
+def _check_reachable(seats: Sequence[Seat]) -> None:
+    """Refuse machines that know no way to each other but loopback."""
+    several = len({seat.boot for seat in seats}) > 1
+    if several and all(is_loopback(seat.address) for seat in seats):
+        known = "; ".join(sorted({f"{seat.node} {seat.address}" for seat in seats}))
+        hint = "Name an address that all nodes see."
+        what = f"MASTER_ADDR leads several machines to loopback ({known})"
+        raise ConfigError(refusal(what, hint=hint))
 
 
 def _check_nodes(seats: Sequence[Seat], nodes: Sequence[Sequence[int]]) -> None:

@@ -15,6 +15,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import MeshwrightError
+from meshwright.execute.interfaces import (
+    address_towards,
+    asked_for,
+    interface_of,
+    interfaces,
+    is_loopback,
+    own_address,
+)
 from meshwright.execute.ledger import Ledger
 from meshwright.execute.rendezvous import Rendezvous, Seat, loopback_interface, own_seat, seated
 
@@ -88,15 +96,66 @@ def join(
         own = torch.device("cuda", at.local_rank)
         torch.cuda.set_device(own)
         backend = "cpu:gloo,cuda:nccl"
-    if at.is_local:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    store = _meet(at, timeout)
-    rank, nodes = (at.rank, ()) if at.is_local else _seated(at, store)
+    met = meet(at, timeout_s)
+    if met.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
+        if len(met.nodes) > 1:  # NCCL takes a bare name for all that begin with it
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={met.interface}")
+    rank, store = met.rank, met.store
     dist.init_process_group(backend, store=store, rank=rank, world_size=at.size, timeout=timeout)
-    return World(rank, at.size, own, store, ledger=ledger or Ledger(), nodes=nodes)
+    return World(rank, at.size, own, store, ledger=ledger or Ledger(), nodes=met.nodes)
 
 
-def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that know of each other and have a store, but no process group yet.
+
+    `rank` is this one's number from here on, `interface` the one that it talks through, `address`
+    its own there; `is_chosen` where nobody has asked for that interface.
+    """
+
+    rank: int
+    store: Store
+    nodes: tuple[str, ...] = ()
+    interface: str | None = None
+    address: str = ""
+    is_chosen: bool = True
+
+
+def meet(at: Rendezvous, timeout_s: float) -> Meeting:
+    """Meet the other ranks in a store, and find this one's number and its interface.
+
+    Raises as `join` does.
+    """
+    asked = asked_for(os.environ)
+    store = _store(at, datetime.timedelta(seconds=timeout_s))
+    if at.is_local:
+        return Meeting(at.rank, store, (), asked or loopback_interface(), at.host, asked is None)
+    own = own_seat(at, os.environ)
+    texts = shared(store, at, "seat", json.dumps(own))
+    seats = [Seat(*json.loads(text)) for text in texts]
+    numbers = seated(seats)
+    names = [seat.node for _, seat in sorted(zip(numbers, seats, strict=True))]
+    nodes = tuple(names[:: at.local_size])
+    others = [seat.address for seat in seats]
+    if asked is None:
+        address = own_address(own.address, others, at.port)
+        return Meeting(numbers[at.rank], store, nodes, interface_of(address), address)
+    address = interfaces().get(asked) or own_address(own.address, others, at.port)
+    return Meeting(numbers[at.rank], store, nodes, asked, address, is_chosen=False)
+
+
+def shared(store: Store, at: World | Rendezvous, key: str, text: str) -> list[str]:
+    """Return every rank's text, by the rank it has in `at`; rank 0 puts them together."""
+    store.set(f"{key}/{at.rank}", text)
+
+    def gather() -> str:
+        return json.dumps([store.get(f"{key}/{rank}").decode() for rank in range(at.size)])
+
+    return [str(text) for text in json.loads(_from_rank_0(store, at, f"{key}/all", gather))]
+
+
+def _store(at: Rendezvous, timeout: datetime.timedelta) -> Store:
     """Return the store that the ranks of this attempt meet in."""
     if at.is_local:
         listen = at.listen_fd if at.rank == 0 else None
@@ -115,24 +174,24 @@ def _meet(at: Rendezvous, timeout: datetime.timedelta) -> Store:
 
 
 def _met_by_environment(at: Rendezvous, timeout: datetime.timedelta) -> Store:
-    """Return the store of torchrun or of a wrapper, or rank 0's own where nothing has made one."""
+    """Return the store of torchrun or of a wrapper, or rank 0's own where nothing has made one.
+
+    Raises `MeshwrightError` where rank 0 is not to be found.
+    """
+    try:
+        return _store_of_environment(at, timeout)
+    except dist.DistNetworkError as error:
+        itself = is_loopback(address_towards(at.host, at.port))
+        hint = ", which is this machine: name an address that all nodes see" if itself else ""
+        where = f"MASTER_ADDR = {at.host}, port {at.port}{hint}"
+        raise MeshwrightError(f"rank {at.rank} does not find rank 0 at {where}. {error}") from error
+
+
+def _store_of_environment(at: Rendezvous, timeout: datetime.timedelta) -> Store:
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
         return cast(Store, found)
     return dist.TCPStore(at.host, at.port, at.size, is_master=at.rank == 0, timeout=timeout)  # type: ignore[attr-defined]
-
-
-def _seated(at: Rendezvous, store: Store) -> tuple[int, tuple[str, ...]]:
-    """Return the number that this rank gets, and the names of the nodes."""
-    store.set(f"seat/{at.rank}", json.dumps(own_seat(at, os.environ)))
-
-    def gather() -> str:
-        return json.dumps([json.loads(store.get(f"seat/{rank}")) for rank in range(at.size)])
-
-    seats = [Seat(*seat) for seat in json.loads(_from_rank_0(store, at, "seats", gather))]
-    numbers = seated(seats)
-    names = [seat.node for _, seat in sorted(zip(numbers, seats, strict=True))]
-    return numbers[at.rank], tuple(names[:: at.local_size])
 
 
 def _from_rank_0(store: Store, at: World | Rendezvous, key: str, make: Callable[[], str]) -> str:
@@ -151,6 +210,14 @@ def _from_rank_0(store: Store, at: World | Rendezvous, key: str, make: Callable[
     if said.startswith("!"):
         raise MeshwrightError(f"rank 0 refused: {said[1:]}")
     return said[1:]
+
+
+def part(store: Store, at: World | Rendezvous) -> None:
+    """Leave a store that ranks have met in: the one that it is in leaves last."""
+    if at.rank == 0:
+        _wait_for_readers(store, "end", at.size)
+    else:
+        store.add("end/read", 1)
 
 
 def _wait_for_readers(store: Store, key: str, size: int) -> None:

@@ -1,7 +1,8 @@
 """A config examined on all nodes before its first step, by one process of each node.
 
 Each finds what `doctor` finds on its own; together they see what no node sees alone: versions that
-differ, data that is not the same, names that lead to loopback, clocks that are apart.
+differ, data that is not the same, links that do not carry, clocks that are apart. They meet in a
+store alone, so that nodes that cannot reach each other can say so.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from meshwright.errors import ConfigError, MeshwrightError, refusal
+from meshwright.execute.interfaces import is_loopback
 from meshwright.execute.rendezvous import Rendezvous
-from meshwright.execute.world import exchange, join, leave
+from meshwright.execute.world import Meeting, meet, part, shared
 from meshwright.launch.doctor import data_identity, examine_config, examine_machine
 from meshwright.launch.finding import Finding
+from meshwright.launch.reach import links_finding, measure_links
 from meshwright.spec.loading import Config
 from meshwright.version import __version__
 
@@ -45,19 +47,23 @@ def preflight(
         update={"cluster": config.cluster.model_copy(update={"nodes": at.size})}
     )
     own = [*examine_machine(environ, Path(config.log.dir)), *examine_config(config, environ)]
-    world = join(at, "cpu", config.cluster.timeout)
-    try:
-        facts = facts_of(config, environ, at, own)
-        world.barrier()  # so that clocks are read at one moment
-        facts["time"] = time.time()
-        texts = exchange(json.dumps(facts), dist.group.WORLD if at.size > 1 else None)
-    finally:
-        leave()
+    met = meet(at, config.cluster.timeout)
+    at = replace(at, rank=met.rank)
+
+    def share(key: str, text: str) -> list[str]:
+        return shared(met.store, at, f"preflight/{key}", text)
+
+    facts = facts_of(config, environ, met, own)
+    address = met.address or "127.0.0.1"
+    facts["links"] = measure_links(at.rank, at.size, address, share)
+    facts["time"] = time.time()  # links were measured together: it is one moment
+    texts = share("facts", json.dumps(facts))
+    part(met.store, at)
     return together([json.loads(text) for text in texts])
 
 
 def facts_of(
-    config: Config, environ: Mapping[str, str], at: Rendezvous, own: Sequence[Finding]
+    config: Config, environ: Mapping[str, str], met: Meeting, own: Sequence[Finding]
 ) -> dict[str, Any]:
     """Return what the others have to know of this node."""
     try:
@@ -66,23 +72,15 @@ def facts_of(
         data = {}  # it is among the findings
     return {
         "host": socket.gethostname(),
-        "address": address_towards(at.host, at.port),
+        "address": met.address,
+        "interface": met.interface,
+        "is_chosen": met.is_chosen,
         "versions": dict(
             zip(_VERSIONS, (__version__, platform.python_version(), torch.__version__), strict=True)
         ),
         "data": data,
         "findings": [finding.as_dict() for finding in own],
     }
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((host, port))
-            return str(way.getsockname()[0])
-    except OSError as error:
-        return f"no way to {host}: {error.strerror}"
 
 
 def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
@@ -102,6 +100,7 @@ def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
         same = replace(same, text="the same on all nodes")
     found.append(("all", same))
     found += [("all", one) for one in (_names_differ(facts), _addresses(names, facts))]
+    found.append(("all", links_finding(names, [fact["links"] for fact in facts])))
     times = [fact["time"] for fact in facts]
     apart = max(times) - min(times)
     state: Any = "note" if apart > _APART_S else "ok"
@@ -133,15 +132,18 @@ def _names_differ(facts: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def _addresses(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> Finding:
-    """Several nodes that meet on loopback never meet: a host file often maps the own name there."""
-    pairs = [f"{name} {fact['address']}" for name, fact in zip(names, facts, strict=True)]
+    """Say through which interface each node talks; several that do so on loopback never meet."""
+    text = "; ".join(f"{name} {_interface(fact)}" for name, fact in zip(names, facts, strict=True))
     several = len({fact["host"] for fact in facts}) > 1
-    lost = [fact for fact in facts if fact["address"].startswith(("127.", "no way"))]
-    if several and lost:
-        text = (
-            f"{'; '.join(pairs)}: other nodes cannot reach loopback. MASTER_ADDR must be an "
-            "address that all nodes see; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the "
-            "interface"
+    if several and any(not fact["address"] or is_loopback(fact["address"]) for fact in facts):
+        text += (
+            ": other nodes cannot reach loopback. MASTER_ADDR must be an address that all nodes "
+            "see; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
         )
-        return Finding("addresses", text, "bad")
-    return Finding("addresses", "; ".join(pairs))
+        return Finding("interfaces", text, "bad")
+    return Finding("interfaces", text)
+
+
+def _interface(fact: Mapping[str, Any]) -> str:
+    why = "on the way to MASTER_ADDR" if fact["is_chosen"] else "asked for"
+    return f"{fact['interface'] or 'none'} ({fact['address'] or 'no address'}, {why})"
