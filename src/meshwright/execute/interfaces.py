@@ -1,4 +1,4 @@
-"""Which network interface a rank talks through, chosen by the way to the others. No torch here."""
+"""The machine that a rank is on, and the interface that it talks through. No torch here."""
 
 from __future__ import annotations
 
@@ -6,14 +6,28 @@ import fcntl
 import ipaddress
 import socket
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from meshwright.errors import ConfigError, refusal
 
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _SIOCGIFADDR: Final = 0x8915  # of Linux's netdevice(7)
 # What gloo and NCCL read; where one is set, it is the user's choice, of the other too.
 VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def boot_id() -> str:
+    """Return the number that Linux drew when this machine booted; empty on other systems."""
+    return _BOOT.read_text().strip() if _BOOT.is_file() else ""
+
+
+def machine_id() -> int:
+    """Return a number of 32 bits that tells machines apart, 0 where it is not known."""
+    boot = boot_id()
+    return zlib.crc32(boot.encode()) if boot else 0
 
 
 def address_towards(host: str, port: int) -> str:

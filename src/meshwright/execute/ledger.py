@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from meshwright.execute.interfaces import machine_id
 from meshwright.execute.ledger_file import (
     ACTIONS,
     COUNTS_AT,
@@ -69,7 +70,7 @@ class Ledger:
         self._sequences: dict[tuple[int, int, int], int] = {}
         self._groups: list[Group] = []
         self._mine = threading.local()  # entries of each thread: saving has one of its own
-        head = (MAGIC, attempt, rank, world, 0, os.getpid(), time.monotonic())
+        head = (MAGIC, attempt, rank, world, machine_id(), os.getpid(), time.monotonic())
         HEAD.pack_into(self._memory, 0, *head)
         self._enter("start")
 

@@ -48,7 +48,7 @@ KINDS: Final = (
 TRANSFERS: Final = ("send", "recv")
 
 MAGIC: Final = b"MWLEDG01"
-HEAD: Final = struct.Struct("=8sIIIIqd")  # magic, attempt, rank, world, -, pid, started
+HEAD: Final = struct.Struct("=8sIIIIqd")  # magic, attempt, rank, world, machine, pid, started
 # moves, at, step, phase, action, stage, -, microbatch, -, waited_s, stepped_s
 NOW: Final = struct.Struct("=Qdqhhhhiidd")
 # number from 1, begun, waiting, ended, bytes, sequence number, step, group, peer, kind, phase
@@ -110,8 +110,9 @@ class Record(NamedTuple):
 class Reading(NamedTuple):
     """A ledger as it was at one moment.
 
-    `moves` counts the entries, `at` is when the last one was made. `waited_s` of the `stepped_s`
-    seconds in finished steps went on waiting for other ranks and for what they send.
+    `machine` is the rank's: its process and its times mean something there alone. `moves` counts
+    the entries, `at` is when the last one was made. `waited_s` of the `stepped_s` seconds in
+    finished steps went on waiting for other ranks and for what they send.
     """
 
     attempt: int
@@ -131,6 +132,7 @@ class Reading(NamedTuple):
     groups: tuple[Group, ...]
     counts: tuple[int, ...]
     records: tuple[Record, ...]
+    machine: int = 0
 
     def begun(self, group: Group) -> int:
         """Return how many collectives of a group have begun here; -1 where it is not known."""
@@ -181,7 +183,7 @@ class LedgerFile:
 
     def read(self) -> Reading:
         """Return all that the ledger holds."""
-        _, attempt, rank, world, _, pid, started = HEAD.unpack_from(self._memory, 0)
+        _, attempt, rank, world, machine, pid, started = HEAD.unpack_from(self._memory, 0)
         moves, at, step, phase, action, stage, _, microbatch, _, waited_s, stepped_s = (
             NOW.unpack_from(self._memory, NOW_AT)
         )
@@ -195,6 +197,7 @@ class LedgerFile:
             groups,
             counts[: len(groups)],
             tuple(sorted(self._records(groups))),
+            machine,
         )
 
     def _records(self, groups: tuple[Group, ...]) -> list[Record]:

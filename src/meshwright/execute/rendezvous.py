@@ -12,17 +12,15 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.interfaces import address_towards, is_loopback
+from meshwright.execute.interfaces import address_towards, boot_id, is_loopback
 
 # Ports of Slurm's jobs, one for each of many jobs in a row: above the usual services, below the
 # ports that systems hand out themselves.
 _FIRST_PORT: Final = 15000
 _PORTS: Final = 15000
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,8 @@ def own_seat(at: Rendezvous, environ: Mapping[str, str]) -> Seat:
     A node is what the scheduler or the system calls it. Several may have the same name, as
     "localhost": the number that Linux draws when it boots tells them apart.
     """
-    boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
     name = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Seat(name, boot, at.local_rank, at.local_size, address_towards(at.host, at.port))
+    return Seat(name, boot_id(), at.local_rank, at.local_size, address_towards(at.host, at.port))
 
 
 def seated(seats: Sequence[Seat]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.errors import CheckpointError
-from meshwright.launch.explain import Witness, explain, lost_a_peer, mismatch, witnesses
+from meshwright.launch.explain import ELSEWHERE, Witness, explain, lost_a_peer, mismatch, witnesses
 from meshwright.launch.lock import read_holder
 from meshwright.launch.restart import Recovery, recoveries, step_of
 from meshwright.train.run_folder import Job, RunFolder, read_job
@@ -123,7 +123,8 @@ def _state(
     """Return the state of a run and why it is in it."""
     if _is_held(folder, found):
         now = time.monotonic()
-        moved = [one.reading.at for one in found if one.reading is not None]
+        here = [one for one in found if one.process != ELSEWHERE]
+        moved = [one.reading.at for one in here if one.reading is not None]
         silent = now - max(moved) if moved else 0.0
         if silent < SILENT_S:
             return "running", "; ".join(f"rank {one.rank} is in {one.place}" for one in found)
@@ -149,7 +150,9 @@ def _is_held(folder: RunFolder, found: tuple[Witness, ...]) -> bool:
         return False
     if holder["host"] != socket.gethostname():
         return True
-    return Path(f"/proc/{holder['pid']}").exists() or any(one.process != "gone" for one in found)
+    return Path(f"/proc/{holder['pid']}").exists() or any(
+        one.process not in ("gone", ELSEWHERE) for one in found
+    )
 
 
 def _good(job: Job) -> str:

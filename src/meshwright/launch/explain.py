@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import MeshwrightError
+from meshwright.execute.interfaces import machine_id
 from meshwright.execute.ledger_file import Reading, Record, read_ledger
 from meshwright.predict.price import memory
 from meshwright.search.plan import setting_of
@@ -67,6 +68,9 @@ class Witness:
         return "before its first entry" if self.reading is None else self.reading.place()
 
 
+ELSEWHERE: Final = "on another machine"
+
+
 def process_state(pid: int) -> str:
     """Return the state of a process in words, from /proc; empty where that is not known."""
     status = Path(f"/proc/{pid}/status")
@@ -79,9 +83,12 @@ def process_state(pid: int) -> str:
 
 def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[Witness]:
     """Return what is to be seen of each rank; without `pids` those that the ledgers name."""
-    found = []
+    found, here = [], machine_id()
     for rank in range(world):
         reading = read_ledger(folder.ledger(rank))
+        if reading is not None and reading.machine != here:
+            found.append(Witness(rank, reading, ELSEWHERE))
+            continue
         pid = pids[rank] if pids else reading.pid if reading else 0
         found.append(Witness(rank, reading, process_state(pid) if pid else "gone"))
     return found
@@ -108,6 +115,8 @@ def _missing(found: Sequence[Witness], now: float) -> Iterator[str]:
             yield f"rank {one.rank} is gone, last seen in {one.place}{inside}"
         elif one.reading is None:
             yield f"rank {one.rank} has not begun"
+        elif one.process == ELSEWHERE:  # its clock is another
+            yield f"rank {one.rank}, {ELSEWHERE}, was last in {one.place}{inside}"
         elif one.waits_in is None:
             silent = format_seconds(max(0.0, now - one.reading.at))
             yield f"rank {one.rank} is silent for {silent} in {one.place} ({one.process})"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
@@ -21,6 +21,15 @@ from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.fault import Fault
+from meshwright.launch.gather import (
+    Gathering,
+    Store,
+    check_sights,
+    hand_over,
+    logged,
+    make_copy,
+    sight,
+)
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.planned import predicted, settled
@@ -49,6 +58,9 @@ from meshwright.train.run_folder import (
     read_job,
     resumed_folder,
 )
+
+if TYPE_CHECKING:  # a supervisor never needs torch
+    from meshwright.execute.world import World
 
 Progress = Callable[[str], None]
 
@@ -288,23 +300,45 @@ def _train_joined(
                 tell(job, at)
             else:
                 append(job, restarted(job, at))
-            return str(job.folder.path)
+            return hand_over(job)
 
-        job = read_job(Path(world.from_rank_0("meshwright/run", prepare)))
+        gathering = _one_folder(world, json.loads(world.from_rank_0("meshwright/run", prepare)))
+        job = read_job(gathering.folder.path)
         _check_world(job, at)
         job.folder.failure(at.rank).unlink(missing_ok=True)
         world = replace(world, ledger=open_ledger(job.folder, at, environ))
+        is_failure = True
         try:
-            code = run_rank(job, world, at.attempt, stop, view=True)
+            with logged(job.folder.log(at.rank), stdout=at.rank != 0):
+                code = run_rank(job, world, at.attempt, stop, view=True)
+            is_failure = False
         except BaseException as error:
             record_failure(job.folder, at.rank, error, world.ledger)
             raise
         finally:
+            if at.rank in gathering.apart:
+                gathering.send(at.rank)
             if at.rank == 0:
+                for rank in gathering.collect(is_failure=is_failure):
+                    print(f"note: rank {rank} on {world.node(rank)} has sent no log")
                 _write_report(job, sys.stdout)
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
+
+
+def _one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
+    """Return how the ranks share a run folder; a collective.
+
+    Raises `ConfigError` on every rank where they have nowhere to save together.
+    """
+    own = sight(told)
+    sights = [[bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own])]
+    check_sights(told, [(world.node(rank), seen) for rank, seen in enumerate(sights)])
+    if not own[0]:
+        make_copy(told)
+    apart = tuple(rank for rank, seen in enumerate(sights) if not seen[0])
+    return Gathering(cast(Store, world.store), RunFolder(Path(told["folder"])), apart)
 
 
 def _check_world(job: Job, at: Rendezvous) -> None:

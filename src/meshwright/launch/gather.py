@@ -1,0 +1,176 @@
+"""The run folder of ranks that others have started: seen by every node, or gathered at the end.
+
+A node that does not see rank 0's folder gets one of its own under the same path. What its ranks
+leave there goes to rank 0 through the store they have met in, at the end or after a failure. No
+torch here: the store is handed in.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import faulthandler
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
+
+from meshwright.data.files import write_atomic
+from meshwright.errors import ConfigError, refusal
+from meshwright.execute.ledger_file import SIZE
+from meshwright.train.run_folder import Job, RunFolder
+
+# Of a log its end is sent; a ledger is sent whole. The store keeps all of it in memory.
+_LONGEST: Final = 256 * 1024
+_MARK: Final = ".seen"
+_LOOK_S: Final = 3.0  # file systems over a network show new folders late
+_END_S: Final = 30.0  # for what other nodes send when all has gone well
+_FAILED_S: Final = 5.0  # and after a failure, where some of them may be gone
+
+
+class Store(Protocol):
+    """What is needed of torch's stores."""
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a text under a key."""
+
+    def get(self, key: str) -> bytes:
+        """Return what is kept under a key."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether something is kept under all of some keys."""
+
+
+def hand_over(job: Job) -> str:
+    """Return what rank 0 tells the others of a run, whose lock it holds."""
+    mark = job.folder.lock.read_text(encoding="utf-8")
+    if job.config.checkpoint.dir is not None:
+        job.checkpoints.mkdir(parents=True, exist_ok=True)
+        (job.checkpoints / _MARK).write_text(mark, encoding="utf-8")
+    texts = {
+        path.name: path.read_text(encoding="utf-8") for path in (job.folder.config, job.folder.plan)
+    }
+    seen = [str(job.folder.lock)]
+    seen += [str(job.checkpoints / _MARK)] if job.config.checkpoint.dir is not None else []
+    return json.dumps({"folder": str(job.folder.path), "mark": mark, "seen": seen, "texts": texts})
+
+
+def sight(told: Mapping[str, Any]) -> list[bool]:
+    """Return whether this node sees rank 0's run folder, and what it checkpoints into."""
+    until = time.monotonic() + _LOOK_S
+    while True:
+        found = [_reads(Path(path), told["mark"]) for path in told["seen"]]
+        if all(found) or time.monotonic() > until:
+            return [found[0], found[-1]]
+        time.sleep(0.1)
+
+
+def _reads(path: Path, mark: str) -> bool:
+    try:
+        return path.read_text(encoding="utf-8") == mark
+    except OSError:
+        return False
+
+
+def check_sights(told: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[bool]]]) -> None:
+    """Refuse a run whose steps would be torn apart; each of `sights` has its node's name.
+
+    Every rank writes its part of a step, and rank 0 commits it: all must see one folder.
+    """
+    blind = sorted({node for node, (_, checkpoints) in sights if not checkpoints})
+    if blind:
+        path = Path(told["seen"][-1]).parent
+        what = f"{', '.join(blind)} cannot see {path}, into which rank 0's node saves"
+        legal = ["log.dir on a file system of all nodes", "checkpoint.dir on one"]
+        raise ConfigError(refusal(what, legal=legal))
+
+
+def make_copy(told: Mapping[str, Any]) -> None:
+    """Make a run folder on a node that does not see rank 0's."""
+    folder = Path(told["folder"])
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    for name, text in told["texts"].items():
+        write_atomic(folder / name, text.encode())
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Takes what ranks of nodes `apart` leave in their own run folders to rank 0's."""
+
+    store: Store
+    folder: RunFolder
+    apart: tuple[int, ...]
+
+    def send(self, rank: int) -> None:
+        """Send what a rank of this node has left; a failure to do so is no other failure."""
+        found = {}
+        for path in (self.folder.log(rank), self.folder.ledger(rank), self.folder.failure(rank)):
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()[-max(_LONGEST, SIZE) :]
+                found[path.name] = base64.b64encode(content).decode()
+        with contextlib.suppress(Exception):  # the store is gone with rank 0
+            self.store.set(f"left/{rank}", json.dumps(found))
+
+    def collect(self, *, is_failure: bool) -> list[int]:
+        """Write what the ranks apart have sent into this folder; returns those that sent nothing.
+
+        For rank 0 alone; waits for them a while.
+        """
+        missing = list(self.apart)
+        until = time.monotonic() + (_FAILED_S if is_failure else _END_S)
+        while missing and time.monotonic() < until:
+            with contextlib.suppress(Exception):  # the store has been lost, or the disk is full
+                for rank in [one for one in missing if self.store.check([f"left/{one}"])]:
+                    for name, text in json.loads(self.store.get(f"left/{rank}")).items():
+                        write_atomic(self.folder.path / "logs" / name, base64.b64decode(text))
+                    missing.remove(rank)
+            if missing:
+                time.sleep(0.1)
+        return missing
+
+
+class _Both:
+    """A stream whose text goes to a log, too."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to end
+            self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def logged(path: Path, *, stdout: bool) -> Iterator[None]:
+    """Keep a log of what this rank prints, which otherwise only its launcher has.
+
+    Without `stdout` only of stderr: rank 0 shows the run there. The stacks of a crash go there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = ["stdout", "stderr"] if stdout else ["stderr"]
+    before = {name: getattr(sys, name) for name in names}
+    with path.open("a", encoding="utf-8", buffering=1) as log:
+        for name, stream in before.items():
+            setattr(sys, name, _Both(stream, log))
+        faulthandler.enable(log)
+        faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc(file=log)
+            raise
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.disable()
+            for name, stream in before.items():
+                setattr(sys, name, stream)
