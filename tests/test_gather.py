@@ -82,10 +82,15 @@ def test_ranks_that_sent_nothing_are_waited_for_only_a_while(tmp_path, monkeypat
 
 def test_a_rank_keeps_what_it_prints(tmp_path, capsys):
     log = tmp_path / "logs" / "rank-1.log"
-    with pytest.raises(ValueError), logged(log, stdout=True):
-        print("hello")
-        print("well", file=sys.stderr)
-        raise ValueError("no more")
+
+    def work():
+        with logged(log, stdout=True):
+            print("hello")
+            print("well", file=sys.stderr)
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError):
+        work()
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("hello\n", "well\n")
     text = log.read_text()

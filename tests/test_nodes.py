@@ -164,6 +164,39 @@ def test_a_run_is_the_same_bit_for_bit_however_its_ranks_were_dealt(corpus, tmp_
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
+@needs_root
+def test_a_run_goes_on_when_it_comes_back_on_fewer_nodes(corpus, tmp_path):
+    """As torchrun's `--nnodes 1:2` has it when one of two nodes is gone."""
+    words = [*TINY, "train.steps=8", "checkpoint.every=2", "log.name=run", f"data.source={corpus}"]
+    words += [f"data.cache={tmp_path / 'cache'}", f"log.dir={tmp_path / 'runs'}"]
+    for attempt, size, fault in ((0, 2, "1:forward:6:kill"), (1, 1, "")):
+        with listen_on_loopback(None) as listener:
+            port = listener.getsockname()[1]
+        ranks = []
+        for rank in range(size):
+            told = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "elastic",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "OMP_NUM_THREADS": "1",
+                **({"FAULT": fault} if fault else {}),
+            }
+            command = on_host(f"node{rank}", sys.executable, "-m", "meshwright", "train", *words)
+            ranks.append(subprocess.Popen(command, env={**clean_environ(), **told}))
+        codes = [rank.wait(120) for rank in ranks]
+        assert (codes == [0]) == (attempt == 1), codes
+    run = tmp_path / "runs" / "run"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    starts = [(one["world"], one["from_step"]) for one in events if one["event"] == "start"]
+    assert starts == [(2, 0), (1, 4)]
+    assert events[-1] == {**events[-1], "event": "end", "step": 8}
+
+
 @pytest.fixture
 def named(machines):
     """Two machines that know each other by name, and each itself on loopback, as Debian has it."""

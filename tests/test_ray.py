@@ -141,7 +141,7 @@ def test_ranks_end_with_the_actor_that_started_them(tmp_path):
         env=clean_environ(),
     )
     pid = int(actor.stdout.readline())
-    time.sleep(3)  # it has begun to look for the others, who never come
+    time.sleep(1)
     assert Path(f"/proc/{pid}").exists()
     os.kill(actor.pid, signal.SIGKILL)
     actor.wait()

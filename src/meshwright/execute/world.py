@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.execute.interfaces import (
     address_towards,
     asked_for,
@@ -134,7 +134,11 @@ def meet(at: Rendezvous, timeout_s: float) -> Meeting:
     own = own_seat(at, os.environ)
     texts = shared(store, at, "seat", json.dumps(own))
     seats = [Seat(*json.loads(text)) for text in texts]
-    numbers = seated(seats)
+    try:
+        numbers = seated(seats)
+    except ConfigError:
+        part(store, at)
+        raise
     names = [seat.node for _, seat in sorted(zip(numbers, seats, strict=True))]
     nodes = tuple(names[:: at.local_size])
     others = [seat.address for seat in seats]

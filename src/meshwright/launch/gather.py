@@ -18,12 +18,15 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, cast
 
 from meshwright.data.files import write_atomic
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.ledger_file import SIZE
 from meshwright.train.run_folder import Job, RunFolder
+
+if TYPE_CHECKING:  # a supervisor never needs torch
+    from meshwright.execute.world import World
 
 # Of a log its end is sent; a ledger is sent whole. The store keeps all of it in memory.
 _LONGEST: Final = 256 * 1024
@@ -132,6 +135,20 @@ class Gathering:
             if missing:
                 time.sleep(0.1)
         return missing
+
+
+def one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
+    """Return how the ranks share a run folder; a collective.
+
+    Raises `ConfigError` on every rank where they have nowhere to save together.
+    """
+    own = sight(told)
+    sights = [[bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own])]
+    check_sights(told, [(world.node(rank), seen) for rank, seen in enumerate(sights)])
+    if not own[0]:
+        make_copy(told)
+    apart = tuple(rank for rank, seen in enumerate(sights) if not seen[0])
+    return Gathering(cast(Store, world.store), RunFolder(Path(told["folder"])), apart)
 
 
 class _Both:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, TextIO
 
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
@@ -21,15 +21,7 @@ from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.fault import Fault
-from meshwright.launch.gather import (
-    Gathering,
-    Store,
-    check_sights,
-    hand_over,
-    logged,
-    make_copy,
-    sight,
-)
+from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.planned import predicted, settled
@@ -58,9 +50,6 @@ from meshwright.train.run_folder import (
     read_job,
     resumed_folder,
 )
-
-if TYPE_CHECKING:  # a supervisor never needs torch
-    from meshwright.execute.world import World
 
 Progress = Callable[[str], None]
 
@@ -292,17 +281,9 @@ def _train_joined(
     with contextlib.ExitStack() as held:
 
         def prepare() -> str:
-            folder = recorded(config, at)
-            job = prepare_job(config, environ, at, resume) if folder is None else read_job(folder)
-            held.enter_context(RunLock(job.folder.lock))
-            if folder is None:
-                _create(job)
-                tell(job, at)
-            else:
-                append(job, restarted(job, at))
-            return hand_over(job)
+            return hand_over(_taken_up(config, at, environ, resume, held))
 
-        gathering = _one_folder(world, json.loads(world.from_rank_0("meshwright/run", prepare)))
+        gathering = one_folder(world, json.loads(world.from_rank_0("meshwright/run", prepare)))
         job = read_job(gathering.folder.path)
         _check_world(job, at)
         job.folder.failure(at.rank).unlink(missing_ok=True)
@@ -327,22 +308,34 @@ def _train_joined(
     return Run(job.folder.path, code)
 
 
-def _one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
-    """Return how the ranks share a run folder; a collective.
+def _taken_up(
+    config: Config,
+    at: Rendezvous,
+    environ: Mapping[str, str],
+    resume: Resume | None,
+    held: contextlib.ExitStack,
+) -> Job:
+    """Return the job of ranks that others have started, its folder locked while `held` is.
 
-    Raises `ConfigError` on every rank where they have nowhere to save together.
+    An attempt that comes back on more or fewer nodes goes on with its run on another layout.
     """
-    own = sight(told)
-    sights = [[bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own])]
-    check_sights(told, [(world.node(rank), seen) for rank, seen in enumerate(sights)])
-    if not own[0]:
-        make_copy(told)
-    apart = tuple(rank for rank, seen in enumerate(sights) if not seen[0])
-    return Gathering(cast(Store, world.store), RunFolder(Path(told["folder"])), apart)
+    folder = recorded(config, at)
+    before = None if folder is None else read_job(folder)
+    if before is not None and before.layout.world == at.size:
+        held.enter_context(RunLock(before.folder.lock))
+        append(before, restarted(before, at))
+        return before
+    job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
+    held.enter_context(RunLock(job.folder.lock))
+    _create(job)
+    tell(job, at)
+    if before is not None:
+        append(job, restarted(before, at))
+    return job
 
 
 def _check_world(job: Job, at: Rendezvous) -> None:
-    """Refuse ranks that a layout has no use for, as after a restart on fewer nodes."""
+    """Refuse ranks that a layout has no use for."""
     if job.layout.world != at.size:
         what = f"the layout {job.layout.label} has {job.layout.world} ranks, and {at.size} started"
         raise ConfigError(refusal(what, legal=[f"{job.layout.world} ranks", "another layout"]))
