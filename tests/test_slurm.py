@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
+from meshwright.execute.ledger_file import read_ledger
 from runs import TINY
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -23,11 +25,10 @@ AuthInfo=socket={folder}/munge.sock
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPort=16817
-SlurmdPort=16818
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -37,8 +38,8 @@ MpiDefault=none
 SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-NodeName=localhost CPUs=2 State=UNKNOWN
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -50,12 +51,16 @@ def call(*words):
 
 
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A Slurm of one node with two cores, gone at the end."""
+def cluster(request, monkeypatch):
+    """A Slurm on this machine whose nodes have the names asked for, gone at the end."""
+    names = getattr(request, "param", ["localhost"])
     folder = Path("/tmp") / f"slurm-{os.getpid()}"  # a socket's path must be short
-    for name in ("state", "spool"):
-        (folder / name).mkdir(parents=True)
-    (folder / "slurm.conf").write_text(CONF.format(folder=folder))
+    (folder / "state").mkdir(parents=True)
+    nodes = [
+        f"NodeName={name} NodeHostname=localhost Port={16818 + number} CPUs=2 State=UNKNOWN"
+        for number, name in enumerate(names)
+    ]
+    (folder / "slurm.conf").write_text(CONF.format(folder=folder, nodes="\n".join(nodes)))
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
@@ -65,14 +70,15 @@ def cluster(tmp_path, monkeypatch):
     try:
         call("slurmctld")
         time.sleep(2)
-        call("slurmd", "-N", "localhost")
-        wait(lambda: "idle" in call("sinfo", "-h", "-o", "%t"), 30)
+        for name in names:
+            (folder / f"spool-{name}").mkdir()
+            call("slurmd", "-N", name)
+        wait(lambda: call("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * len(names), 30)
         yield folder
     finally:
         subprocess.run(["scontrol", "shutdown"], check=False)
-        for file in ("slurmd.pid", "slurmctld.pid", "munge.pid"):
-            if (folder / file).is_file():
-                subprocess.run(["kill", (folder / file).read_text().strip()], check=False)
+        for file in folder.glob("*.pid"):
+            subprocess.run(["kill", file.read_text().strip()], check=False)
         time.sleep(1)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -117,3 +123,30 @@ def test_a_job_saves_at_its_limit_and_goes_on_when_requeued(
     assert [event["step"] for event in seen("resume")] == [end["step"]]
     assert [event["world"] for event in seen("start")] == [2, 2]
     call("scancel", job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+@pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons are started as root")
+@pytest.mark.parametrize("cluster", [["n0", "n1"]], indirect=True)
+def test_tasks_that_slurm_deals_out_in_turns_are_numbered_node_by_node(
+    cluster, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    words += [f"log.dir={tmp_path / 'runs'}", "log.name=job", "model.n_kv_heads=2"]
+    words += ["layout.tp=2", "layout.dp_replicate=2"]
+    dealt = ["--nodes=2", "--ntasks=4", "--distribution=cyclic"]
+    where = 'echo "$SLURM_PROCID $SLURMD_NODENAME"'
+    placed = sorted(call("srun", *dealt, "sh", "-c", where).split("\n"))[1:]
+    assert placed == ["0 n0", "1 n1", "2 n0", "3 n1"]
+    call("srun", *dealt, "meshwright", "train", *words)
+    run = tmp_path / "runs" / "job"
+    start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+    assert start["nodes"] == ["n0", "n1"]
+    ledgers = [read_ledger(run / "logs" / f"rank-{rank}.ledger") for rank in range(4)]
+    tp = [group.ranks for ledger in ledgers for group in ledger.groups if group.label == "tp"]
+    assert set(tp) == {(0, 1), (2, 3)}
