@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.execute.borders import Borders
 from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.data import distribute_data, replicate_in_place
-from meshwright.execute.deferred import Deferral, linear
+from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
-from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmbedding, projection
+from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, head, together
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.program.lower import Program
@@ -108,22 +109,19 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
     defers = SCHEDULES[layout.schedule].splits_backward and layout.pp > 1
     if layout.tp == 1 and not defers:
         return
-    borders = Borders(groups.tp, layout.sp)
+    # A second forward has what it gathers for the backward that comes at once.
+    borders = Borders(groups.tp, layout.sp, gathers_again=layout.recompute == "none")
     for path, module in model.layers.named_modules(prefix="layers"):
         if isinstance(module, nn.Linear):
             is_row = program.shardings[f"{path}.weight"].tp_dim == 1
             (RowLinear if is_row else ColumnLinear).take_over(module, borders, deferral)
-    if layout.tp == 1:
-        model.project = lambda hidden, weight: linear(hidden, weight, None, deferral)
-        return
     for block in model.blocks:
-        for entered in (block.attn, block.mlp):
-            entered.register_forward_pre_hook(
-                lambda module, args: (borders.enter(args[0]), *args[1:])
-            )
+        block.attn.project = block.mlp.project = together(borders, deferral)
+    model.project = head(borders, deferral)
+    if layout.tp == 1:
+        return
     if model.embed is not None:
         VocabEmbedding.take_over(model.embed, borders)
-    model.project = projection(borders, deferral)
     _make_sharded(model, program, groups)
 
 

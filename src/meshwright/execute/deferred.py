@@ -1,12 +1,14 @@
-"""Linear layers whose weight gradients can wait: the split of the backward in two.
+"""Linear layers of one input, with their three products in an order of our own.
 
-A zero-bubble schedule computes the gradients of a stage's inputs first, since the stage before it
-waits for them, and those of its weights when it would idle. arXiv:2401.10241, section 2.
+The gradient of the input travels over tp while those of the weights are computed, as in
+Megatron-Core's linear layers. And weight gradients can wait for longer: a zero-bubble schedule
+computes the gradients of a stage's inputs first, which the stage before it waits for, and those
+of its weights when it would idle. arXiv:2401.10241, section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshwright.execute.borders import Borders
+from meshwright.execute.groups import Link
+
 Work = Callable[[], None]
+_ALONE = Borders(Link(None, (0,), 0), sp=False)
 
 
 class Deferral:
@@ -24,28 +30,73 @@ class Deferral:
         self.pending: list[Work] | None = None
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor, deferral: Deferral
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.owner, ctx.deferral, ctx.has_bias = owner, deferral, bias is not None
-        return F.linear(x, weight, bias)
+def local(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter as a plain tensor, through which gradients flow."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _Linears(torch.autograd.Function):
+    """Enters the part that is cut over tp, and multiplies with some weights there.
+
+    One function, so that autograd knows the weights' gradients when the input's is there: data
+    parallelism's hooks need not be told of any.
+    """
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        x_grad = grad @ weight if ctx.needs_input_grad[0] else None
-        rows = grad.flatten(0, -2)
-        bias_grad = rows.sum(0) if ctx.has_bias else None
-        if ctx.deferral.pending is None:
-            return x_grad, rows.t() @ x.flatten(0, -2), bias_grad, None, None
-        owner = ctx.owner
-        ctx.deferral.pending.append(lambda: _accumulate(owner, rows, x.flatten(0, -2)))
-        return x_grad, None, bias_grad, None, None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        borders: Borders,
+        deferral: Deferral,
+        owners: Sequence[Tensor],
+        count: int,
+        *shards: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = shards[:count], shards[count:]
+        inputs = borders.entering(x)()
+        ctx.save_for_backward(x if borders.gathers_again else inputs, *weights)
+        ctx.borders, ctx.deferral, ctx.owners = borders, deferral, owners
+        ctx.has_bias = [bias is not None for bias in biases]
+        return tuple(F.linear(inputs, *pair) for pair in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, *weights = ctx.saved_tensors
+        borders: Borders = ctx.borders
+        rows = [grad.flatten(0, -2) for grad in grads]
+        again = borders.entering(kept) if borders.gathers_again else lambda: kept
+        part = None
+        if ctx.needs_input_grad[0]:
+            part = _input_grad(rows, weights).view(*grads[0].shape[:-1], -1)
+        inputs = again().flatten(0, -2)
+        sent = None if part is None else borders.returning(part)
+        del part
+        biases = [one.sum(0) if has else None for one, has in zip(rows, ctx.has_bias, strict=True)]
+        pending, found = ctx.deferral.pending, list[Tensor | None]()
+        for owner, one in zip(ctx.owners, rows, strict=True):
+            if pending is None:
+                found.append(_weight_grad(one, inputs))
+            else:
+                pending.append(_accumulation(owner, one, inputs))
+                found.append(None)
+        return None if sent is None else sent(), None, None, None, None, *found, *biases
+
+
+def _input_grad(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of `[tokens, out] @ [out, in]`, in memory of its own."""
+    total = rows[0] @ weights[0]
+    for one, weight in zip(rows[1:], weights[1:], strict=True):
+        total += one @ weight
+    return total
+
+
+def _weight_grad(rows: Tensor, inputs: Tensor) -> Tensor:
+    """Return `[out, in]` of `[tokens, out]` and `[tokens, in]`."""
+    return rows.t() @ inputs
+
+
+def _accumulation(owner: Tensor, rows: Tensor, inputs: Tensor) -> Work:
+    return lambda: _accumulate(owner, rows, inputs)
 
 
 @torch.no_grad()
@@ -55,14 +106,31 @@ def _accumulate(owner: Tensor, rows: Tensor, inputs: Tensor) -> None:
     The product belongs in here: outside, the gradient would have a graph of its own, which keeps
     both of its factors until the next microbatch.
     """
-    grad = rows.t() @ inputs
+    grad = _weight_grad(rows, inputs)
     if isinstance(owner, DTensor):
         grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
     owner.grad = grad if owner.grad is None else owner.grad + grad
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
-    """Return `x @ weight.T + bias`; x `[..., in]`, weight `[out, in]` a parameter or a DTensor."""
-    shard = weight.to_local() if isinstance(weight, DTensor) else weight
-    out: Tensor = _Linear.apply(x, shard, bias, weight, deferral)  # type: ignore[no-untyped-call]
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    deferral: Deferral,
+    borders: Borders = _ALONE,
+) -> tuple[Tensor, ...]:
+    """Return `x @ weight.T + bias` of some layers, once the stream `x` has entered over borders.
+
+    x `[batch, seq or its share, in]`, and of any shape `[..., in]` without borders; weights
+    `[out, in]` are parameters or DTensors.
+    """
+    shards = [*map(local, weights), *(None if bias is None else local(bias) for bias in biases)]
+    out: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
+        x, borders, deferral, tuple(weights), len(weights), *shards
+    )
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+    """Return `x @ weight.T + bias`, with nothing to enter; see `linears`."""
+    return linears(x, (weight,), (bias,), deferral)[0]

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.execute.borders import Borders
 from meshwright.execute.data import distribute_data
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import Link
 from meshwright.execute.recompute import recompute
-from meshwright.execute.tensor import Borders, ColumnLinear, RowLinear, VocabEmbedding
+from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding
 from meshwright.layout import AXES, Layout
 from meshwright.spec.training import TrainSpec
 
@@ -192,7 +193,6 @@ def _cut_one(
         RowLinear.take_over(module, borders, Deferral())
         return
     ColumnLinear.take_over(module, borders, Deferral())
-    module.register_forward_pre_hook(lambda m, args: (borders.enter(args[0]), *args[1:]))
     if style == "column_gathered":
         module.register_forward_hook(lambda m, args, out: _gather(out, link))
 

@@ -1,103 +1,23 @@
 """Tensor and sequence parallelism: the linear layers, the embedding and the head over tp ranks.
 
 Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence. The
-parameters are DTensors cut over tp; what flows between the modules are plain local tensors, and the
-four collectives at the borders are autograd functions.
+parameters are DTensors cut over tp; what flows between the modules are plain local tensors, which
+enter and leave by `borders`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshwright.execute.deferred import Deferral, linear
+from meshwright.execute.borders import Borders, all_reduce
+from meshwright.execute.deferred import Deferral, linear, linears, local
 from meshwright.execute.groups import Link
-
-Edge = Callable[[Tensor], Tensor]
-
-
-def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter as a plain tensor, through which gradients flow."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def all_reduce(x: Tensor, link: Link, op: str = "sum") -> Tensor:
-    """Return the sum (or maximum) over the ranks of a link."""
-    out: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), op, link.name)
-    return _waited(out)
-
-
-def gather_sequence(x: Tensor, link: Link) -> Tensor:
-    """Return `[batch, seq, ...]` of the shards `[batch, seq / ranks, ...]`."""
-    parts = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), link.size, link.name)
-    parts = _waited(parts)
-    if x.shape[0] == 1:
-        return parts.view(1, -1, *x.shape[2:])
-    return parts.view(link.size, *x.shape).transpose(0, 1).flatten(1, 2)
-
-
-def scatter_sequence(x: Tensor, link: Link) -> Tensor:
-    """Return this rank's `[batch, seq / ranks, ...]` of the ranks' sum of `[batch, seq, ...]`."""
-    cut = x.view(x.shape[0], link.size, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
-    return _waited(
-        torch.ops._c10d_functional.reduce_scatter_tensor(
-            cut.contiguous(), "sum", link.size, link.name
-        )
-    )
-
-
-def _waited(x: Tensor) -> Tensor:
-    out: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return out
-
-
-class _Border(torch.autograd.Function):
-    """One operation forward and its transpose backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: Edge, back: Edge) -> Tensor:
-        ctx.back = back
-        return forth(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
-
-
-class Borders:
-    """How activations enter and leave the part of a block that is cut over tp.
-
-    Without sequence parallelism the stream is whole on each rank: it enters as it is, and what
-    leaves is summed. With it the stream is cut along the sequence: it is gathered on entry, and
-    what leaves is summed and scattered. The transposes are each other.
-    """
-
-    def __init__(self, link: Link, sp: bool) -> None:
-        self.link, self.sp = link, sp
-        gather, scatter = partial(gather_sequence, link=link), partial(scatter_sequence, link=link)
-        total = partial(all_reduce, link=link)
-        self._into = (gather, scatter) if sp else (_same, total)
-        self._out = (scatter, gather) if sp else (total, _same)
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return what column-parallel layers take; x `[batch, seq or its share, dim]`."""
-        out: Tensor = _Border.apply(x, *self._into)  # type: ignore[no-untyped-call]
-        return out
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Return the stream of the partial sums of row-parallel layers."""
-        out: Tensor = _Border.apply(x, *self._out)  # type: ignore[no-untyped-call]
-        return out
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
+from meshwright.models.attention import Project
 
 
 class ColumnLinear(nn.Linear):
@@ -117,9 +37,8 @@ class ColumnLinear(nn.Linear):
         module.borders, module.deferral = borders, deferral
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[..., out / ranks]` of `[..., in]`."""
-        bias = None if self.bias is None else local(self.bias)
-        return linear(input, self.weight, bias, self.deferral)
+        """Return `[batch, seq, out / ranks]` of the stream `[batch, seq or its share, in]`."""
+        return linears(input, (self.weight,), (self.bias,), self.deferral, self.borders)[0]
 
 
 class RowLinear(ColumnLinear):
@@ -152,10 +71,23 @@ class VocabEmbedding(nn.Embedding):
         return self.borders.leave(found.masked_fill(outside[..., None], 0))
 
 
-def projection(borders: Borders, deferral: Deferral) -> Callable[[Tensor, Tensor], Tensor]:
+def together(borders: Borders, deferral: Deferral) -> Project:
+    """Return what replaces `models.attention.each`: layers of one input, which enters once.
+
+    Their modules are not called, so that hooks on these do not see it.
+    """
+
+    def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        weights, biases = [one.weight for one in layers], [one.bias for one in layers]
+        return linears(x, weights, biases, deferral, borders)
+
+    return project
+
+
+def head(borders: Borders, deferral: Deferral) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what replaces the model's head product: its share `[..., vocab / ranks]` of logits."""
 
     def project(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear(borders.enter(hidden), weight, None, deferral)
+        return linears(hidden, (weight,), (None,), deferral, borders)[0]
 
     return project

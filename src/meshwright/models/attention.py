@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +14,13 @@ from meshwright.spec.model import ModelSpec
 
 # q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None -> as q
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# x [..., in] and linear layers that all take it -> their results
+Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
+
+
+def each(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    """Return the results of layers that take the same input."""
+    return [layer(x) for layer in layers]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -32,6 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 class Attention(nn.Module):
     """Projections q, k, v, o around `core`, which a context parallelism may replace.
 
+    `project` computes the first three, which a tensor parallelism may replace.
+
     The number of heads is read off the projections' outputs, so that it may be a share of them.
     """
 
@@ -48,11 +57,12 @@ class Attention(nn.Module):
         self.rope = rope
         self.layer = layer
         self.core: Core = attend
+        self.project: Project = each
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return attention over x `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
-        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = map(self._heads, self.project(x, (self.q, self.k, self.v)))
         if self.is_rotary:
             start = 0 if cache is None else cache.length
             cos, sin = self.rope.tables(start, start + q.shape[2], context.positions)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.models.attention import Attention
+from meshwright.models.attention import Attention, Project, each
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import Dropout
 from meshwright.models.ops import rms_norm
@@ -56,10 +56,12 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
         self.act = activation(spec)
+        self.project: Project = each
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        out: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        gate, up = self.project(x, (self.gate, self.up))
+        out: Tensor = self.down(self.act(gate) * up)
         return out
 
 
@@ -71,10 +73,12 @@ class MLP(nn.Module):
         self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
         self.act = activation(spec)
+        self.project: Project = each
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        out: Tensor = self.down(self.act(self.up(x)))
+        (up,) = self.project(x, (self.up,))
+        out: Tensor = self.down(self.act(up))
         return out
 
 

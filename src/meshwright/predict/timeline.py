@@ -166,11 +166,13 @@ class _Walk:
     def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
         key = stage.index, again
         if key not in self.known:  # the same for all microbatches
-            program = self.program
-            if again:
-                layout = program.layout.model_copy(update={"recompute": "none"})
-                program = Program(program.model, program.train, layout, program.stages)
-            self.known[key] = operations(program, stage, packed=self.packed, cp_rank=self.at["cp"])
+            self.known[key] = operations(
+                self.program,
+                stage,
+                packed=self.packed,
+                cp_rank=self.at["cp"],
+                recomputed=again,
+            )
         return self.known[key]
 
     def _keep(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Table
 from meshwright.program.lower import Program
-from meshwright.program.operations import ELEMENT_BYTES, Sizes
+from meshwright.program.operations import ELEMENT_BYTES, Sizes, gathers_again
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place
 from meshwright.program.stages import Stage
 
@@ -100,7 +100,7 @@ def _borders(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
         if stage.is_first:
             yield from _embedding(layout.sp, whole, count)
         if stage.is_last:
-            yield from _head(layout.sp, whole, count)
+            yield from _head(program, whole, count)
             each = sizes.tokens * _FP32
             yield Collective("all_reduce", "tp", each, count, "loss: the largest logits")
             yield Collective(
@@ -139,9 +139,9 @@ def _sequence_borders(program: Program, whole: int, passes: int) -> Iterator[Col
     yield scatter(2, "forward: sum and cut the results of row-parallel products")
     yield gather(2, "backward: gather the gradients of row-parallel products' results")
     yield scatter(2, "backward: sum and cut the gradients of column-parallel products' inputs")
-    # Gathered tensors are not kept by the selective policy: they are the largest.
-    again = 0 if program.layout.recompute == "none" else 2
-    yield gather(again, "recompute: gather the stream before column-parallel products")
+    # Neither does the selective policy keep gathered tensors: they are the largest.
+    pass_of = "backward" if gathers_again(program) else "recompute"
+    yield gather(2, f"{pass_of}: gather the stream before column-parallel products")
     yield scatter(_left_again(program), "recompute: sum and cut the results of row products")
 
 
@@ -153,11 +153,13 @@ def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:
     yield Collective("all_gather", "tp", whole, count, "embedding: gather the gradients")
 
 
-def _head(sp: bool, whole: int, count: int) -> Iterator[Collective]:
-    if not sp:
+def _head(program: Program, whole: int, count: int) -> Iterator[Collective]:
+    if not program.layout.sp:
         yield Collective("all_reduce", "tp", whole, count, "head: sum the gradients of its input")
         return
     yield Collective("all_gather", "tp", whole, count, "head: gather the stream")
+    if gathers_again(program):
+        yield Collective("all_gather", "tp", whole, count, "head: gather the stream again")
     yield Collective(
         "reduce_scatter", "tp", whole, count, "head: sum and cut its input's gradients"
     )

@@ -119,14 +119,29 @@ class _Op(NamedTuple):
     kept: int = 0
 
 
+def gathers_again(program: Program) -> bool:
+    """Whether the backward gathers what column-parallel layers took, of the share that is kept.
+
+    arXiv:2205.05198, section 4.2.2. After a second forward the backward comes at once, and uses
+    what that has gathered.
+    """
+    layout = program.layout
+    return layout.tp > 1 and layout.sp and layout.recompute == "none"
+
+
 def operations(
-    program: Program, stage: Stage, *, packed: bool = False, cp_rank: int = 0
+    program: Program,
+    stage: Stage,
+    *,
+    packed: bool = False,
+    cp_rank: int = 0,
+    recomputed: bool = False,
 ) -> tuple[Operation, ...]:
     """Return the operations of a stage, in order, for one microbatch on one rank.
 
     Every rank of tp has the same. `packed` says that rows hold several documents. `cp_rank` matters
-    under ring attention with selective recomputation alone, which keeps every step's result. A
-    second forward makes anew, for one block at a time, what that block keeps without recomputation.
+    under ring attention with selective recomputation alone, which keeps every step's result.
+    `recomputed`: what layers keep is what a second forward makes anew, for one block at a time.
     """
     sizes = Sizes.of(program)
     index, layers = stage.index, len(stage.layers)
@@ -140,7 +155,7 @@ def operations(
         found.append(Operation("mask", "mask", index, 0.0, sizes.rows * sizes.span**2, 1))
     found += (
         Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers)
-        for op, saved in _layer(program, sizes, packed, cp_rank)
+        for op, saved in _layer(program, sizes, packed, cp_rank, recomputed)
     )
     if stage.is_last:
         found += (
@@ -149,9 +164,11 @@ def operations(
     return tuple(found)
 
 
-def _layer(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> Iterator[tuple[_Op, int]]:
+def _layer(
+    program: Program, sizes: Sizes, packed: bool, cp_rank: int, recomputed: bool
+) -> Iterator[tuple[_Op, int]]:
     """Yield the operations of a layer, and the bytes that each keeps under the recompute policy."""
-    recompute = program.layout.recompute
+    recompute = "none" if recomputed else program.layout.recompute
     ops = (
         *_attention(program, sizes, packed, cp_rank),
         *_mlp(program, sizes),
@@ -184,7 +201,7 @@ def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> It
     yield _norm(program, sizes, "attn_norm")
     # q, k and v have one input. The results of products are kept by the selective policy.
     into_heads, into_kv = sizes.product(sizes.dim, heads), sizes.product(sizes.dim, kv_heads)
-    yield _Op("attn.q", "product", into_heads, sizes.whole_bytes, of_heads)
+    yield _Op("attn.q", "product", into_heads, _input_kept(program, sizes), of_heads)
     yield _Op("attn.k", "product", into_kv, 0, of_kv_heads)
     yield _Op("attn.v", "product", into_kv, 0, of_kv_heads)
     if model.rotary_dim:
@@ -221,13 +238,18 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
     flops = sizes.product(sizes.dim, sizes.ffn)
     yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
     if program.model.family == "llama":
-        yield _Op("mlp.gate", "product", flops, sizes.whole_bytes, hidden)
+        yield _Op("mlp.gate", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.up", "product", flops, 0, hidden)
         yield _Op("mlp.act", "activation", saved=3 * hidden)  # gate, act(gate), up
     else:
-        yield _Op("mlp.up", "product", flops, sizes.whole_bytes, hidden)
+        yield _Op("mlp.up", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.act", "activation", saved=hidden)
     yield _Op("mlp.down", "product", flops, hidden, _row_kept(program, sizes))
+
+
+def _input_kept(program: Program, sizes: Sizes) -> int:
+    """Return what column-parallel layers keep of the stream: with sp their share, or all of it."""
+    return sizes.stream_bytes if gathers_again(program) else sizes.whole_bytes
 
 
 def _row_kept(program: Program, sizes: Sizes) -> int:
@@ -240,7 +262,8 @@ def _row_kept(program: Program, sizes: Sizes) -> int:
 
 def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
     yield _norm(program, sizes, "norm")
-    yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), sizes.whole_bytes)
+    kept = _input_kept(program, sizes)
+    yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), kept)
     # The logits, and for each token the log-sum-exp, the local target and two masks.
     logits = sizes.tokens * sizes.vocab * sizes.element
     yield _Op("loss", "loss", saved=logits + sizes.tokens * (_WIDE + _INT64 + 2))
