@@ -70,7 +70,7 @@ class _Linears(torch.autograd.Function):
             part = _input_grad(rows, weights).view(*grads[0].shape[:-1], -1)
         inputs = again().flatten(0, -2)
         sent = None if part is None else borders.returning(part)
-        del part
+        del again, part  # they would keep what was gathered, and what has been sent
         biases = [one.sum(0) if has else None for one, has in zip(rows, ctx.has_bias, strict=True)]
         pending, found = ctx.deferral.pending, list[Tensor | None]()
         for owner, one in zip(ctx.owners, rows, strict=True):

@@ -6,11 +6,11 @@ In the order of autograd: the last of the forward first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from meshwright.program.lower import Program
-from meshwright.program.operations import Sizes
+from meshwright.program.operations import Sizes, gathers_again, is_joint
 
 _WIDE: Final = 4
 
@@ -28,15 +28,18 @@ class Need(NamedTuple):
     deferred: int = 0
 
 
-def backward_needs(program: Program, sizes: Sizes) -> tuple[Need, ...]:
+def backward_needs(program: Program, sizes: Sizes, *, on_host: bool = False) -> tuple[Need, ...]:
     """Return the needs of a layer's operations in the order of the backward.
 
-    The gradient of the stream itself is not among them.
+    The gradient of the stream itself is not among them. Products of one input that are computed
+    together have two needs, the second by the name of the first of them: while they make the
+    input's gradient, and while it travels and they make those of the weights. `on_host`: gloo
+    carries messages.
     """
-    return (*_mlp(program, sizes), *_attention(program, sizes))
+    return (*_mlp(program, sizes, on_host), *_attention(program, sizes, on_host))
 
 
-def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
+def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     masked = sizes.stream_bytes if program.model.dropout else 0
@@ -45,16 +48,14 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     if program.model.family == "llama":
         # Of the product: the gradients of both factors; then of the activation.
         yield Need("mlp.act", 3 * hidden)
-        # What is kept of the gate waits with the activation's gradient.
-        yield Need("mlp.up", 3 * hidden + sizes.whole_bytes, _of("mlp.up", biases), hidden)
-        yield Need("mlp.gate", hidden + 2 * sizes.whole_bytes, _of("mlp.gate", biases), hidden)
+        yield from _columns(program, sizes, on_host, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
     else:
         yield Need("mlp.act", 2 * hidden)
-        yield Need("mlp.up", hidden + sizes.whole_bytes, _of("mlp.up", biases), hidden)
-    yield Need("mlp_norm", _entered(program, sizes) + _norm(program, sizes), ("mlp_norm.weight",))
+        yield from _columns(program, sizes, on_host, {"mlp.up": hidden}, biases)
+    yield Need("mlp_norm", _norm(program, sizes), ("mlp_norm.weight",))
 
 
-def _attention(program: Program, sizes: Sizes) -> Iterator[Need]:
+def _attention(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
     of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
@@ -67,15 +68,45 @@ def _attention(program: Program, sizes: Sizes) -> Iterator[Need]:
     yield Need("attn.core", 2 * of_heads + 2 * of_kv)
     if program.model.rotary_dim:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
-    yield Need("attn.v", of_heads + 2 * of_kv + sizes.whole_bytes, _of("attn.v", biases), of_kv)
-    yield Need("attn.k", of_heads + of_kv + 2 * sizes.whole_bytes, _of("attn.k", biases), of_kv)
-    yield Need("attn.q", of_heads + 2 * sizes.whole_bytes, _of("attn.q", biases), of_heads)
-    yield Need("attn_norm", _entered(program, sizes) + _norm(program, sizes), ("attn_norm.weight",))
+    results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
+    yield from _columns(program, sizes, on_host, results, biases)
+    yield Need("attn_norm", _norm(program, sizes), ("attn_norm.weight",))
 
 
-def _entered(program: Program, sizes: Sizes) -> int:
-    """Return what the border over tp makes of the gradient of what entered."""
-    return sizes.whole_bytes if program.layout.tp > 1 else 0
+def _columns(
+    program: Program, sizes: Sizes, on_host: bool, results: Mapping[str, int], biases: bool
+) -> Iterator[Need]:
+    """Yield the needs of products of one input, of whose results the bytes are given."""
+    whole, names = sizes.whole_bytes, list(results)
+    if not is_joint(program):
+        while names:  # one after the other: what the last one made is added to
+            held = sum(results[name] for name in names)
+            last = names.pop()
+            made = whole if len(names) == len(results) - 1 else 2 * whole
+            yield Need(last, held + made, _of(last, biases), results[last])
+        return
+    first, grads = names[0], sum(results.values())
+    made, travelling = of_input(program, sizes, on_host, len(names))
+    yield Need(f"{first}: input", grads + made)
+    weights = tuple(of for name in names for of in _of(name, biases))
+    waits = whole - sizes.stream_bytes if gathers_again(program) else 0
+    yield Need(first, grads + travelling, weights, grads + waits)
+
+
+def of_input(program: Program, sizes: Sizes, on_host: bool, summands: int = 1) -> tuple[int, int]:
+    """Return what the gradient of products' input needs as it is made, and then as it travels.
+
+    `summands` are its products. The sum over tp is in its own memory. With sp it is cut, which
+    copies several rows, and the rank's share is made of it; gloo (`on_host`) sums a copy.
+    """
+    whole = sizes.whole_bytes
+    if not (program.layout.sp and program.layout.tp > 1):
+        return min(summands, 2) * whole, whole
+    gathered = whole if gathers_again(program) else 0
+    sent = whole + (whole if sizes.rows > 1 else 0)
+    made = gathered + sent + sizes.stream_bytes + (whole if on_host else 0)
+    # Of what was sent, the copy that is cut is kept until it has arrived.
+    return made, gathered + whole + sizes.stream_bytes
 
 
 def _norm(program: Program, sizes: Sizes) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from meshwright.predict.needs import Need, backward_needs
+from meshwright.predict.needs import Need, backward_needs, of_input
 from meshwright.predict.tally import Moment, Tally
 from meshwright.predict.units import Units
 from meshwright.program.lower import Program
@@ -197,7 +197,7 @@ class _Walk:
         tally.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         layer = [op for op in ops if op.name.startswith("layers.")]
         whole = [op for op in self._operations(stage, again=True) if op.name.startswith("layers.")]
-        needs = backward_needs(self.program, sizes)
+        needs = backward_needs(self.program, sizes, on_host=self.on_host)
         for index in reversed(range(len(stage.layers))):
             units.enter_backward(index)
             if self.program.layout.recompute != "none":
@@ -232,11 +232,15 @@ class _Walk:
 
     def _end(self, ops: Sequence[Operation], units: Units, deferred: Action | None) -> None:
         """Go back through the head and the last norm."""
-        tally = self.tally
+        tally, sizes = self.tally, self.sizes
+        made, travelling = of_input(self.program, sizes, self.on_host)
         with tally.spike(LOSS, self._logits()):
-            tally.add("gradients of activations", self.sizes.whole_bytes)
-            units.grow_root(("head.weight",))
-            tally.note("head")
+            with tally.spike("gradients of activations", made):
+                tally.note("head: input")
+            with tally.spike("gradients of activations", travelling):
+                units.grow_root(("head.weight",))
+                tally.note("head")
+            tally.add("gradients of activations", sizes.stream_bytes)
         if deferred is not None:
             self._defer(deferred, self._logits() + self.sizes.whole_bytes)
         self._free(op for op in ops if op.name == "head")
@@ -245,7 +249,7 @@ class _Walk:
         ):
             tally.note("norm")
         self._free(op for op in ops if op.name == "norm")
-        tally.drop("gradients of activations", self.sizes.whole_bytes)
+        tally.drop("gradients of activations", sizes.stream_bytes)
 
     def _defer(self, action: Action, size: int) -> None:
         """Count what the weights' gradients wait with: products' inputs, gradients of results."""

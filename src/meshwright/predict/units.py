@@ -219,10 +219,10 @@ class Units:
         if self.defers:
             names = [name for name in names if "norm" in name or name.endswith("bias")]
         size, widens = self.element, self.in_place and self.element < self.reduced
-        for name in names:
-            if name not in unit.numels:
-                continue
+        names = [name for name in names if name in unit.numels]
+        for name in names:  # they come together
             self.tally.add(GRADIENTS, unit.numels[name] * size)
+        for name in names:
             if widens and name not in unit.grown:
                 self.tally.add(GRADIENTS, unit.numels[name] * self.reduced)
             if widens or name in unit.grown:

@@ -119,6 +119,15 @@ class _Op(NamedTuple):
     kept: int = 0
 
 
+def is_joint(program: Program) -> bool:
+    """Whether our own function computes the products of one input together, see `execute.deferred`.
+
+    Under tp, and where weight gradients may be deferred.
+    """
+    layout = program.layout
+    return layout.tp > 1 or (layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward)
+
+
 def gathers_again(program: Program) -> bool:
     """Whether the backward gathers what column-parallel layers took, of the share that is kept.
 
@@ -323,9 +332,7 @@ def stops_early(program: Program) -> bool:
     input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
     keep after they have computed; so does dropout, which comes later.
     """
-    layout = program.layout
-    defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-    return layout.tp == 1 and not defers and not program.model.dropout
+    return not is_joint(program) and not program.model.dropout
 
 
 def matmul_flops(program: Program, pp_rank: int) -> float:
