@@ -57,7 +57,8 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(x if borders.gathers_again else inputs, *weights)
         ctx.borders, ctx.deferral, ctx.owners = borders, deferral, owners
         ctx.has_bias = [bias is not None for bias in biases]
-        return tuple(F.linear(inputs, *pair) for pair in zip(weights, biases, strict=True))
+        pairs = zip(weights, biases, strict=True)
+        return tuple(_product(inputs, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,6 +81,12 @@ class _Linears(torch.autograd.Function):
                 pending.append(_accumulation(owner, one, inputs))
                 found.append(None)
         return None if sent is None else sent(), None, None, None, None, *found, *biases
+
+
+def _product(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return `inputs @ weight.T + bias`."""
+    assert weight is not None
+    return F.linear(inputs, weight, bias)
 
 
 def _input_grad(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

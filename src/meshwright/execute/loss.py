@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.execute.borders import all_reduce
 from meshwright.execute.groups import Link
-from meshwright.execute.tensor import all_reduce
 from meshwright.program.operations import loss_rows
 
 

@@ -87,7 +87,7 @@ class Kernels:
 
     def product(self, shape: Product, peak: float, element: int) -> float:
         """Return the seconds of one pass of a product."""
-        rows, inner, outer = shape
+        rows, inner, outer, _ = shape
         half = self.half
         share = rows / (rows + half) * (inner / (inner + half)) * (outer / (outer + half))
         moved = element * (rows * inner + inner * outer + rows * outer)
@@ -112,7 +112,7 @@ class Kernels:
             "full": forward,
             "selective": self._selective(products, attention[0], moved),
         }[recompute]
-        tp_forward, tp_backward, tp_again = self._borders(work, tp)
+        tp_forward, tp_backward, tp_again = self._borders(found, work, tp, self.peak)
         return Seconds(
             forward,
             backward,
@@ -147,7 +147,7 @@ class Kernels:
                 self.product(shape, self.head_peak, found.sizes.element) for shape in work.products
             )
             moved = self._moved(work) + self._loss(work)
-            tp_forward, tp_backward, _ = self._borders(work, tp)
+            tp_forward, tp_backward, _ = self._borders(found, work, tp, self.head_peak)
             ends.append(
                 Seconds(
                     products + moved,
@@ -170,16 +170,27 @@ class Kernels:
         """Return the seconds of the loss's forward."""
         return self.loss_moves * work.loss_moved / self.bandwidth
 
-    def _borders(self, work: Work, tp: int) -> tuple[float, float, float]:
-        """Return the exposed seconds of tensor parallelism, forward, backward and again."""
+    def _borders(
+        self, found: LayoutWork, work: Work, tp: int, peak: float
+    ) -> tuple[float, float, float]:
+        """Return the exposed seconds of tensor parallelism, forward, backward and again.
+
+        Of what travels beside one of the two backward products of column-parallel layers, what is
+        longer than those. Of other systems `exposed.tp` was fitted to all that ours waits for.
+        """
         sums = [0.0, 0.0, 0.0]
+        columns = [shape for shape in work.products if shape.is_column]
+        room = sum(self.product(shape, peak, found.sizes.element) for shape in columns)
+        hides = self.overlap if self.stack.overlaps_tp else 0.0
         for message in work.messages:
-            if message.axis != "tp":
+            if message.axis != "tp" or (message.beside == "inputs" and not hides):
                 continue
-            seconds = self.network.seconds(message.kind, message.bytes, tp, 1)
-            is_backward = "gradient" in message.phase
-            at = 2 if message.phase.startswith("recompute") else int(is_backward)
-            sums[at] += message.times * seconds * self.tp_exposed
+            each = self.network.seconds(message.kind, message.bytes, tp, 1)
+            seconds = message.times * each * self.tp_exposed
+            if message.beside:
+                seconds -= hides * min(seconds, room)
+            is_backward = message.beside or "gradient" in message.phase
+            sums[2 if message.phase.startswith("recompute") else bool(is_backward)] += seconds
         return sums[0], sums[1], sums[2]
 
     def _context(self, work: Work, cp: int, tp: int, cp_kind: str, attention: float) -> float:

@@ -199,7 +199,7 @@ def _at_work(
     numbers: tuple[object, ...] = ()
     if layout.recompute != "none":
         kept = calibration.find("kept_bytes", stack.name)
-        size = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, kept).values())
+        size = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, kept, recomputed=True).values())
         template, numbers = "one layer anew: {:,.0f} B ", (size,)
     if not CAUSAL[stack.attention]:
         count, each = found.layer.scores, calibration.find("score_bytes", stack.name)
@@ -210,10 +210,16 @@ def _at_work(
 
 
 def kept_per_layer(
-    layout: Layout, stack: Stack, found: LayoutWork, kept_bytes: float
+    layout: Layout,
+    stack: Stack,
+    found: LayoutWork,
+    kept_bytes: float,
+    *,
+    recomputed: bool = False,
 ) -> dict[str, float]:
     """Return the bytes that a layer keeps of one microbatch, by kind of operation.
 
+    `recomputed`: a layer that is made anew, of a `layout` that recomputes nothing else.
     Those of the program; with the kernels of another stack, what these keep more or less.
     """
     sizes = found.sizes
@@ -222,8 +228,13 @@ def kept_per_layer(
         layout.recompute == "selective" and stack.selective == "blocks"
     ):
         return kept
-    if stack.gathers_again:  # gathered anew in the backward, arXiv:2205.05198, section 4.2.2
-        kept["product"] -= 2 * (sizes.whole_bytes - sizes.stream_bytes)
+    # Gathered anew in the backward, arXiv:2205.05198, section 4.2.2; our program has it already
+    # where nothing is recomputed.
+    gathered = 2 * (sizes.whole_bytes - sizes.stream_bytes)
+    if layout.recompute != "none":
+        kept["product"] -= gathered * (stack.gathers_again == "always")
+    elif stack.gathers_again == "never" or (recomputed and stack.gathers_again != "always"):
+        kept["product"] += gathered
     # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
     kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
     if stack.fused_activation and "activation" in kept:  # made again from the two products

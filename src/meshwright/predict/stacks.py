@@ -22,7 +22,9 @@ class Stack:
     `selective` recomputation makes whole blocks but for their products anew, attention alone, or
     half of the products too. `fused_norm`: a norm is one kernel. `fused_activation`: a gated
     activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss.
-    `gathers_again`: with sp, what products took is gathered again in the backward. `even_stages`:
+    `gathers_again`: with sp, what products took is gathered again in the backward, or only in that
+    of layers which are not recomputed. `overlaps_tp`: the gradients of products' inputs are summed
+    while those of weights are computed; else the fitted share of messages has it. `even_stages`:
     layers are spread over stages by number rather than by cost. `overwrites_logits`: their gradient
     takes their place, and nothing of the loss in fp32 is as large.
     """
@@ -38,7 +40,8 @@ class Stack:
     fused_norm: bool = False
     fused_activation: bool = False
     splits_loss: bool = True
-    gathers_again: bool = False
+    overlaps_tp: bool = False
+    gathers_again: Literal["never", "always", "unless recomputed"] = "never"
     overwrites_logits: bool = False
     source: str = ""
 
@@ -50,6 +53,8 @@ STACKS: Final[Mapping[str, Stack]] = {
             "meshwright",
             "shards",
             even_stages=False,
+            overlaps_tp=True,
+            gathers_again="unless recomputed",
             overwrites_logits=True,
             source="meshwright.execute",
         ),
@@ -61,7 +66,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             overlaps_data=False,
             selective="attention",
             fused_norm=True,
-            gathers_again=True,
+            gathers_again="always",
             source="github.com/NVIDIA/Megatron-LM of 2021 and 2022; arXiv:2205.05198",
         ),
         Stack(
@@ -71,7 +76,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             selective="attention",
             fused_norm=True,
             fused_activation=True,
-            gathers_again=True,
+            gathers_again="always",
             source="github.com/NVIDIA/Megatron-LM, megatron/core, with Transformer Engine",
         ),
         Stack(
@@ -83,7 +88,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             selective="attention",
             fused_norm=True,
             fused_activation=True,
-            gathers_again=True,
+            gathers_again="always",
             source="github.com/NVIDIA-NeMo: Megatron-Core with gradients in bf16",
         ),
         Stack(

@@ -23,11 +23,12 @@ from meshwright.spec.training import TrainSpec
 
 
 class Product(NamedTuple):
-    """A product `[rows, inner] x [inner, outer]`."""
+    """A product `[rows, inner] x [inner, outer]`; `is_column`: its outputs are cut over tp."""
 
     rows: int
     inner: int
     outer: int
+    is_column: bool = False
 
     @property
     def flops(self) -> float:
@@ -36,13 +37,17 @@ class Product(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective of one microbatch: its kind, axis and bytes, how often, and in which pass."""
+    """A collective of one microbatch: its kind, axis and bytes, how often, and in which pass.
+
+    `beside` as in `program.collectives.Collective`.
+    """
 
     kind: str
     axis: str
     bytes: int
     times: int
     phase: str
+    beside: str = ""
 
 
 class Work(NamedTuple):
@@ -134,7 +139,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
     )
     works = (
         Work(
-            tuple(Product(p.rows * rows, p.inner, p.outer) for p in work.products),
+            tuple(p._replace(rows=p.rows * rows) for p in work.products),
             work.attention_flops * rows,
             work.scores * rows,
             work.moved * rows,
@@ -142,7 +147,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             work.loss_moved * rows,
             tuple((kind, size * rows) for kind, size in work.kept),
             work.deferred * rows,
-            tuple(Message(m.kind, m.axis, m.bytes * rows, m.times, m.phase) for m in work.messages),
+            tuple(m._replace(bytes=m.bytes * rows) for m in work.messages),
         )
         for work in (one.layer, one.first, one.last)
     )
@@ -157,7 +162,7 @@ def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> P
 def _messages(program: Program) -> tuple[Message, ...]:
     """Return the messages of one microbatch over tp and cp; data parallelism has its own terms."""
     return tuple(
-        Message(found.kind, found.axis, found.bytes, found.count, found.reason)
+        Message(found.kind, found.axis, found.bytes, found.count, found.reason, found.beside)
         for found in collectives(program, 0)
         if found.axis in ("tp", "cp") and not found.reason.startswith("gradients of")
     )
@@ -204,8 +209,9 @@ def _product(program: Program, sizes: Sizes, name: str) -> Product:
     weight = name.replace("layers.*", "layers.0") + ".weight"
     if weight == "head.weight" and program.model.tie_embeddings:
         weight = "embed.weight"
-    outer, inner = program.shardings[weight].tp_shape
-    return Product(sizes.tokens, inner, outer)
+    sharding = program.shardings[weight]
+    outer, inner = sharding.tp_shape
+    return Product(sizes.tokens, inner, outer, sharding.tp_dim == 0)
 
 
 def _moved(program: Program, sizes: Sizes, op: Operation) -> float:

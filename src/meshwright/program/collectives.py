@@ -20,6 +20,7 @@ from meshwright.program.shards import Sharding, shard_rank, sums_in_place
 from meshwright.program.stages import Stage
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
+Beside = Literal["", "inputs", "weights"]
 Axis = Literal["tp", "cp", "pp", "shard", "replicate", "data", "ends", "world"]
 
 _FP32: Final = 4  # bytes
@@ -35,6 +36,9 @@ class Collective:
     included, of what is sent or received. What crosses a link depends on the algorithm and is left
     to whom it concerns. `count` is how many there are in one optimizer step.
 
+    `beside` names the products of column-parallel layers that are computed while it travels: those
+    that make the gradients of their inputs or of their weights.
+
     `axis` names the ranks: those of the mesh, where `shard` joins dp_shard and cp, and `replicate`
     is dp_replicate, without ZeRO joined with cp; `data` joins all three, `ends` are the first and
     the last pipeline rank, `world` is everyone.
@@ -45,6 +49,7 @@ class Collective:
     bytes: int
     count: int
     reason: str
+    beside: Beside = ""
 
 
 def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[Collective, ...]:
@@ -120,28 +125,31 @@ def _left_again(program: Program) -> int:
 
 
 def _plain_borders(program: Program, whole: int, passes: int) -> Iterator[Collective]:
-    def reduce(times: int, reason: str) -> Collective:
-        return Collective("all_reduce", "tp", whole, times * passes, reason)
+    def reduce(times: int, reason: str, beside: Beside = "") -> Collective:
+        return Collective("all_reduce", "tp", whole, times * passes, reason, beside)
 
     yield reduce(2, "forward: sum the results of row-parallel products")
-    yield reduce(2, "backward: sum the gradients of column-parallel products' inputs")
+    yield reduce(2, "backward: sum the gradients of column-parallel products' inputs", "weights")
     yield reduce(_left_again(program), "recompute: sum the results of row-parallel products")
 
 
 def _sequence_borders(program: Program, whole: int, passes: int) -> Iterator[Collective]:
-    def gather(times: int, reason: str) -> Collective:
-        return Collective("all_gather", "tp", whole, times * passes, reason)
+    def gather(times: int, reason: str, beside: Beside = "") -> Collective:
+        return Collective("all_gather", "tp", whole, times * passes, reason, beside)
 
-    def scatter(times: int, reason: str) -> Collective:
-        return Collective("reduce_scatter", "tp", whole, times * passes, reason)
+    def scatter(times: int, reason: str, beside: Beside = "") -> Collective:
+        return Collective("reduce_scatter", "tp", whole, times * passes, reason, beside)
 
     yield gather(2, "forward: gather the stream before column-parallel products")
     yield scatter(2, "forward: sum and cut the results of row-parallel products")
     yield gather(2, "backward: gather the gradients of row-parallel products' results")
-    yield scatter(2, "backward: sum and cut the gradients of column-parallel products' inputs")
+    into = "before column-parallel products"
+    yield scatter(2, f"backward: sum and cut the gradients {into}", "weights")
     # Neither does the selective policy keep gathered tensors: they are the largest.
-    pass_of = "backward" if gathers_again(program) else "recompute"
-    yield gather(2, f"{pass_of}: gather the stream before column-parallel products")
+    if gathers_again(program):
+        yield gather(2, f"backward: gather the stream again {into}", "inputs")
+    else:
+        yield gather(2, f"recompute: gather the stream {into}")
     yield scatter(_left_again(program), "recompute: sum and cut the results of row products")
 
 
@@ -155,14 +163,15 @@ def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:
 
 def _head(program: Program, whole: int, count: int) -> Iterator[Collective]:
     if not program.layout.sp:
-        yield Collective("all_reduce", "tp", whole, count, "head: sum the gradients of its input")
+        reason = "head: sum the gradients of its input"
+        yield Collective("all_reduce", "tp", whole, count, reason, "weights")
         return
     yield Collective("all_gather", "tp", whole, count, "head: gather the stream")
     if gathers_again(program):
-        yield Collective("all_gather", "tp", whole, count, "head: gather the stream again")
-    yield Collective(
-        "reduce_scatter", "tp", whole, count, "head: sum and cut its input's gradients"
-    )
+        reason = "head: gather the stream again"
+        yield Collective("all_gather", "tp", whole, count, reason, "inputs")
+    reason = "head: sum and cut its input's gradients"
+    yield Collective("reduce_scatter", "tp", whole, count, reason, "weights")
 
 
 def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
