@@ -93,8 +93,17 @@ class Kernels:
         moved = element * (rows * inner + inner * outer + rows * outer)
         return max(shape.flops / (peak * share), moved / self.bandwidth)
 
-    def layer(self, found: LayoutWork, cp: int, tp: int, cp_kind: str, recompute: str) -> Seconds:
-        """Return the seconds of one layer."""
+    def layer(
+        self,
+        found: LayoutWork,
+        cp: int,
+        tp: int,
+        cp_kind: str,
+        recompute: str,
+        *,
+        defers: bool = False,
+    ) -> Seconds:
+        """Return the seconds of one layer; `defers`: its weights' gradients are computed later."""
         work, element = found.layer, found.sizes.element
         products = sum(self.product(shape, self.peak, element) for shape in work.products)
         widened = sum(shape.rows * (shape.inner + shape.outer) for shape in work.products)
@@ -112,7 +121,7 @@ class Kernels:
             "full": forward,
             "selective": self._selective(products, attention[0], moved),
         }[recompute]
-        tp_forward, tp_backward, tp_again = self._borders(found, work, tp, self.peak)
+        tp_forward, tp_backward, tp_again = self._borders(found, work, tp, self.peak, defers)
         return Seconds(
             forward,
             backward,
@@ -139,15 +148,15 @@ class Kernels:
             return forward + passes, 2 * (forward + passes)
         return forward, backward
 
-    def ends(self, found: LayoutWork, tp: int) -> tuple[Seconds, Seconds]:
-        """Return the seconds of the first and of the last stage's own operations."""
+    def ends(self, found: LayoutWork, tp: int, *, defers: bool = False) -> tuple[Seconds, Seconds]:
+        """Return the seconds of the first and of the last stage's own operations; see `layer`."""
         ends = []
         for work in (found.first, found.last):
             products = sum(
                 self.product(shape, self.head_peak, found.sizes.element) for shape in work.products
             )
             moved = self._moved(work) + self._loss(work)
-            tp_forward, tp_backward, _ = self._borders(found, work, tp, self.head_peak)
+            tp_forward, tp_backward, _ = self._borders(found, work, tp, self.head_peak, defers)
             ends.append(
                 Seconds(
                     products + moved,
@@ -171,7 +180,7 @@ class Kernels:
         return self.loss_moves * work.loss_moved / self.bandwidth
 
     def _borders(
-        self, found: LayoutWork, work: Work, tp: int, peak: float
+        self, found: LayoutWork, work: Work, tp: int, peak: float, defers: bool
     ) -> tuple[float, float, float]:
         """Return the exposed seconds of tensor parallelism, forward, backward and again.
 
@@ -187,7 +196,7 @@ class Kernels:
                 continue
             each = self.network.seconds(message.kind, message.bytes, tp, 1)
             seconds = message.times * each * self.tp_exposed
-            if message.beside:
+            if message.beside == "inputs" or (message.beside and not defers):
                 seconds -= hides * min(seconds, room)
             is_backward = message.beside or "gradient" in message.phase
             sums[2 if message.phase.startswith("recompute") else bool(is_backward)] += seconds

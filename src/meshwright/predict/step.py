@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.layout.schedules import microbatch_rule
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.memory import Held
 from meshwright.predict.pipeline import Costs, by_events, closed_form
@@ -57,8 +57,11 @@ class Parts:
 def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
     """Return the seconds of a microbatch in a layer and in the ends of a layout."""
     found = work_of(setting, layout)
-    first, last = kernels.ends(found, layout.tp)
-    layer = kernels.layer(found, layout.cp, layout.tp, layout.cp_kind, layout.recompute)
+    defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+    first, last = kernels.ends(found, layout.tp, defers=defers)
+    layer = kernels.layer(
+        found, layout.cp, layout.tp, layout.cp_kind, layout.recompute, defers=defers
+    )
     return Parts(layer, first, last)
 
 

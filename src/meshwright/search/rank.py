@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.layout import Layout, broken
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.kernels import Seconds
 from meshwright.predict.memory import activations, model_states
 from meshwright.predict.pipeline import closed_form
@@ -241,6 +242,8 @@ class Search:
         """Return a schedule's layouts that beat the limit and may fit."""
         setting, kernels = self.setting, self.kernels
         layout = self._with(one, schedule, None)
+        if one.tp > 1 and SCHEDULES[schedule.name].splits_backward:  # hides fewer messages
+            parts = parts_of(setting, kernels, layout)
         ranks = Counter(held_by(setting, layout))
         base = {held: sum(parts.of(held, c) for c in Seconds._fields) for held in ranks}
         transfer = transfer_seconds(kernels, layout, work_of(setting, one))
