@@ -8,15 +8,12 @@ enter and leave by `borders`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.execute.borders import Borders, all_reduce
+from meshwright.execute.borders import Borders
 from meshwright.execute.deferred import Deferral, linear, linears, local
-from meshwright.execute.groups import Link
 from meshwright.models.attention import Project
 
 
