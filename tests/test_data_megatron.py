@@ -92,7 +92,7 @@ def test_other_tokenizers_go_with_a_pair(tmp_path):
     bpe = train_bpe(["some words"], 300, tmp_path)
     prefix = write_pair(tmp_path / "pair", [[[299 % 257, 3]]])
     data = open_data(DataSpec(source=str(prefix), tokenizer=str(bpe), validation=0), tmp_path)
-    assert data.train.read(0, 2).tolist() == [42, 3]
+    assert data.parts[0].train.read(0, 2).tolist() == [42, 3]
 
 
 @pytest.mark.case(19)

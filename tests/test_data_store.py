@@ -222,8 +222,10 @@ def test_several_sources_follow_each_other(corpus, tmp_path):
     names = tuple(str(corpus / name) for name in ("3.txt", "0.txt"))
     data = open_data(DataSpec(source=names, validation=0.0), tmp_path)
     alone = [open_data(DataSpec(source=name, validation=0.0), tmp_path) for name in names]
-    ids = [one.train.read(0, len(one.train)) for one in alone]
-    assert np.array_equal(data.train.read(0, len(data.train)), np.concatenate(ids))
+    ids = [one.parts[0].train.read(0, len(one.parts[0].train)) for one in alone]
+    assert np.array_equal(
+        data.parts[0].train.read(0, len(data.parts[0].train)), np.concatenate(ids)
+    )
     counts = np.bincount(np.concatenate(ids))
     assert data.unigram_entropy == pytest.approx(entropy_of(counts))
     assert len(data.folders) == 2
@@ -281,9 +283,9 @@ def test_stdlib_end_to_end(tmp_path):
     assert 2.5 < data.unigram_entropy < 4
     share = data.tokens("validation") / (data.tokens("train") + data.tokens("validation"))
     assert 0.002 < share < 0.1
-    text = data.tokenizer.decode(data.train.read(0, 200))
+    text = data.tokenizer.decode(data.parts[0].train.read(0, 200))
     source = Path(os.__file__).with_name("__future__.py").read_text()
-    assert text[:150] in source or data.train.locate(0)[1] > 0
+    assert text[:150] in source or data.parts[0].train.locate(0)[1] > 0
 
 
 def test_tokens_file_is_plain_little_endian(tmp_path):

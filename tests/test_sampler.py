@@ -74,6 +74,14 @@ def test_ranks_together_read_the_global_batch(ranks, packing):
             assert np.array_equal(joined, getattr(whole, name))
 
 
+def test_a_single_row_keeps_its_inputs_where_targets_are_ignored():
+    sampler = Sampler(stream([5] * 40), seq_len=16, batch=4, packing="documents")
+    whole = sampler.rows(0)
+    assert (whole.targets == IGNORE).any()
+    for row in range(4):
+        assert np.array_equal(sampler.rows(0, range(row, row + 1)).inputs[0], whole.inputs[row])
+
+
 def test_every_epoch_reads_every_sample_once():
     sampler = Sampler(stream([1001]), seq_len=10, batch=7, seed=1)
     assert sampler.samples == 100
@@ -179,7 +187,7 @@ def test_rows_by_slice_and_none():
 
 def test_too_short_a_split_names_both_numbers():
     with pytest.raises(DataError, match="validation split has 16 tokens, one sample needs 17"):
-        Sampler(stream([16]), seq_len=16, batch=1, name="validation")
+        Sampler(stream([16]), seq_len=16, batch=1, name="validation split")
     assert Sampler(stream([17]), seq_len=16, batch=1).samples == 1
 
 
@@ -255,4 +263,4 @@ def test_no_validation_and_impossible_shares():
     with pytest.raises(DataError, match="1 tokens cannot be split"):
         split(shards_of([1]), 0.1, VOCAB)
     with pytest.raises(DataError, match="validation split has 0 tokens"):
-        Sampler(held, seq_len=2, batch=1, name="validation")
+        Sampler(held, seq_len=2, batch=1, name="validation split")

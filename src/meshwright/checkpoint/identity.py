@@ -19,6 +19,7 @@ PARTS: Final = (
     "optimizer",
     "tokenizer",
     "data",
+    "weights",
     "validation",
     "packing",
     "seed",
@@ -53,9 +54,10 @@ def refuse_changed(
     then = manifest.get("identity")
     if not isinstance(then, Mapping):
         raise CheckpointError(f"step {manifest.get('step')} holds weights only, no run to continue")
-    changed = [part for part in now if then.get(part) != now[part] and part not in allowed]
+    either = dict.fromkeys([*now, *then])
+    changed = [part for part in either if then.get(part) != now.get(part) and part not in allowed]
     if changed:
-        pairs = [f"{part} was {then.get(part)!s:.16}, is {now[part]:.16}" for part in changed]
+        pairs = [f"{part} was {then.get(part)!s:.16}, is {now.get(part)!s:.16}" for part in changed]
         raise CheckpointError(
             f"step {manifest.get('step')} was written by another run: {'; '.join(pairs)}. "
             f"To continue all the same: --allow-changed {','.join(changed)}"

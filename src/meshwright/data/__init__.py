@@ -1,5 +1,6 @@
 """Corpora, tokenizers, the indexed store and the sampler. Numpy only; never imports torch."""
 
+from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.dataset import Dataset, open_data, refuse_changed
 from meshwright.data.sampler import IGNORE, Position, Rows, Sampler
 from meshwright.data.store import Store, open_store, verify
@@ -8,6 +9,8 @@ from meshwright.data.writer import prepare
 
 __all__ = [
     "IGNORE",
+    "Blend",
+    "BlendSampler",
     "Dataset",
     "Position",
     "Rows",

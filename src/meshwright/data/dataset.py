@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.corpora import Files, HuggingFace, Source, Stdlib
 from meshwright.data.files import sha256_bytes
 from meshwright.data.megatron import megatron_prefix, open_megatron
@@ -32,8 +33,20 @@ SAY_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """A source of a blend: its name, and what of it is trained on and held out."""
+
+    name: str
+    train: TokenView
+    validation: TokenView
+
+
+@dataclass(frozen=True, eq=False)
 class Dataset:
-    """Everything that training reads: two disjoint streams of tokens.
+    """Everything that training reads: two disjoint streams of tokens, or two of each source.
+
+    `parts` are the sources that `data.weights` draws from; without weights there is one, all
+    sources joined.
 
     `unigram_entropy` is that of the distribution of single tokens, in nats: the loss of a model
     that knows frequencies only (None for a Megatron pair, which is not read through). `identity`
@@ -42,36 +55,42 @@ class Dataset:
     """
 
     spec: DataSpec
-    train: TokenView
-    validation: TokenView
+    parts: tuple[Part, ...]
     tokenizer: Tokenizer
     vocab_size: int
     unigram_entropy: float | None
     identity: dict[str, str]
     folders: tuple[Path, ...]
 
-    def view(self, split: Split) -> TokenView:
-        """Return the stream of a split."""
-        return self.train if split == "train" else self.validation
-
     def tokens(self, split: Split) -> int:
         """Return how many tokens a split has."""
-        return len(self.view(split))
+        return sum(len(_view(part, split)) for part in self.parts)
 
     def documents(self, split: Split) -> int:
         """Return how many documents a split has."""
-        return self.view(split).documents
+        return sum(_view(part, split).documents for part in self.parts)
 
-    def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler:
-        """Return the sampler of a split; DataError where it is shorter than one sample."""
-        return Sampler(
-            self.view(split),
-            seq_len=seq_len,
-            batch=batch,
-            seed=self.spec.seed,
-            packing=self.spec.packing,
-            name=split,
-        )
+    def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler | BlendSampler:
+        """Return the sampler of a split; DataError where a source is shorter than one sample."""
+        weights = self.spec.weights
+        samplers = [
+            Sampler(
+                _view(part, split),
+                seq_len=seq_len,
+                batch=batch,
+                seed=self.spec.seed,
+                packing=self.spec.packing,
+                name=f"{split} split" if weights is None else f"{split} split of {part.name}",
+            )
+            for part in self.parts
+        ]
+        if weights is None:
+            return samplers[0]
+        return BlendSampler(Blend(weights), samplers, [part.name for part in self.parts])
+
+
+def _view(part: Part, split: Split) -> TokenView:
+    return part.train if split == "train" else part.validation
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +111,9 @@ def open_data(
     """Open what a DataSpec names, preparing it under `cache` where that has not been done.
 
     A prepared store and a Megatron pair are read where they are; several sources follow each
-    other in the order given. `vocab_size` is the model's, which must hold the tokenizer's.
-    `progress` gets lines of text about a download or a preparation. Raises DataError: anything
-    missing, corrupt, empty, or of another tokenizer.
+    other in the order given, or are drawn from by weight. `vocab_size` is the model's, which must
+    hold the tokenizer's. `progress` gets lines of text about a download or a preparation. Raises
+    DataError: anything missing, corrupt, empty, or of another tokenizer.
     """
     opened = [_open(name, spec, cache, progress) for name in spec.sources]
     if not opened:
@@ -112,26 +131,43 @@ def open_data(
             f"model.vocab_size = {vocab_size} is smaller than the vocabulary of {size} of the "
             f"tokenizer {first.tokenizer.name}"
         )
-    shards = [shard for source in opened for shard in source.shards]
-    train, validation = split(shards, spec.validation, size)
-    known = [source.counts for source in opened if source.counts is not None]
     identity = {
         "tokenizer": first.tokenizer.digest,
         "data": sha256_bytes("\n".join(source.digest for source in opened).encode()),
+        **({} if spec.weights is None else {"weights": ",".join(map(repr, spec.weights))}),
         "validation": str(spec.validation),
         "packing": spec.packing,
         "seed": str(spec.seed),
     }
     return Dataset(
         spec=spec,
-        train=train,
-        validation=validation,
+        parts=tuple(_parts(opened, spec, size)),
         tokenizer=first.tokenizer,
         vocab_size=size,
-        unigram_entropy=entropy_of(sum(known[1:], known[0])) if len(known) == len(opened) else None,
+        unigram_entropy=_entropy(opened, spec),
         identity=identity,
         folders=tuple(source.folder for source in opened if source.folder is not None),
     )
+
+
+def _entropy(opened: list[_Opened], spec: DataSpec) -> float | None:
+    """Return the unigram entropy of what is drawn, where the ids of every source are counted."""
+    counts = [source.counts for source in opened if source.counts is not None]
+    if len(counts) < len(opened):
+        return None
+    weights = [int(one.sum()) for one in counts] if spec.weights is None else spec.weights
+    pairs = zip(weights, counts, strict=True)
+    return entropy_of(np.sum([weight * one / one.sum() for weight, one in pairs], axis=0))
+
+
+def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[Part]:
+    """Split what was opened: each source by itself where they are drawn from by weight."""
+    if spec.weights is None:
+        shards = [shard for source in opened for shard in source.shards]
+        yield Part("", *split(shards, spec.validation, vocab_size))
+        return
+    for source in opened:
+        yield Part(source.name, *split(source.shards, spec.validation, vocab_size))
 
 
 def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ number of ranks, with the same global batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +52,8 @@ class Sampler:
     """Global batches of `batch` sequences of `seq_len` tokens from a stream.
 
     `seed` and the epoch give the order. `vocab_size` tightens the check of ids below that of the
-    stream (a model with a smaller vocabulary). `name` is the split's, for messages. `samples` is
-    how many an epoch has. Raises DataError for a stream shorter than one sample.
+    stream (a model with a smaller vocabulary). `name` is that of the stream, for messages.
+    `samples` is how many an epoch has. Raises DataError for a stream shorter than one sample.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Sampler:
         seed: int = 0,
         packing: Literal["stream", "documents"] = "stream",
         vocab_size: int | None = None,
-        name: str = "train",
+        name: str = "train split",
     ) -> None:
         self.view = view
         self.seq_len = seq_len
@@ -75,7 +76,7 @@ class Sampler:
         self.samples = (len(view) - 1) // seq_len
         if self.samples < 1:
             raise DataError(
-                f"the {name} split has {len(view)} tokens, one sample needs {seq_len + 1} "
+                f"the {name} has {len(view)} tokens, one sample needs {seq_len + 1} "
                 f"(seq_len = {seq_len})"
             )
 
@@ -83,17 +84,8 @@ class Sampler:
         """Return which window of the stream each row of a step is, int64 [rows]."""
         if step < 0:
             raise IndexError(f"step {step} is negative")
-        chosen = self._range(rows)
         first = step * self.batch
-        # Python integers until they are small: a far step times a large batch may pass 64 bits.
-        epoch, offset = divmod(first, self.samples)
-        offsets = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64) + offset
-        epochs, places = np.divmod(offsets, self.samples)
-        out = np.empty_like(places)
-        for later in np.unique(epochs).tolist():
-            here = epochs == later
-            out[here] = permute(places[here], self.samples, f"{self.seed}/{epoch + later}")
-        return out
+        return self._windows([first + row for row in chosen_rows(self.batch, rows)])
 
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
         """Return rows of the global batch of a step; left out, all of them.
@@ -101,10 +93,26 @@ class Sampler:
         Raises IndexError for rows outside the batch, and DataError naming file and token for an
         id outside the vocabulary and for rows of which every target is ignored.
         """
-        starts = self.windows(step, rows) * self.seq_len
+        return self._read(self.windows(step, rows))
+
+    def read(self, samples: Sequence[int]) -> Rows:
+        """Return samples by their numbers in the run; raises as `rows` does."""
+        return self._read(self._windows(samples))
+
+    def _windows(self, samples: Sequence[int]) -> NDArray[np.int64]:
+        # Python integers until they are small: a far step times a large batch may pass 64 bits.
+        pairs = [divmod(sample, self.samples) for sample in samples]
+        places = np.array([place for _, place in pairs], dtype=np.int64)
+        out = np.empty_like(places)
+        for epoch in {epoch for epoch, _ in pairs}:
+            here = np.array([epoch == other for other, _ in pairs])
+            out[here] = permute(places[here], self.samples, f"{self.seed}/{epoch}")
+        return out
+
+    def _read(self, windows: NDArray[np.int64]) -> Rows:
+        starts = windows * self.seq_len
         ids = self.view.windows(starts, self.seq_len + 1, self.vocab_size)
-        inputs = np.ascontiguousarray(ids[:, :-1])
-        targets = np.ascontiguousarray(ids[:, 1:])
+        inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
         if self.packing == "stream":
             return Rows(inputs, targets, None)
         documents = self._documents(starts)
@@ -113,7 +121,7 @@ class Sampler:
             path, token = self.view.locate(int(starts[0]))
             raise DataError(
                 f"every target from token {token} of {path.name} on is the first of another "
-                f"document: step {step} has nothing to learn from ({path.parent})"
+                f"document: there is nothing to learn from ({path.parent})"
             )
         return Rows(inputs, targets, np.ascontiguousarray(documents[:, :-1]))
 
@@ -135,10 +143,12 @@ class Sampler:
         steps[row, ends[lo[row] + nth] - starts[row]] = 1
         return np.cumsum(steps, axis=1)
 
-    def _range(self, rows: range | slice | None) -> range:
-        if rows is None:
-            return range(self.batch)
-        chosen = range(self.batch)[rows] if isinstance(rows, slice) else rows
-        if len(chosen) and not (min(chosen) >= 0 and max(chosen) < self.batch):
-            raise IndexError(f"rows {chosen} of a batch of {self.batch}")
-        return chosen
+
+def chosen_rows(batch: int, rows: range | slice | None) -> range:
+    """Return the rows of a batch that are meant; raises IndexError where there are none such."""
+    if rows is None:
+        return range(batch)
+    chosen = range(batch)[rows] if isinstance(rows, slice) else rows
+    if len(chosen) and not (min(chosen) >= 0 and max(chosen) < batch):
+        raise IndexError(f"rows {chosen} of a batch of {batch}")
+    return chosen

@@ -193,7 +193,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     return Verification(len(records) + 1, done, tuple(problems))
 
 
-def entropy_of(counts: NDArray[np.int64]) -> float:
+def entropy_of(counts: NDArray[Any]) -> float:
     """Return the entropy of a distribution given by counts, in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from meshwright.data import open_data
+from meshwright.data import BlendSampler, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
 from meshwright.launch.finding import Finding
@@ -179,8 +179,12 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
     if config.train.eval_every:
         dataset.sampler("validation", config.train.seq_len, config.train.batch)
-    passes = config.train.steps * config.train.batch / sampler.samples
+    samples = config.train.steps * config.train.batch
     tokens = format_count(dataset.tokens("train"))
+    if isinstance(sampler, BlendSampler):
+        each = (f"{one['source']} {one['epochs']:.2g}" for one in sampler.passes(samples))
+        return f"{tokens} training tokens; train.steps reads {', '.join(each)} times"
+    passes = samples / sampler.samples
     return f"{tokens} training tokens, of which train.steps reads {passes:.2g} times all"
 
 

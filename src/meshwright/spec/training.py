@@ -16,6 +16,14 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _floats(value: Any) -> Any:
+    """Take integers of a list for floats: weights are written as 3 as well as 0.75."""
+    value = _tuple(value)
+    if not isinstance(value, tuple):
+        return value
+    return tuple(float(one) if type(one) is int else one for one in value)
+
+
 def _memory(value: Any) -> Any:
     """Take a text such as "2GiB" for a number of bytes."""
     if not isinstance(value, str):
@@ -53,17 +61,19 @@ class DataSpec(Spec):
     """What is read.
 
     `source`: "stdlib", "tinystories", "hf:NAME", or one or more paths of text files, jsonl files,
-    folders, an indexed store, or a Megatron `.bin`/`.idx` pair. `tokenizer`: "bytes", "gpt2" or
-    the path of a `tokenizer.json`. `packing`: "stream" cuts the concatenated documents into
-    samples; "documents" cuts the same way but keeps attention and targets inside each document.
-    `validation` is the share of documents held out. `text_key` is the field of jsonl rows and of
-    HF data sets. `cache` is the folder for prepared stores and downloads. `separator` ends a
-    document inside a text file (two newlines: blank lines); left out, it is `<|endoftext|>` where
-    the file has it, else a file is one document. `eos` names the token of a tokenizer.json that
-    ends a document; left out, it is found.
+    folders, an indexed store, or a Megatron `.bin`/`.idx` pair. With `weights`, one for each source,
+    samples are drawn in these proportions; left out, the sources follow each other as one corpus.
+    `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" cuts the
+    concatenated documents into samples; "documents" cuts the same way but keeps attention and
+    targets inside each document. `validation` is the share of documents held out. `text_key` is the
+    field of jsonl rows and of HF data sets. `cache` is the folder for prepared stores and downloads.
+    `separator` ends a document inside a text file (two newlines: blank lines); left out, it is
+    `<|endoftext|>` where the file has it, else a file is one document. `eos` names the token of a
+    tokenizer.json that ends a document; left out, it is found.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
+    weights: Annotated[tuple[float, ...] | None, BeforeValidator(_floats)] = None
     tokenizer: str = "bytes"
     packing: Literal["stream", "documents"] = "stream"
     seed: int = Field(default=0, ge=0)
@@ -78,6 +88,20 @@ class DataSpec(Spec):
     def sources(self) -> tuple[str, ...]:
         """The sources as a tuple, also where one was given alone."""
         return (self.source,) if isinstance(self.source, str) else self.source
+
+    @model_validator(mode="after")
+    def _rules(self) -> DataSpec:
+        if self.weights is None:
+            return self
+        told, count = f"data.weights = {list(self.weights)}", len(self.sources)
+        if len(self.weights) != count:
+            raise ValueError(
+                f"{told}: {len(self.weights)} weights for {count} sources; data.source and "
+                "data.weights are lists of the same length"
+            )
+        if min(self.weights) <= 0:
+            raise ValueError(f"{told}: each must be above 0; leave a source out to draw none of it")
+        return self
 
 
 class TrainSpec(Spec):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.data import Dataset, Sampler
+from meshwright.data import BlendSampler, Dataset, Sampler
 from meshwright.execute.batch import Batch
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
@@ -118,10 +118,13 @@ def is_due(every: int, step: int, last: bool) -> bool:
 
 
 def start_event(
-    job: Job, world: World, dataset: Dataset, sampler: Sampler, step: int
+    job: Job, world: World, dataset: Dataset, sampler: Sampler | BlendSampler, step: int
 ) -> dict[str, object]:
     """Return the event that describes the run, or its continuation after a step."""
     config = job.config
+    drawn: dict[str, object] = {}
+    if isinstance(sampler, BlendSampler):
+        drawn["blend"] = sampler.passes(config.train.steps * config.train.batch)
     return {
         "event": "start",
         "time": time.time(),
@@ -137,6 +140,7 @@ def start_event(
         "train_samples": sampler.samples,
         "train_tokens": dataset.tokens("train"),
         "unigram_entropy": dataset.unigram_entropy,
+        **drawn,
         "torch": torch.__version__,
     }
 
