@@ -194,15 +194,15 @@ def test_hugging_face_rows(tmp_path, monkeypatch):
     rows = datasets.Dataset.from_dict({"text": ["one", " ", "two", "three"], "n": [1, 2, 3, 4]})
     asked = []
 
-    def load(*name, **options):
-        asked.append((name, options))
+    def load(**options):
+        asked.append(options)
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(corpora, "HF_PART_ROWS", 3)
     source = HuggingFace("a/b", "en", "test")
     assert documents(source) == ["one", "two", "three"]
-    assert asked == [(("a/b", "en"), {"split": "test"})]
+    assert asked == [{"path": "a/b", "name": "en", "split": "test", "streaming": False}]
     assert [(part.start, part.stop) for part in source.parts()] == [(0, 3), (3, 4)]
     assert "_rows" not in pickle.loads(pickle.dumps(source)).__dict__
     assert source.fingerprint()["rows"] == 4

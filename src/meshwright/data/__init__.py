@@ -3,7 +3,10 @@
 from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.dataset import Dataset, open_data, refuse_changed
 from meshwright.data.sampler import IGNORE, Position, Rows, Sampler
+from meshwright.data.slots import Position as StreamPosition
+from meshwright.data.slots import StreamSampler
 from meshwright.data.store import Store, open_store, verify
+from meshwright.data.streamed import StreamedDataset
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from meshwright.data.writer import prepare
 
@@ -16,6 +19,9 @@ __all__ = [
     "Rows",
     "Sampler",
     "Store",
+    "StreamPosition",
+    "StreamSampler",
+    "StreamedDataset",
     "Tokenizer",
     "load_tokenizer",
     "open_data",

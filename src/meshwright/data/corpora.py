@@ -27,6 +27,7 @@ PART_BYTES = 16 * MIB
 HF_PART_ROWS = 20_000
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
+HF_READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp"),
@@ -242,7 +243,7 @@ class Files:
 class HuggingFace:
     """A data set by the `datasets` library: its name, configuration and split.
 
-    The name is one of the hub's, or a local folder that the library can read.
+    The name is one of the hub's, or a local folder or file that the library can read.
     """
 
     name: str
@@ -259,24 +260,40 @@ class HuggingFace:
             raise DataError(f'source = "hf:{text}": write hf:NAME or hf:NAME:CONFIG:SPLIT')
         return HuggingFace(name, config or None, split or "train", text_key)
 
-    @cached_property
-    def _rows(self) -> Any:
+    def load(self, *, streaming: bool) -> Any:
+        """Return the library's own data set, whole or streaming; raises DataError."""
         try:
             import datasets
         except ImportError as error:
             raise DataError(
                 f"source = hf:{self.name} needs the datasets library: pip install 'meshwright[hf]'"
             ) from error
+        path = Path(self.name)
+        named = {"path": self.name, "name": self.config}
+        if path.is_file():
+            named = {"path": HF_READERS.get(path.suffix.lower(), "text"), "data_files": self.name}
         try:
-            rows = datasets.load_dataset(self.name, self.config, split=self.split)
+            rows = datasets.load_dataset(**named, split=self.split, streaming=streaming)
         except Exception as error:  # network, cache, names: the library raises all kinds
             raise DataError(f"cannot load hf:{self.name}: {error!s:.300}") from error
-        if self.text_key not in rows.column_names:
+        # A stream may not know its columns before it is read.
+        if rows.column_names is not None and self.text_key not in rows.column_names:
             legal = nearest(self.text_key, rows.column_names) or rows.column_names[:5]
             hint = "Name the field with data.text_key"
             rule = f"hf:{self.name} has no field {self.text_key!r}"
             raise DataError(refusal(rule, legal=legal, hint=hint))
         return rows
+
+    @cached_property
+    def _rows(self) -> Any:
+        return self.load(streaming=False)
+
+    def text_of(self, row: int, text: object) -> str:
+        """Return the text of a row; raises DataError where it is none."""
+        if isinstance(text, str):
+            return text
+        kind = type(text).__name__
+        raise DataError(f"hf:{self.name}, row {row}: field {self.text_key!r} is a {kind}, not text")
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process loads the rows itself, from the library's cache.
@@ -302,12 +319,7 @@ class HuggingFace:
         """Read the text field of a range of rows."""
         column = self._rows[part.start : part.stop][self.text_key]
         for number, text in enumerate(column, part.start):
-            if not isinstance(text, str):
-                raise DataError(
-                    f"hf:{self.name}, row {number}: field {self.text_key!r} is a "
-                    f"{type(text).__name__}, not text"
-                )
-            if text.strip():
+            if self.text_of(number, text).strip():
                 yield text
 
 

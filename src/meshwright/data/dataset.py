@@ -18,12 +18,13 @@ from meshwright.data.files import sha256_bytes
 from meshwright.data.megatron import megatron_prefix, open_megatron
 from meshwright.data.sampler import Sampler
 from meshwright.data.store import FORMAT, Progress, Store, entropy_of, is_store, open_store
+from meshwright.data.streamed import StreamedDataset, check_vocabulary, open_stream
 from meshwright.data.tinystories import TinyStories
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.data.view import Shard, TokenView, split
 from meshwright.data.writer import prepare
 from meshwright.errors import DataError
-from meshwright.spec.training import DataSpec
+from meshwright.spec.training import DataSpec, TrainSpec
 from meshwright.units import MIB, format_bytes
 
 Split = Literal["train", "validation"]
@@ -70,6 +71,16 @@ class Dataset:
         """Return how many documents a split has."""
         return sum(_view(part, split).documents for part in self.parts)
 
+    def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler | BlendSampler:
+        """Return the sampler of what is held out, of which some batches will be read."""
+        return self.sampler("validation", seq_len, batch)
+
+    def check(self, train: TrainSpec) -> None:
+        """Raise DataError where training or evaluation would have nothing to read."""
+        self.sampler("train", train.seq_len, train.batch)
+        if train.eval_every:
+            self.sampler("validation", train.seq_len, train.batch)
+
     def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler | BlendSampler:
         """Return the sampler of a split; DataError where a source is shorter than one sample."""
         weights = self.spec.weights
@@ -107,7 +118,7 @@ class _Opened:
 
 def open_data(
     spec: DataSpec, cache: Path, vocab_size: int | None = None, progress: Say | None = None
-) -> Dataset:
+) -> Dataset | StreamedDataset:
     """Open what a DataSpec names, preparing it under `cache` where that has not been done.
 
     A prepared store and a Megatron pair are read where they are; several sources follow each
@@ -115,6 +126,8 @@ def open_data(
     hold the tokenizer's. `progress` gets lines of text about a download or a preparation. Raises
     DataError: anything missing, corrupt, empty, or of another tokenizer.
     """
+    if spec.streaming:
+        return open_stream(spec, vocab_size)
     opened = [_open(name, spec, cache, progress) for name in spec.sources]
     if not opened:
         raise DataError("data.source names nothing")
@@ -126,11 +139,7 @@ def open_data(
                 f"{first.tokenizer.name}, {other.name} has {other.tokenizer.name}"
             )
     size = first.tokenizer.vocab_size
-    if vocab_size is not None and vocab_size < size:
-        raise DataError(
-            f"model.vocab_size = {vocab_size} is smaller than the vocabulary of {size} of the "
-            f"tokenizer {first.tokenizer.name}"
-        )
+    check_vocabulary(first.tokenizer, vocab_size)
     identity = {
         "tokenizer": first.tokenizer.digest,
         "data": sha256_bytes("\n".join(source.digest for source in opened).encode()),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from meshwright.data import BlendSampler, open_data
+from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
 from meshwright.launch.finding import Finding
@@ -176,9 +176,10 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
         vocab_size=config.model.vocab_size,
         progress=lambda text: print(text, file=sys.stderr),
     )
+    dataset.check(config.train)
+    if isinstance(dataset, StreamedDataset):
+        return f"{config.data.sources[0]} can be read; how much it holds a stream does not tell"
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
-    if config.train.eval_every:
-        dataset.sampler("validation", config.train.seq_len, config.train.batch)
     samples = config.train.steps * config.train.batch
     tokens = format_count(dataset.tokens("train"))
     if isinstance(sampler, BlendSampler):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
-from meshwright.data import Dataset, open_data
+from meshwright.data import Dataset, StreamedDataset, open_data
 from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import forget, recorded, restarted, tell
@@ -193,9 +193,7 @@ def prepare_job(
     dataset = open_data(
         config.data, cache, vocab_size=config.model.vocab_size, progress=_progress_to(sys.stderr)
     )
-    dataset.sampler("train", config.train.seq_len, config.train.batch)
-    if config.train.eval_every:
-        dataset.sampler("validation", config.train.seq_len, config.train.batch)
+    dataset.check(config.train)
     found = dataset.tokenizer
     file = None if found.file is None else str(found.file)
     record = TokenizerRecord(found.name, found.eos_token, file)
@@ -212,7 +210,7 @@ def prepare_job(
     return job
 
 
-def _resumed(job: Job, dataset: Dataset, resume: Resume) -> Job:
+def _resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job:
     """Return the job of a run that goes on; refuses what its newest step was not written by."""
     check_parts(resume.allowed)
     found = steps(job.checkpoints)

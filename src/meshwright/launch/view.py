@@ -116,10 +116,11 @@ def number(value: float | str) -> str:
 
 def start_line(event: Mapping[str, Any]) -> str:
     """Return one line on what runs where."""
+    tokens = event["train_tokens"]
+    held = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
     text = (
         f"{format_count(event['parameters'])} parameters on {event['world']} rank(s) of "
-        f"{event['device']}: layout {Layout(**event['layout']).label}; "
-        f"{format_count(event['train_tokens'])} training tokens"
+        f"{event['device']}: layout {Layout(**event['layout']).label}; {held}"
     )
     entropy = event["unigram_entropy"]
     return text if entropy is None else f"{text}, unigram entropy {number(entropy)} nats"

@@ -60,16 +60,18 @@ Offload = Literal["none", "optimizer", "params"]
 class DataSpec(Spec):
     """What is read.
 
-    `source`: "stdlib", "tinystories", "hf:NAME", or one or more paths of text files, jsonl files,
-    folders, an indexed store, or a Megatron `.bin`/`.idx` pair. With `weights`, one for each source,
-    samples are drawn in these proportions; left out, the sources follow each other as one corpus.
+    `source`: "stdlib", "tinystories", "hf:NAME", or paths of text files, jsonl files, folders, an
+    indexed store, or a Megatron `.bin`/`.idx` pair. With `weights`, one for each source, samples
+    are drawn in these proportions; left out, the sources follow each other as one corpus.
     `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" cuts the
     concatenated documents into samples; "documents" cuts the same way but keeps attention and
-    targets inside each document. `validation` is the share of documents held out. `text_key` is the
-    field of jsonl rows and of HF data sets. `cache` is the folder for prepared stores and downloads.
-    `separator` ends a document inside a text file (two newlines: blank lines); left out, it is
-    `<|endoftext|>` where the file has it, else a file is one document. `eos` names the token of a
-    tokenizer.json that ends a document; left out, it is found.
+    targets inside each document. `validation` is the share of documents held out. `text_key` is
+    the field of jsonl rows and of HF data sets. `cache` is the folder for prepared stores and
+    downloads. `separator` ends a document inside a text file (two newlines: blank lines); left
+    out, it is `<|endoftext|>` where the file has it, else a file is one document. `eos` names the
+    token of a tokenizer.json that ends a document; left out, it is found. With `streaming` an
+    "hf:NAME" is read while it is trained on, and nothing is stored; `shuffle_buffer` is then how
+    many documents are shuffled at a time.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -83,6 +85,8 @@ class DataSpec(Spec):
     workers: int | None = Field(default=None, ge=1)
     separator: str | None = Field(default=None, min_length=1)
     eos: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int = Field(default=1000, ge=1)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -91,6 +95,8 @@ class DataSpec(Spec):
 
     @model_validator(mode="after")
     def _rules(self) -> DataSpec:
+        if self.streaming:
+            self._check_stream()
         if self.weights is None:
             return self
         told, count = f"data.weights = {list(self.weights)}", len(self.sources)
@@ -102,6 +108,18 @@ class DataSpec(Spec):
         if min(self.weights) <= 0:
             raise ValueError(f"{told}: each must be above 0; leave a source out to draw none of it")
         return self
+
+    def _check_stream(self) -> None:
+        if len(self.sources) > 1 or self.weights is not None:
+            raise ValueError(
+                f"data.streaming = true reads one source, data.source names {len(self.sources)}; "
+                "prepared stores can be blended"
+            )
+        source = self.sources[0]
+        if not source.startswith("hf:"):
+            legal = [] if source in ("stdlib", "tinystories") else [f"hf:{source}"]
+            rule = f"data.streaming = true reads hf:NAME or hf:PATH, data.source = {source!r}"
+            raise ValueError(refusal(rule, legal=legal))
 
 
 class TrainSpec(Spec):

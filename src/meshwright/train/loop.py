@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.data import BlendSampler, Dataset, Sampler
+from meshwright.data import BlendSampler, Dataset, Sampler, StreamedDataset, StreamSampler
 from meshwright.execute.batch import Batch
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
@@ -21,7 +21,7 @@ from meshwright.train.metrics import StepClock, step_event
 from meshwright.train.optimizer import learning_rate, set_learning_rate
 from meshwright.train.recording import Recording
 from meshwright.train.replicas import check_replicas
-from meshwright.train.run import Progress, open_run, save
+from meshwright.train.run import Progress, open_run, position_of, save
 from meshwright.train.run_folder import Job
 from meshwright.train.spikes import SpikeWatch
 from meshwright.train.update import Updated, evaluate, update
@@ -38,7 +38,7 @@ class Summary(NamedTuple):
 def train(
     job: Job,
     world: World,
-    dataset: Dataset,
+    dataset: Dataset | StreamedDataset,
     emit: Emit,
     asked_to_stop: Callable[[], bool],
     resume: bool = False,
@@ -53,6 +53,8 @@ def train(
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
     parallel, shards, optimizer = trained
     sampler = dataset.sampler("train", config.train.seq_len, batch_size)
+    if progress.position is not None and isinstance(sampler, StreamSampler):
+        sampler.seek(progress.position)
     mine = share(batch_size, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, progress.step))
 
@@ -90,7 +92,8 @@ def train(
         saver.poll()
         if is_due(config.checkpoint.every, step, last) or last:
             world.ledger.phase("save")
-            save(saver, trained, Progress(step, scale), job, dataset)
+            position = position_of(sampler, world)
+            save(saver, trained, Progress(step, scale, position), job, dataset)
         if stopped:
             break
     saver.finish()
@@ -118,7 +121,11 @@ def is_due(every: int, step: int, last: bool) -> bool:
 
 
 def start_event(
-    job: Job, world: World, dataset: Dataset, sampler: Sampler | BlendSampler, step: int
+    job: Job,
+    world: World,
+    dataset: Dataset | StreamedDataset,
+    sampler: Sampler | BlendSampler | StreamSampler,
+    step: int,
 ) -> dict[str, object]:
     """Return the event that describes the run, or its continuation after a step."""
     config = job.config
@@ -156,14 +163,15 @@ def overflow_event(step: int, done: Updated, scale: LossScale) -> dict[str, obje
 
 
 def evaluation_event(
-    step: int, parallel: Parallel, job: Job, world: World, dataset: Dataset
+    step: int, parallel: Parallel, job: Job, world: World, dataset: Dataset | StreamedDataset
 ) -> dict[str, object]:
     """Return the loss on the held-out split; the same rows each time."""
     config = job.config
     world.ledger.phase("eval")
-    held_out = dataset.sampler("validation", config.train.seq_len, config.train.batch)
+    wanted = config.train.eval_batches
+    held_out = dataset.held_out(config.train.seq_len, config.train.batch, wanted)
     mine = share(config.train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
-    count = min(config.train.eval_batches, max(1, held_out.samples // config.train.batch))
+    count = min(wanted, max(1, held_out.samples // config.train.batch))
     started = time.perf_counter()
     batches = [Batch.of(held_out.rows(at, mine), world.device) for at in range(count)]
     loss = evaluate(parallel, batches, world)

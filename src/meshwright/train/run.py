@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from meshwright.checkpoint.commit import clean
 from meshwright.checkpoint.identity import identity_of, refuse_changed
@@ -13,11 +17,11 @@ from meshwright.checkpoint.restore import Good, StoredSource, newest_good, resto
 from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.checkpoint.weights import spec_text, weights_from
-from meshwright.data import Dataset
+from meshwright.data import Dataset, StreamedDataset, StreamPosition, StreamSampler
 from meshwright.execute.build import Source, build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
-from meshwright.execute.world import World
+from meshwright.execute.world import World, exchange
 from meshwright.program.lower import lower
 from meshwright.spec.stored import SPEC
 from meshwright.train.events import Emit
@@ -27,14 +31,15 @@ from meshwright.train.run_folder import Job
 
 
 class Progress(NamedTuple):
-    """How far a run is: its last step, and the loss scale of the next."""
+    """How far a run is: its last step, the loss scale of the next, and where a stream is."""
 
     step: int
     scale: LossScale
+    position: Mapping[str, Any] | None = None
 
 
 def open_run(
-    job: Job, world: World, dataset: Dataset, emit: Emit, resume: bool
+    job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit, resume: bool
 ) -> tuple[Trained, Progress, Saver]:
     """Build this rank's part of a run, as it begins or as its newest good step left it.
 
@@ -72,7 +77,7 @@ def open_run(
     return trained, progress, saver
 
 
-def _found(job: Job, world: World, dataset: Dataset, emit: Emit) -> Good | None:
+def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit) -> Good | None:
     """Return the newest good step, of this very run."""
 
     def on_bad(problem: str) -> None:
@@ -94,7 +99,7 @@ def _progress(job: Job, good: Good) -> Progress:
     scale = LossScale.of(job.config.train)
     if scale.is_dynamic and good.manifest["loss_scale"]["is_dynamic"]:
         scale = LossScale(**good.manifest["loss_scale"])
-    return Progress(int(good.manifest["step"]), scale)
+    return Progress(int(good.manifest["step"]), scale, good.manifest.get("position"))
 
 
 def weights_source(job: Job) -> Source:
@@ -106,7 +111,13 @@ def weights_source(job: Job) -> Source:
     return seeded(job.config.model, job.config.train.seed)
 
 
-def save(saver: Saver, trained: Trained, progress: Progress, job: Job, dataset: Dataset) -> None:
+def save(
+    saver: Saver,
+    trained: Trained,
+    progress: Progress,
+    job: Job,
+    dataset: Dataset | StreamedDataset,
+) -> None:
     """Save a step, or begin to."""
     config, step = job.config, progress.step
     facts = {
@@ -119,7 +130,22 @@ def save(saver: Saver, trained: Trained, progress: Progress, job: Job, dataset: 
         "loss_scale": asdict(progress.scale),
         "scalars": scalars_of(trained),
     }
+    if progress.position is not None:
+        facts["position"] = progress.position
     saver.save(step, chunks_of(trained), facts, {SPEC: spec_text(config.model)})
+
+
+def position_of(sampler: object, world: World) -> dict[str, Any] | None:
+    """Return where all rows of a streamed batch are, None where the step alone tells; a collective.
+
+    The same on every layout, so any can go on from it.
+    """
+    if not isinstance(sampler, StreamSampler):
+        return None
+    group = dist.group.WORLD if world.size > 1 else None
+    mine = json.dumps(sampler.position().to_json())
+    found = [StreamPosition.from_json(json.loads(text)) for text in exchange(mine, group)]
+    return StreamPosition.joined(found).to_json()
 
 
 def saved_event(saved: Saved) -> dict[str, object]:

@@ -1,0 +1,131 @@
+"""The documents of a stream: in a fixed order, block by block, from any place noted before.
+
+Nothing is stored. The order of the rows is the data set's; every n-th one is held out, the others
+are shuffled within blocks of `data.shuffle_buffer`, by a permutation that needs no state. So a
+place between two blocks is all that has to be remembered to go on as if there had been no stop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.corpora import HuggingFace
+from meshwright.data.permutation import permute
+from meshwright.errors import DataError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block begins.
+
+    `document` numbers its first training document over all epochs, `row` is how many rows of the
+    epoch come before it, `state` is the data set's own note of that (None at its beginning), and
+    `digest` the SHA-256 of the block's texts.
+    """
+
+    document: int = 0
+    epoch: int = 0
+    row: int = 0
+    state: Mapping[str, Any] | None = None
+    digest: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, which `Place(**values)` takes back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a streamed data set, each `held_every`-th row (0: none) held out.
+
+    `block` is how many are shuffled together, `seed` how.
+    """
+
+    source: HuggingFace
+    held_every: int
+    block: int
+    seed: int
+
+    def held_out(self) -> Iterator[str]:
+        """Yield what is held out, of one epoch; training never sees it."""
+        if self.held_every:
+            for row, text in self._texts(self._opened(None), 0):
+                if row % self.held_every == 0 and text.strip():
+                    yield text
+
+    def blocks(self, begin: Place) -> Iterator[tuple[Place, list[str]]]:
+        """Yield blocks of training documents without end, each with its place.
+
+        Raises DataError where the stream has none, is not what it was at `begin`, or has a row
+        without text.
+        """
+        place = begin
+        while True:
+            opened = self._opened(place.state)
+            texts = self._texts(opened, place.row)
+            while True:
+                kept: list[str] = []
+                row = place.row
+                for row, text in texts:
+                    if not (self.held_every and row % self.held_every == 0) and text.strip():
+                        kept.append(text)
+                        if len(kept) == self.block:
+                            break
+                if not kept:
+                    break
+                yield self._sealed(place, kept, begin), self._shuffled(place, kept)
+                place = Place(place.document + len(kept), place.epoch, row + 1, _state_of(opened))
+                if len(kept) < self.block:
+                    break
+            if place.row == 0:
+                raise DataError(f"hf:{self.source.name} has no document to train on")
+            place = Place(place.document, place.epoch + 1)
+
+    def _opened(self, state: Mapping[str, Any] | None) -> Any:
+        opened = self.source.load(streaming=True)
+        if state is not None:
+            opened.load_state_dict(dict(state))
+        return opened
+
+    def _texts(self, opened: Any, first: int) -> Iterator[tuple[int, str]]:
+        """Yield the rows' numbers and texts, blank ones included."""
+        key, rows = self.source.text_key, iter(opened)
+        for number in count(first):
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # network, files: the library raises all kinds
+                told = f"hf:{self.source.name}, row {number}: {error!s:.300}"
+                raise DataError(told) from error
+            if key not in row:
+                raise DataError(
+                    f"hf:{self.source.name}, row {number}: no field {key!r} among "
+                    f"{', '.join(list(row)[:5])}; name it with data.text_key"
+                )
+            yield number, self.source.text_of(number, row[key])
+
+    def _sealed(self, place: Place, texts: list[str], begin: Place) -> Place:
+        digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        if place.document == begin.document and begin.digest not in ("", digest):
+            raise DataError(
+                f"hf:{self.source.name} is not what the run was reading: row {place.row} and those "
+                f"after it have changed (SHA-256 {digest:.16}, was {begin.digest:.16})"
+            )
+        return replace(place, digest=digest)
+
+    def _shuffled(self, place: Place, texts: list[str]) -> list[str]:
+        key = f"{self.seed}/{place.epoch}/{place.document}"
+        order = permute(np.arange(len(texts), dtype=np.int64), len(texts), key)
+        return [texts[number] for number in order.tolist()]
+
+
+def _state_of(opened: Any) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = opened.state_dict()
+    return state

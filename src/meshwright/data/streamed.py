@@ -1,0 +1,123 @@
+"""`open_stream`: a data set that is read while it is trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from meshwright.data.corpora import HuggingFace
+from meshwright.data.files import sha256_bytes
+from meshwright.data.sampler import Sampler
+from meshwright.data.slots import StreamSampler
+from meshwright.data.stream import Documents, Place
+from meshwright.data.tokenizers import Tokenizer, load_tokenizer
+from meshwright.data.view import Shard, TokenView, split
+from meshwright.errors import DataError
+from meshwright.spec.training import DataSpec, TrainSpec
+
+HELD_AT_ONCE: Final = 64  # documents
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedDataset:
+    """What training reads of a stream, as a `Dataset` has it of a store.
+
+    Of a stream nothing is known ahead: neither its size nor its entropy.
+    """
+
+    spec: DataSpec
+    documents: Documents
+    tokenizer: Tokenizer
+    vocab_size: int
+    identity: dict[str, str]
+    unigram_entropy: None = None
+    folders: tuple[Path, ...] = ()
+    _held: dict[int, TokenView] = field(default_factory=dict)
+
+    def tokens(self, split: str) -> None:
+        """Return nothing: a stream does not say."""
+
+    def sampler(self, split: Literal["train"], seq_len: int, batch: int) -> StreamSampler:
+        """Return the sampler of the training documents."""
+        packing = self.spec.packing
+        return StreamSampler(
+            self.documents, self.tokenizer, seq_len=seq_len, batch=batch, packing=packing
+        )
+
+    def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler:
+        """Return the sampler of as much of what is held out as some batches need.
+
+        It is read from the beginning of the stream, and kept. Raises DataError where the stream has
+        not enough for one sample.
+        """
+        tokens = batches * batch * seq_len + 1
+        if tokens not in self._held:
+            self._held[tokens] = self._read_held(tokens)
+        return Sampler(
+            self._held[tokens],
+            seq_len=seq_len,
+            batch=batch,
+            seed=self.spec.seed,
+            packing=self.spec.packing,
+            name="validation split",
+        )
+
+    def check(self, train: TrainSpec) -> None:
+        """Read the first documents; raises DataError where training or evaluation would have none.
+
+        Whether what is held out is enough shows only when it is read.
+        """
+        next(self.documents.blocks(Place()))
+        if train.eval_every and not self.documents.held_every:
+            raise DataError("the validation split has 0 tokens (data.validation = 0)")
+
+    def _read_held(self, tokens: int) -> TokenView:
+        parts, lengths, total = [], [], 0
+        texts: Iterator[str] = self.documents.held_out()
+        while total < tokens and (some := list(islice(texts, HELD_AT_ONCE))):
+            ids, ends = self.tokenizer.pack(some)
+            parts.append(ids.astype(np.int32))
+            lengths.append(ends)
+            total += len(ids)
+        if not parts:
+            raise DataError(f"hf:{self.documents.source.name} holds no document out")
+        ends = np.cumsum(np.concatenate(lengths))
+        shard = Shard(Path(self.documents.source.name), np.concatenate(parts), ends)
+        return split([shard], 0.0, self.vocab_size)[0]
+
+
+def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDataset:
+    """Open the data set that a DataSpec with `streaming` names; nothing is read of its rows yet.
+
+    Raises DataError where the tokenizer cannot be used or does not fit into `vocab_size`.
+    """
+    source = HuggingFace.parse(spec.sources[0].removeprefix("hf:"), spec.text_key)
+    tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
+    check_vocabulary(tokenizer, vocab_size)
+    # One of how many documents is held out; at least every other one is trained on.
+    every = max(2, round(1 / spec.validation)) if spec.validation else 0
+    names = ["stream", source.name, source.config, source.split, source.text_key]
+    identity = {
+        "tokenizer": tokenizer.digest,
+        "data": sha256_bytes(json.dumps([*names, spec.shuffle_buffer]).encode()),
+        "validation": str(spec.validation),
+        "packing": spec.packing,
+        "seed": str(spec.seed),
+    }
+    documents = Documents(source, every, spec.shuffle_buffer, spec.seed)
+    return StreamedDataset(spec, documents, tokenizer, tokenizer.vocab_size, identity)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
+    """Raise DataError where a model's vocabulary does not hold a tokenizer's."""
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size} is smaller than the vocabulary of "
+            f"{tokenizer.vocab_size} of the tokenizer {tokenizer.name}"
+        )
