@@ -94,7 +94,7 @@ def test_commands(page, workplace, capsys):
             if has_run or (page.parent.name == "commands" and page.name != "train.md"):
                 continue  # one run a page is enough
             words, has_run = overridden(words), True
-        of_a_run = command in ("generate", "checkpoint") or rest[:1] == ["runs/latest"]
+        of_a_run = command in ("generate", "eval", "checkpoint") or rest[:1] == ["runs/latest"]
         if of_a_run and code == 0 and not has_run:
             assert main(overridden(["train", "run.toml"])) == 0
             has_run = True

@@ -25,6 +25,7 @@ ORDER = [
     "execute",
     "checkpoint",
     "train",
+    "evaluate",
     "simulate",
     "prove",
     "bench",

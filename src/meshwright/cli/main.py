@@ -21,6 +21,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "bench": "measure the machine, and layouts side by side on it",
     "launch": "write a job for torchrun, Slurm, SkyPilot or Kubernetes, or submit it",
     "generate": "sample text from a run or a Hugging Face folder",
+    "eval": "perplexity on held-out text, and tasks of lm-evaluation-harness",
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
     "report": "make a page of a run, or of several side by side",

@@ -1,0 +1,190 @@
+"""`meshwright eval`: perplexity on held-out text, and the tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from meshwright.checkpoint.weights import load_model
+from meshwright.cli.common import add_json, print_json, say, table
+from meshwright.errors import EXIT_DONE, ConfigError, refusal
+from meshwright.evaluate.perplexity import Perplexity, measure
+from meshwright.evaluate.text import Text, given, held_out
+from meshwright.evaluate.windows import Windows, check_windows
+from meshwright.launch.session import cache_folder
+from meshwright.models import Transformer
+from meshwright.spec.loading import load_config
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.stored import find_step, stored_spec
+from meshwright.spec.training import DataSpec
+from meshwright.train.run_folder import tokenizer_of
+from meshwright.units import format_seconds
+
+EXAMPLE = """\
+examples:
+  meshwright eval runs/latest                              what the run has held out
+  meshwright eval runs/latest --source book.txt --stride 64
+  meshwright eval HF_DIR --source wiki.jsonl --limit 1000
+  meshwright eval runs/latest --tasks lambada_openai       pip install 'meshwright[lm-eval]'
+"""
+# Without another word: rows as long as those of the run, or this.
+SEQ_LEN = 2048
+# Tokens of a batch: enough to fill the device, few enough for its memory.
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+SAY_EVERY_S = 10.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `eval`."""
+    parser.description = "Measure a model: perplexity on text that it was not trained on, or tasks."
+    parser.epilog = EXAMPLE
+    parser.add_argument("folder", metavar="RUN_OR_HF_DIR")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="inputs of a row; the run's")
+    parser.add_argument("--limit", type=int, metavar="N", help="so many rows, or documents a task")
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows at a time")
+    parser.add_argument("--tokenizer", help="'bytes', 'gpt2' or a tokenizer.json, if not the run's")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU, where there is one")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    text = parser.add_argument_group("perplexity")
+    text.add_argument(
+        "--source",
+        nargs="+",
+        metavar="SOURCE",
+        help="text instead of what the run held out: as data.source",
+    )
+    text.add_argument("--stride", type=int, metavar="N", help="tokens from row to row; --seq-len")
+    text.add_argument(
+        "--packing",
+        choices=("stream", "documents"),
+        help="documents: attention stays inside each; the run's, or stream",
+    )
+    text.add_argument("--text-key", default="text", metavar="KEY", help="field of jsonl rows")
+    text.add_argument("--cache", metavar="DIR", help="folder for prepared text")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything, load the model, and measure."""
+    folder = Path(args.folder)
+    spec = stored_spec(folder)[0]
+    for name in ("limit", "batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(refusal(f"--{name} {value} must be at least 1", legal=[1]))
+    device = _device(args.device)
+    return _perplexity(args, folder, spec, device)
+
+
+def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:
+    text = _text(args, folder, spec)
+    seq_len = args.seq_len if args.seq_len is not None else text.seq_len
+    seq_len = min(spec.context, SEQ_LEN) if seq_len is None else seq_len
+    stride = args.stride if args.stride is not None else seq_len
+    check_windows(seq_len, stride, spec.context)
+    windows = Windows(text.view, seq_len, stride, args.packing or text.packing, text.seed)
+    rows = min(len(windows), args.limit or len(windows))
+    if rows == 0:
+        raise ConfigError(f"{text.what} has {len(text.view)} tokens: there is none to predict")
+    model = _load(folder, device, args.precision)
+    started = time.perf_counter()
+    batch = args.batch or max(1, BATCH_TOKENS[device] // seq_len)
+    found = measure(model, windows, text.tokenizer, rows, batch, _progress())
+    seconds = time.perf_counter() - started
+    facts = _facts(folder, text, windows, found) | {
+        "device": device,
+        "precision": args.precision,
+        "seconds": seconds,
+    }
+    if args.json:
+        print_json(facts)
+    else:
+        _print(facts)
+    return EXIT_DONE
+
+
+def _text(args: argparse.Namespace, folder: Path, spec: ModelSpec) -> Text:
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if args.source is None:
+        if args.tokenizer:
+            raise ConfigError("--tokenizer goes with --source: a run's own text has the run's")
+        return held_out(folder, spec.vocab_size, note)
+    name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
+    data = DataSpec(source=tuple(args.source), tokenizer=name, eos=eos, text_key=args.text_key)
+    cache = Path(args.cache) if args.cache else cache_folder(load_config(), os.environ)
+    return given(folder, data, cache, spec.vocab_size, note)
+
+
+def _device(asked: str | None) -> str:
+    """Return the device to compute on; raises `ConfigError` for a GPU that is not there."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(refusal("--device cuda, but no NVIDIA GPU is visible", legal=["cpu"]))
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load(folder: Path, device: str, precision: str) -> Transformer:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return load_model(folder).eval().to(device, dtype)
+
+
+def _progress() -> Any:
+    """Return a callback that says on stderr now and then how far it is."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > SAY_EVERY_S:
+            last = time.monotonic()
+            print(f"row {done} of {total}", file=sys.stderr, flush=True)
+
+    return report
+
+
+def _facts(folder: Path, text: Text, windows: Windows, found: Perplexity) -> dict[str, Any]:
+    step = find_step(folder)
+    return {
+        "model": str(folder if step is None else step),
+        "text": text.what,
+        "seq_len": windows.seq_len,
+        "stride": windows.stride,
+        "packing": windows.packing,
+        "rows": found.rows,
+        "rows_in_all": len(windows),
+        "tokens": found.tokens,
+        "bytes": found.bytes,
+        "nats_per_token": found.nats_per_token,
+        "stderr": found.stderr,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    nats, stderr, bits = facts["nats_per_token"], facts["stderr"], facts["bits_per_byte"]
+    rows = table("", "measured", "standard error")
+    spread = "-" if stderr is None else f"{stderr:.4f}"
+    rows.add_row("nats per token", f"{nats:.4f}", spread)
+    around = "-" if stderr is None else f"{facts['perplexity'] * stderr:.4g}"
+    rows.add_row("perplexity", f"{facts['perplexity']:.5g}", around)
+    if bits is not None:
+        each = "-" if stderr is None else f"{bits * stderr / nats:.4f}"
+        rows.add_row("bits per byte", f"{bits:.4f}", each)
+    say(f"{facts['model']} on {facts['text']}")
+    Console().print(rows)
+    some = facts["rows"] < facts["rows_in_all"]
+    of_all = f" of {facts['rows_in_all']}" if some else ""
+    tokens, seconds = facts["tokens"], facts["seconds"]
+    say(
+        f"{tokens} tokens, {facts['bytes']} bytes of text, in {facts['rows']}{of_all} rows of "
+        f" {facts['seq_len']}, stride {facts['stride']}, packing {facts['packing']}; "
+        f"{facts['precision']} on {facts['device']}, {format_seconds(seconds)}, "
+        f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
+    )

@@ -1,0 +1,125 @@
+"""Perplexity of a model on a text, with what its uncertainty is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshwright.data import IGNORE, Tokenizer
+from meshwright.errors import CheckpointError, DataError
+from meshwright.evaluate.score import score
+from meshwright.evaluate.windows import Windows
+from meshwright.models import Transformer
+
+# Nats per token that no sound model comes near; exp of more is beyond a float.
+WILD: Final = 700.0
+# rows done, rows in all
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a model made of `tokens` targets in `rows` windows.
+
+    `nats` is their summed negative log-likelihood, `text_nats` that of all but the marks that end
+    documents, and `bytes` the UTF-8 text of these. `stderr` is the standard error of
+    `nats_per_token`, None of a single row.
+    """
+
+    rows: int
+    tokens: int
+    bytes: int
+    nats: float
+    text_nats: float
+    stderr: float | None
+
+    @property
+    def nats_per_token(self) -> float:
+        """The mean loss, as training has it."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """`exp(nats_per_token)`."""
+        return math.exp(self.nats_per_token)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits that the text's bytes cost, which does not depend on the tokenizer."""
+        return self.text_nats / math.log(2) / self.bytes if self.bytes else None
+
+
+def measure(
+    model: Transformer,
+    windows: Windows,
+    tokenizer: Tokenizer,
+    rows: int,
+    batch: int,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Score the first `rows` windows, `batch` of them at a time.
+
+    Raises DataError where there is nothing to score, or an id outside of the vocabulary;
+    `CheckpointError` where the model's loss is not finite, or as good as that.
+    """
+    sums, counts, text = np.zeros(rows), np.zeros(rows), 0.0
+    for first in range(0, rows, batch):
+        stop = min(first + batch, rows)
+        some = windows.rows(first, stop)
+        targets = torch.from_numpy(some.targets)
+        segments = None if some.segments is None else torch.from_numpy(some.segments)
+        nats = score(model, torch.from_numpy(some.inputs), targets, segments).nats
+        sums[first:stop] = nats.sum(1).numpy()
+        counts[first:stop] = (targets != IGNORE).sum(1).numpy()
+        text += float(nats[targets != tokenizer.eos_id].sum())
+        if progress is not None:
+            progress(stop, rows)
+    tokens = int(counts.sum())
+    if tokens == 0:
+        raise DataError("there is no token to predict: no document has a second one")
+    mean = float(sums.sum()) / tokens
+    if not mean < WILD:
+        raise CheckpointError(f"the loss is {mean} nats per token: the weights have diverged")
+    ranges = windows.scored(0, rows)
+    size = sum(
+        len(tokenizer.decode(ids[ids != tokenizer.eos_id]).strip("\ufffd").encode())
+        for ids in _texts(windows, ranges)
+    )
+    return Perplexity(rows, tokens, size, float(sums.sum()), text, standard_error(sums, counts))
+
+
+def standard_error(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> float | None:
+    """Return the standard error of `sum(sums) / sum(counts)` over independent rows.
+
+    Tokens of a row depend on each other, so rows are what varies: the ratio estimator of
+    Cochran, Sampling Techniques, equation 6.13, without the correction for a finite population.
+    """
+    rows = len(sums)
+    if rows < 2:
+        return None
+    away = sums - sums.sum() / counts.sum() * counts
+    return float(math.sqrt(rows / (rows - 1) * (away**2).sum()) / counts.sum())
+
+
+def _texts(windows: Windows, ranges: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the scored ids, in pieces that are of one document each and as long as they can be.
+
+    Neighbouring rows are joined, since characters of several tokens cross their border.
+    """
+    view, ends = windows.view, windows.view.ends
+    ordered = ranges[np.argsort(ranges[:, 0])]
+    joins = np.flatnonzero(ordered[1:, 0] != ordered[:-1, 1]) + 1
+    for group in np.split(ordered, joins):
+        start, stop = group[0, 0], group[-1, 1]
+        inner = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop)]
+        begins, stops = np.append(start, inner), np.append(inner, stop)
+        if windows.packing == "documents":  # of which the first token is not scored
+            begins = begins + np.isin(begins, ends)
+        for begin, end in zip(begins.tolist(), stops.tolist(), strict=True):
+            yield view.read(begin, end)

@@ -1,0 +1,105 @@
+"""Which text a model is measured on: what its run held out, or any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.checkpoint.commit import read_manifest
+from meshwright.data import Tokenizer, load_tokenizer, open_data
+from meshwright.data.dataset import Say, refuse_changed
+from meshwright.data.view import TokenView
+from meshwright.errors import ConfigError, DataError
+from meshwright.spec.stored import find_step
+from meshwright.spec.training import DataSpec
+from meshwright.train.run_folder import Job, RunFolder, read_job
+
+Packing = Literal["stream", "documents"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A stream of tokens to measure on, and how the run of the model reads such streams.
+
+    `seq_len` is that of the run's training, None where the model is of no run.
+    """
+
+    what: str
+    view: TokenView
+    tokenizer: Tokenizer
+    seq_len: int | None
+    packing: Packing = "stream"
+    seed: int = 0
+
+
+def run_of(folder: Path) -> Job | None:
+    """Return the run that a folder is, or that its step belongs to; None of any other folder."""
+    for path in (folder, *folder.resolve().parents[:2]):
+        if RunFolder(path).plan.is_file() and RunFolder(path).config.is_file():
+            return read_job(path)
+    return None
+
+
+def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
+    """Return the documents that the run of a model has held out.
+
+    Raises `ConfigError` where the model is of no run, or its run has held nothing out; DataError
+    where its data is not what the newest step was trained on.
+    """
+    job = run_of(folder)
+    if job is None:
+        raise ConfigError(f"{folder} is no run, which would have held text out; give --source")
+    data = open_data(job.config.data, job.cache, vocab_size, say)
+    step = find_step(folder)
+    trained_on = {} if step is None else read_manifest(step).get("identity", {})
+    refuse_changed(
+        {key: trained_on[key] for key in data.identity if key in trained_on}, data.identity
+    )
+    if data.tokens("validation") < 2:
+        raise ConfigError(
+            f"{folder} held nothing out (data.validation = {data.spec.validation}); give --source"
+        )
+    what = f"held-out documents of {', '.join(data.spec.sources)}"
+    return Text(
+        what,
+        data.validation,
+        data.tokenizer,
+        job.config.train.seq_len,
+        data.spec.packing,
+        data.spec.seed,
+    )
+
+
+def given(
+    folder: Path,
+    spec: DataSpec,
+    cache: Path,
+    vocab_size: int,
+    say: Say | None = None,
+) -> Text:
+    """Return all documents of `spec.sources`, as `spec.tokenizer` reads them.
+
+    Text is prepared under `cache` like that of a run. Raises DataError where a source is a store
+    of another tokenizer, and as `open_data` does.
+    """
+    data = open_data(spec.model_copy(update={"validation": 0.0}), cache, vocab_size, say)
+    asked = load_tokenizer(spec.tokenizer, spec.eos)
+    if data.tokenizer.digest != asked.digest:
+        raise DataError(
+            f"{', '.join(spec.sources)} was prepared with the tokenizer {data.tokenizer.name!r}, "
+            f"but the model has {asked.name!r}; prepare the text with that one"
+        )
+    job = run_of(folder)
+    what = ", ".join(spec.sources)
+    if job is None:
+        return Text(what, data.train, data.tokenizer, None)
+    config = job.config
+    return Text(
+        what,
+        data.train,
+        data.tokenizer,
+        config.train.seq_len,
+        config.data.packing,
+        config.data.seed,
+    )
