@@ -1,5 +1,6 @@
 """The docs are run: commands, Python snippets, links, Makefile targets, config keys."""
 
+import importlib.util
 import json
 import os
 import re
@@ -27,7 +28,7 @@ TINY = [
     *("data.source=corpus", "data.cache=cache", "cluster.device=cpu", "checkpoint.every=0"),
 ]
 ONE_RANK = "layout.dp_replicate=1"
-NETWORK = ("tinystories", "hf:", "stories")
+NETWORK = ("tinystories", "hf:", "stories", "lambada")
 
 
 def blocks(page, language):
@@ -61,6 +62,10 @@ def workplace(tmp_path, monkeypatch):
         (corpus / f"{n}.txt").write_text(f"def f{n}(x):\n    return x + {n}\n" * 40)
     rows = (json.dumps({"text": f"def g{n}(): pass"}) for n in range(50))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/my_task.yaml").write_text(blocks(ROOT / "docs/commands/eval.md", "yaml")[0])
+    question = {"question": "def", "choices": [" f", " g"], "answer": 0}
+    (tmp_path / "questions.jsonl").write_text(3 * f"{json.dumps(question)}\n")
     return tmp_path
 
 
@@ -78,6 +83,8 @@ def test_commands(page, workplace, capsys):
             continue
         command, rest = words[1], words[2:]
         if any(word.startswith(NETWORK) for word in rest):
+            continue
+        if "--tasks" in rest and importlib.util.find_spec("lm_eval") is None:
             continue
         if command == "train" and "--resume" in rest:
             assert has_run, "a run to go on with comes first"

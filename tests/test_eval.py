@@ -20,6 +20,11 @@ from meshwright.evaluate.windows import Windows
 from runs import TINY
 
 
+@pytest.fixture(autouse=True)
+def _the_same_weights():
+    torch.manual_seed(0)
+
+
 def view_of(tokens, ends=None, vocab=320):
     tokens = np.asarray(tokens, dtype=np.int64)
     ends = np.array([len(tokens)] if ends is None else ends, dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
@@ -14,9 +15,10 @@ from rich.console import Console
 
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli.common import add_json, print_json, say, table
+from meshwright.data import load_tokenizer
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.evaluate.perplexity import Perplexity, measure
-from meshwright.evaluate.text import Text, given, held_out
+from meshwright.evaluate.text import Text, given, held_out, run_of
 from meshwright.evaluate.windows import Windows, check_windows
 from meshwright.launch.session import cache_folder
 from meshwright.models import Transformer
@@ -67,6 +69,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--text-key", default="text", metavar="KEY", help="field of jsonl rows")
     text.add_argument("--cache", metavar="DIR", help="folder for prepared text")
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--tasks", metavar="NAME,...", help="of lm-evaluation-harness")
+    tasks.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="a folder with YAML files of more tasks"
+    )
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples; the task's own")
     add_json(parser)
 
 
@@ -79,7 +87,13 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ConfigError(refusal(f"--{name} {value} must be at least 1", legal=[1]))
     device = _device(args.device)
-    return _perplexity(args, folder, spec, device)
+    of_tasks = ("include_path", "num_fewshot")
+    for name in ("source", "stride", "packing") if args.tasks else of_tasks:
+        if getattr(args, name) is not None:
+            told = "is not for --tasks" if args.tasks else "is for --tasks"
+            raise ConfigError(f"--{name.replace('_', '-')} {told}")
+    measured = _tasks if args.tasks else _perplexity
+    return measured(args, folder, spec, device)
 
 
 def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:
@@ -106,6 +120,46 @@ def _perplexity(args: argparse.Namespace, folder: Path, spec: ModelSpec, device:
         print_json(facts)
     else:
         _print(facts)
+    return EXIT_DONE
+
+
+def _tasks(args: argparse.Namespace, folder: Path, spec: ModelSpec, device: str) -> int:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'meshwright[lm-eval]'")
+    from meshwright.evaluate.harness import MeshwrightLM, run_tasks
+
+    if args.include_path is not None and not args.include_path.is_dir():
+        raise ConfigError(f"--include-path {args.include_path} is not a folder")
+    name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
+    tokenizer = load_tokenizer(name, eos)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model "
+            f"{spec.vocab_size}: it is not the model's"
+        )
+    job = run_of(folder)
+    max_length = args.seq_len
+    if max_length is None:
+        max_length = spec.context if job is None else job.config.train.seq_len
+    check_windows(max_length, 1, spec.context)
+    batch_tokens = BATCH_TOKENS[device] if args.batch is None else args.batch * max_length
+    lm = MeshwrightLM(_load(folder, device, args.precision), tokenizer, max_length, batch_tokens)
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    found = run_tasks(lm, names, args.include_path, args.num_fewshot, args.limit)
+    if args.json:
+        kept = ("results", "groups", "versions", "n-shot", "n-samples")
+        print_json({"model": str(folder), **{key: found[key] for key in kept if key in found}})
+        return EXIT_DONE
+    rows = table("task", "metric", "value", "standard error")
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, _, how = key.partition(",")
+            if isinstance(value, int | float) and how and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{how}")
+                spread = f"{error:.4f}" if isinstance(error, int | float) else "-"
+                told = metric if how == "none" else f"{metric} ({how})"
+                rows.add_row(task, told, f"{value:.4f}", spread)
+    Console().print(rows)
     return EXIT_DONE
 
 
