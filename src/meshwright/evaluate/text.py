@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshwright.checkpoint.commit import read_manifest
 from meshwright.data import Tokenizer, load_tokenizer, open_data
-from meshwright.data.dataset import Say, refuse_changed
+from meshwright.data.dataset import Dataset, Say, refuse_changed
 from meshwright.data.view import TokenView
 from meshwright.errors import ConfigError, DataError
 from meshwright.spec.stored import find_step
@@ -44,7 +44,8 @@ def run_of(folder: Path) -> Job | None:
 def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     """Return the documents that the run of a model has held out.
 
-    Raises `ConfigError` where the model is of no run, or its run has held nothing out; DataError
+    Raises `ConfigError` where the model is of no run, its run has held nothing out, or was trained
+    on a stream or a blend; DataError
     where its data is not what the newest step was trained on.
     """
     job = run_of(folder)
@@ -56,6 +57,12 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     refuse_changed(
         {key: trained_on[key] for key in data.identity if key in trained_on}, data.identity
     )
+    if not isinstance(data, Dataset) or len(data.parts) > 1:
+        kind = "a stream" if job.config.data.streaming else "a blend"
+        raise ConfigError(
+            f"{folder} was trained on {kind}, of which there is no one text that was held out; "
+            "give --source"
+        )
     if data.tokens("validation") < 2:
         raise ConfigError(
             f"{folder} held nothing out (data.validation = {data.spec.validation}); give --source"
@@ -63,7 +70,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     what = f"held-out documents of {', '.join(data.spec.sources)}"
     return Text(
         what,
-        data.validation,
+        data.parts[0].validation,
         data.tokenizer,
         job.config.train.seq_len,
         data.spec.packing,
@@ -83,7 +90,9 @@ def given(
     Text is prepared under `cache` like that of a run. Raises DataError where a source is a store
     of another tokenizer, and as `open_data` does.
     """
-    data = open_data(spec.model_copy(update={"validation": 0.0}), cache, vocab_size, say)
+    all_of_it = {"validation": 0.0, "streaming": False, "weights": None}
+    data = open_data(spec.model_copy(update=all_of_it), cache, vocab_size, say)
+    assert isinstance(data, Dataset)
     asked = load_tokenizer(spec.tokenizer, spec.eos)
     if data.tokenizer.digest != asked.digest:
         raise DataError(
@@ -93,11 +102,11 @@ def given(
     job = run_of(folder)
     what = ", ".join(spec.sources)
     if job is None:
-        return Text(what, data.train, data.tokenizer, None)
+        return Text(what, data.parts[0].train, data.tokenizer, None)
     config = job.config
     return Text(
         what,
-        data.train,
+        data.parts[0].train,
         data.tokenizer,
         config.train.seq_len,
         config.data.packing,
