@@ -130,12 +130,6 @@ BROKEN = [
         ["layout.cp_kind = ring", "layout.cp = 2", "layout.tp = 2"],
     ),
     (
-        {"train.compile": True, "layout.cp": 2},
-        "train.compile = true with layout.cp = 2: compiled blocks are proven with data "
-        "parallelism only",
-        ["train.compile = false", "layout.cp = 1"],
-    ),
-    (
         {"layout.pp": 4, "layout.microbatch": 8},
         microbatch_rule("1f1b", 4, 1, 2),
         ["layout.microbatch = 4 (4 microbatches)", "layout.schedule = gpipe", "train.batch = 32"],

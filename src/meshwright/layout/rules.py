@@ -145,17 +145,6 @@ def _ulysses(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     )
 
 
-def _compile(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if not train.compile or layout.model_ranks == 1:
-        return None
-    degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
-    axis = next(axis for axis, degree in degrees.items() if degree > 1)
-    return (
-        f"train.compile = true with layout.{axis} = {degrees[axis]}: compiled blocks are proven "
-        f"with data parallelism only"
-    )
-
-
 def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.pp == 1:
         return None
@@ -176,7 +165,6 @@ RULES = (
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
-    Rule(_compile, ("train.compile", "layout.tp", "layout.cp", "layout.pp")),
     Rule(
         _schedule,
         (
@@ -312,7 +300,6 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.schedule": get_args(Schedule),
     "layout.offload": get_args(Offload),
     "layout.sp": (False, True),
-    "train.compile": (False, True),
 }
 
 

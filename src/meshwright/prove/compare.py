@@ -47,7 +47,8 @@ class Difference(NamedTuple):
 
 def build_small(program: Program, groups: Groups, world: World, fault: Fault | None) -> Parallel:
     """Return the parallel model of a small program, with a fault if there is one."""
-    parallel = build(program, groups, world.device, seeded(program.model, program.train.seed))
+    source, compiled = seeded(program.model, program.train.seed), program.train.compile
+    parallel = build(program, groups, world.device, source, compiled=compiled)
     if fault is not None:
         fault(parallel)
     return parallel

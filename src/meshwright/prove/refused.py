@@ -61,12 +61,6 @@ def _tensor(world: int) -> Iterator[Case]:
         f"tp{world} sp mb1",
         {"seq_len": seq_len},
     )
-    yield _case(
-        f"train.compile = true with layout.tp = {world}: compiled blocks are proven with data "
-        f"parallelism only",
-        label,
-        {"compile": True},
-    )
 
 
 def _pipeline(world: int) -> Iterator[Case]:

@@ -82,7 +82,6 @@ def _small_train(train: TrainSpec, layout: Layout, microbatches: int) -> TrainSp
     update = {
         "batch": layout.dp * layout.microbatch * count,
         "seq_len": round_up(_SEQ_LEN, 2 * layout.cp * layout.tp),
-        "compile": False,
     }
     return train.model_copy(update=update)
 
