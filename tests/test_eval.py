@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from hf_folders import TEXTS, hf_folder, model_of, write_run
 from meshwright.cli import main
 from meshwright.data import IGNORE, Sampler, load_tokenizer
 from meshwright.data.view import Shard, split
-from meshwright.errors import CheckpointError, DataError
-from meshwright.evaluate import score
+from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.evaluate import score, text
 from meshwright.evaluate.perplexity import measure, standard_error
 from meshwright.evaluate.windows import Windows
+from meshwright.spec.loading import load_config
 from runs import TINY
 
 
@@ -222,8 +224,8 @@ def test_a_table_for_people(tmp_path, capsys):
     words = ["--source", str(tmp_path / "text.txt"), "--cache", str(tmp_path / "cache")]
     assert main(["eval", str(folder), *words, "--limit", "2", "--seq-len", "16"]) == 0
     shown = capsys.readouterr().out
-    for text in ("nats per token", "perplexity", "bits per byte", "32 tokens", "in 2 of "):
-        assert text in shown.replace("\n ", "")
+    for part in ("nats per token", "perplexity", "bits per byte", "32 tokens", "in 2 of "):
+        assert part in shown.replace("\n ", "")
 
 
 REFUSED = [
@@ -254,6 +256,17 @@ def test_what_cannot_be_is_refused(words, message, tmp_path, capsys, monkeypatch
 def test_a_folder_has_held_nothing_out(tmp_path, capsys):
     assert main(["eval", str(hf_folder(tmp_path))]) == 2
     assert "give --source" in capsys.readouterr().err
+
+
+def test_a_blend_has_no_one_text_that_was_held_out(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"some words of {name} " * 200)
+    blend = [f'data.source=["{tmp_path}/a.txt", "{tmp_path}/b.txt"]', "data.weights=[1, 2]"]
+    job = SimpleNamespace(config=load_config(None, blend), cache=tmp_path / "cache")
+    monkeypatch.setattr(text, "run_of", lambda folder: job)
+    monkeypatch.setattr(text, "find_step", lambda folder: None)
+    with pytest.raises(ConfigError, match=r"was trained on a blend, .* give --source"):
+        text.held_out(tmp_path, 320)
 
 
 def test_a_store_of_another_tokenizer(tmp_path, capsys):

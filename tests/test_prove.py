@@ -241,7 +241,7 @@ def failing_worker(body):
         "Suite.prove = wrong\n"
         "proof_worker.main()\n"
     )
-    return lambda folder: [sys.executable, "-c", code, str(folder)]
+    return lambda folder: [sys.executable, "-c", code, str(folder), "cpu"]
 
 
 def test_a_rank_that_fails_costs_its_layout_only():
@@ -318,7 +318,7 @@ def test_a_failed_verdict_is_shown_with_its_place(capsys, monkeypatch):
     where = Divergence("layers.1.mlp.up.weight", 3, 1, 2, 0.5, data_rank=1)
     verdict = Verdict("gradients", {}, 0.0, float("nan"), 2e-6, False, where)
 
-    def prove(cases, environ, show):
+    def prove(cases, environ, show, command):
         outcomes = [Outcome(case, (verdict,), 0.1) for case in cases]
         for outcome in outcomes:
             show(outcome)
