@@ -21,15 +21,19 @@ from meshwright.spec.stored import SPEC, find_step, stored_spec
 
 
 def write_weights(
-    root: Path, spec: ModelSpec, state: Mapping[str, Tensor], facts: Mapping[str, Any]
+    root: Path,
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    step: int = 0,
 ) -> Path:
-    """Commit whole weights, by our names, as step 0 under `root` and return its path.
+    """Commit whole weights, by our names, as a step under `root` and return its path.
 
     Raises `CheckpointError` where the step is there already or the disk refuses.
     """
-    folder = begin(root, 0)
+    folder = begin(root, step)
     if folder is None:
-        raise CheckpointError(f"{root / step_name(0)} is there already; choose another folder")
+        raise CheckpointError(f"{root / step_name(step)} is there already; choose another folder")
     chunks = [
         Chunk(name, (0,) * tensor.dim(), tensor.detach().to("cpu", torch.float32))
         for name, tensor in state.items()
@@ -37,7 +41,7 @@ def write_weights(
     name = f"{WEIGHTS}-00000.safetensors"
     files = {name: write_chunks(folder / name, chunks)}
     (folder / SPEC).write_text(spec_text(spec), encoding="utf-8")
-    return seal(folder, 0, files, facts)
+    return seal(folder, step, files, facts)
 
 
 def spec_text(spec: ModelSpec) -> str:

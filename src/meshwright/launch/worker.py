@@ -234,8 +234,11 @@ def run_rank(job: Job, world: World, attempt: int, stop: StopRequest, *, view: b
             sink.write(event)
 
     resume = attempt > 0 or job.resume
+    go = train
+    if config.train.engine == "deepspeed":
+        go = importlib.import_module("meshwright.train.by_deepspeed").train  # of an extra
     with Recorder(world.ledger), MemoryLimit(job, world.rank, world.device):
-        summary = train(job, world, dataset, emit, lambda: stop.asked, resume)
+        summary = go(job, world, dataset, emit, lambda: stop.asked, resume)
     for sink in sinks:
         sink.close()
     world.barrier()  # some launchers end all ranks when the first one has ended

@@ -133,7 +133,8 @@ class TrainSpec(Spec):
     "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
     compares the weights that ranks hold copies of, every n steps; 0 never does. `matmul` is what
     computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
-    to be faster on such a processor.
+    to be faster on such a processor. `engine` does the steps: our own, or DeepSpeed's for
+    data-parallel layouts.
     """
 
     steps: int = Field(default=200, gt=0)
@@ -151,6 +152,7 @@ class TrainSpec(Spec):
     matmul: Literal["auto", "torch", "onednn"] = "auto"
     nonfinite: Literal["stop", "skip"] = "stop"
     check_every: int = Field(default=0, ge=0)
+    engine: Literal["native", "deepspeed"] = "native"
 
 
 class OptimizerSpec(Spec):
