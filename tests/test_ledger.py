@@ -3,11 +3,11 @@
 import torch
 import torch.distributed as dist
 
+from meshwright.execute.borders import all_reduce, begin_gather, begin_scatter
 from meshwright.execute.groups import open_groups
 from meshwright.execute.ledger import Ledger, Pending
 from meshwright.execute.ledger_file import SIZE, SLOTS, LedgerFile, ranges_of, ranks_of, read_ledger
 from meshwright.execute.recorder import Recorder
-from meshwright.execute.tensor import all_reduce, gather_sequence, scatter_sequence
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from ranks import ranks
@@ -96,8 +96,8 @@ def test_every_collective_is_entered(world: World):
         x = torch.ones(1, 4, 8)
         fresh.sum_on_host([1.0])
         all_reduce(x, groups.tp)
-        gather_sequence(x, groups.tp)
-        scatter_sequence(x, groups.tp)
+        begin_gather(x, groups.tp)()
+        begin_scatter(x, groups.tp)()
         group = groups.tp.required
         pending = Pending(fresh.ledger, dist.all_reduce(x, group=group, async_op=True))
         open_ = entered(fresh.ledger)[-1]
