@@ -22,7 +22,7 @@ def test_saturation_finds_the_rate_and_the_half_that_made_the_curve():
     made = []
     for shape in shapes:
         share = 1.0
-        for side in shape:
+        for side in shape.sides:
             share *= side / (side + 64)
         made.append((shape, shape.flops / (2e11 * share)))
     peak, half = saturation(made)

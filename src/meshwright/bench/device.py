@@ -73,7 +73,7 @@ def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
     for half in (0.0, *(2.0 ** (step / 4) for step in range(33))):
         logs = []
         for shape, seconds in found:
-            share = math.prod(side / (side + half) for side in shape)
+            share = math.prod(side / (side + half) for side in shape.sides)
             logs.append(math.log(shape.flops / seconds / share))
         mean = sum(logs) / len(logs)
         error = sum((value - mean) ** 2 for value in logs)
@@ -180,7 +180,7 @@ def seconds_per_byte(
         left -= _attention_seconds(device, precision, share, heads, length, _HEAD_DIM)
         found = layout_work(spec, length, precision, 1, False, 1, "ring", 1, "none").layer
         for shape in found.products:
-            share = math.prod(side / (side + half) for side in shape)
+            share = math.prod(side / (side + half) for side in shape.sides)
             left -= PASSES * shape.flops / (peak * share)
         moved += PASSES * (found.moved + found.norm_moved)
     return max(left, 0.0) / moved

@@ -31,6 +31,11 @@ class Product(NamedTuple):
     is_column: bool = False
 
     @property
+    def sides(self) -> tuple[int, int, int]:
+        """Rows, inner and outer dim."""
+        return self.rows, self.inner, self.outer
+
+    @property
     def flops(self) -> float:
         """FLOPs of one pass."""
         return 2.0 * self.rows * self.inner * self.outer
