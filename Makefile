@@ -52,7 +52,12 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.overhead --out docs/benchmarks/overhead.json
+	$(BIN)/meshwright bench peers examples/peers.toml --systems meshwright native \
+		--out docs/benchmarks/modes-native.json
+	$(BIN)/python -m benchmarks.data --out docs/benchmarks/data.json
+	$(BIN)/python -m benchmarks.memory --ranks 1 2 4 --out docs/benchmarks/memory.json
+	$(BIN)/python -m benchmarks.scale --out docs/benchmarks/scale.json
 
 # On a machine with a GPU and a PyTorch of its own, which is used as it is. Where that machine reaches no
 # index, `make gpu-wheels GPU_PYTHON=3.12` beforehand on one that does, and build/gpu goes along.
