@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import StoppedOnRequest
+from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.supervisor import (
     LocalRanks,
     StopSignals,
@@ -53,7 +54,7 @@ def measure_on_ranks(
             [sys.executable, "-m", "meshwright.launch.bench_worker", path],
             ranks,
             RunFolder(folder),
-            {**environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            rank_environ(environ),
             listen_on_loopback(None),
             timing,
         )

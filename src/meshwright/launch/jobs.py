@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.launch.rank_environ import ALLOCATOR
 from meshwright.units import format_seconds
 
 PORT: Final = 29500
@@ -122,7 +123,9 @@ def shell(words: Sequence[str], indent: str = "") -> str:
 
 def environment(job: JobSpec) -> Mapping[str, str]:
     """Return what ranks want in the environment: one thread each on CPUs that ranks share."""
-    return {} if job.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+    if job.device == "cuda":
+        return {}
+    return {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": ALLOCATOR}
 
 
 def parse_time(text: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import RankFailed, StoppedOnRequest
+from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.supervisor import (
     LocalRanks,
     StopSignals,
@@ -106,7 +107,7 @@ class _Proof:
             command(self._folder.path),
             self._cases[0].layout.world,
             RunFolder(self._folder.path),
-            {**environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            rank_environ(environ),
             listen_on_loopback(None),
             timing,
         )

@@ -26,6 +26,7 @@ from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.planned import predicted, settled
+from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.restart import append, run_attempts
 from meshwright.launch.supervisor import (
     LocalRanks,
@@ -133,7 +134,8 @@ class _Local:
     ) -> None:
         self._job, self._lock, self._timing, self._command = job, lock, timing, command
         threads = job.machine.threads(job.layout.world)
-        self._environ = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
+        self._environ = rank_environ(environ, threads, keeps_memory=not is_limited)
 
     def train(self, listener: socket.socket, view: View) -> int:
         """Train to the end and return the exit code; the first attempt meets at `listener`."""

@@ -1,0 +1,33 @@
+"""The environment that ranks are started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+# glibc gives blocks from 128 KiB (later more, at most 32 MiB) back to the system as they are freed,
+# and gets new ones in pieces of 4 KiB, each of them zeroed as it is touched for the first time: a
+# step allocates gigabytes of activations so. Here it keeps them, and asks for pieces of 2 MiB.
+# The GNU C Library, section 39.2, Memory Allocation Tunables; other libraries ignore it.
+ALLOCATOR: Final = ":".join(
+    (
+        "glibc.malloc.hugetlb=1",
+        f"glibc.malloc.mmap_threshold={1 << 30}",
+        f"glibc.malloc.trim_threshold={1 << 30}",
+    )
+)
+
+
+def rank_environ(
+    environ: Mapping[str, str], threads: int = 1, *, keeps_memory: bool = True
+) -> dict[str, str]:
+    """Return the environment of ranks that have so many threads each.
+
+    `keeps_memory` False leaves the allocator as it is, for ranks that have to stay below a limit.
+    What is set of it already stays.
+    """
+    found = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    own = environ.get("GLIBC_TUNABLES", "")
+    if keeps_memory and "glibc.malloc" not in own and "LD_PRELOAD" not in environ:
+        found["GLIBC_TUNABLES"] = f"{own}:{ALLOCATOR}" if own else ALLOCATOR
+    return found

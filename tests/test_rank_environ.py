@@ -1,0 +1,62 @@
+"""What ranks are started with: threads, and an allocator that keeps what it has."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch.rank_environ import ALLOCATOR, rank_environ
+
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Allocates 64 MiB in blocks of 4, frees them, and does so again: faults of the second time.
+FAULTS = """
+import resource, torch
+def once():
+    kept = [torch.ones(1 << 20) for _ in range(16)]
+once()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+once()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_threads_and_allocator_beside_what_was_there():
+    found = rank_environ({"A": "b"}, 3)
+    assert found == {
+        "A": "b",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "GLIBC_TUNABLES": ALLOCATOR,
+    }
+    mixed = rank_environ({"GLIBC_TUNABLES": "glibc.cpu.x86_shstk=on"})
+    assert mixed["GLIBC_TUNABLES"] == f"glibc.cpu.x86_shstk=on:{ALLOCATOR}"
+
+
+@pytest.mark.parametrize(
+    "environ", [{"GLIBC_TUNABLES": "glibc.malloc.check=1"}, {"LD_PRELOAD": "libtcmalloc.so"}]
+)
+def test_an_allocator_of_ones_own_stays(environ):
+    found = rank_environ(environ)
+    assert {key: found.get(key) for key in environ} == environ
+    assert found.get("GLIBC_TUNABLES") == environ.get("GLIBC_TUNABLES")
+
+
+def test_below_a_limit_memory_goes_back():
+    assert "GLIBC_TUNABLES" not in rank_environ({}, keeps_memory=False)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
+def test_what_was_freed_is_used_again():
+    def faults(environ):
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS], capture_output=True, text=True, env=environ, check=True
+        )
+        return int(done.stdout)
+
+    plain = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    given_back = plain | {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}
+    assert faults(given_back) > 1000
+    assert faults(rank_environ(plain)) < 100
