@@ -7,7 +7,7 @@ import torch
 from meshwright.cli.main import main
 from meshwright.data import open_data
 from meshwright.launch.match import Entrant, line_up, random_tokens, table
-from meshwright.launch.peers.catalogue import PEERS, Sizes
+from meshwright.launch.peers.catalogue import PEERS, Sizes, ranks_of
 from meshwright.launch.peers.common import Task
 from meshwright.launch.peers.native import train
 from meshwright.spec.training import DataSpec
@@ -23,21 +23,23 @@ def losses(world, mode, microbatch):
 
 @pytest.mark.parametrize("mode", PEERS["native"].modes)
 def test_a_native_mode_trains(mode):
-    first, second = on_ranks(2, losses, mode=mode, microbatch=2)[0]
+    first, second = on_ranks(ranks_of(mode), losses, mode=mode, microbatch=2)[0]
     assert math.isfinite(first)
     assert abs(first - math.log(TINY.vocab)) < 0.1
     assert second < first + 0.1
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3", "tp"])
+@pytest.mark.parametrize("mode", ["single", "zero1", "zero2", "zero3", "tp"])
 def test_native_modes_compute_the_same(mode):
     expected = on_ranks(2, losses, mode="ddp", microbatch=4)[0]
-    assert on_ranks(2, losses, mode=mode, microbatch=2)[0] == pytest.approx(expected, abs=1e-5)
+    assert on_ranks(ranks_of(mode), losses, mode=mode, microbatch=2)[0] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_the_ratio_is_to_the_best_peer_of_the_mode():
     times = {"meshwright": [2.0, 1.0, 2.0], "native": [4.0], "deepspeed": [1.0], "litgpt": []}
-    entrants = [Entrant(name, "ddp", 2, seconds=s) for name, s in times.items()]
+    entrants = [Entrant(name, "ddp", 2, seconds=s, peaks=[1]) for name, s in times.items()]
     rows = {row["system"]: row for row in table(entrants, 100)}
     assert rows["meshwright"]["tokens_per_s"] == 50
     assert rows["meshwright"]["ratio"] == 0.5
@@ -66,13 +68,26 @@ SMALL = [
 
 def test_peers_run_side_by_side(tmp_path, capsys):
     out = tmp_path / "peers.json"
-    words = ["--modes", "ddp", "--rounds", "1", "--steps", "3", "--json", "--out", str(out)]
+    words = [
+        "--modes",
+        "single",
+        "ddp",
+        "--rounds",
+        "1",
+        "--steps",
+        "3",
+        "--json",
+        "--out",
+        str(out),
+    ]
     systems = ["--systems", "meshwright", "native", "olmo"]
     assert main(["bench", "peers", *SMALL, *words, *systems]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["rows"] == json.loads(out.read_text())["rows"]
-    assert [row["system"] for row in document["rows"]] == ["meshwright", "native"]
+    ran = [(row["mode"], row["system"]) for row in document["rows"]]
+    assert ran == [(m, s) for m in ("single", "ddp") for s in ("meshwright", "native")]
     assert all(row["steps"] == 1 and row["tokens_per_s"] > 0 for row in document["rows"])
+    assert all(row["peak_bytes"] > 50 << 20 for row in document["rows"])
     assert document["sizes"]["dim"] == 32
     assert document["not_installed"] == ["olmo"]
 

@@ -115,7 +115,17 @@ def _print(
 ) -> None:
     """Print the table, the fastest of each mode first."""
     table = Table(
-        *("mode", "system", "tokens/s", "from", "to", "steps", "microbatch", "to best peer"),
+        *(
+            "mode",
+            "system",
+            "tokens/s",
+            "from",
+            "to",
+            "steps",
+            "microbatch",
+            "peak MiB",
+            "to best peer",
+        ),
         box=None,
         pad_edge=False,
     )
@@ -123,7 +133,8 @@ def _print(
     for row in sorted(rows, key=lambda row: (order[row["mode"]], -row["tokens_per_s"])):
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         speeds = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "slowest", "fastest")]
-        cells = [*speeds, str(row["steps"]), str(row["microbatch"]), ratio]
+        peak = f"{row['peak_bytes'] / 2**20:,.0f}"
+        cells = [*speeds, str(row["steps"]), str(row["microbatch"]), peak, ratio]
         table.add_row(row["mode"], row["system"], *cells)
     Console().print(table)
     for one in entrants:

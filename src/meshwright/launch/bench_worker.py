@@ -25,9 +25,7 @@ def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]
         yield calibrate(world, request["budget_s"])
         return
     cases = [Case.from_json(text) for text in request["cases"]]
-    yield from side_by_side(
-        world, cases, request["rounds"], request["steps"], with_memory=request["memory"]
-    )
+    yield from side_by_side(world, cases, request["rounds"], request["steps"], request["also"])
 
 
 def measure_all(path: Path, at: Rendezvous) -> None:

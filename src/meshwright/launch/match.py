@@ -24,7 +24,15 @@ import meshwright
 from meshwright.data.megatron import write_megatron
 from meshwright.data.view import Shard
 from meshwright.errors import ConfigError, refusal
-from meshwright.launch.peers.catalogue import DATA, PEERS, RANKS, Sizes, adapter
+from meshwright.launch.peers.catalogue import (
+    DATA,
+    PEERS,
+    RANKS,
+    SINGLE,
+    Sizes,
+    adapter,
+    ranks_of,
+)
 from meshwright.spec.loading import Config
 
 OURS = "meshwright"
@@ -33,6 +41,7 @@ SWEEP = (1, 2, 4)
 SWEEP_STEPS = 4
 LIMIT_S = 600
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    SINGLE: {"dp_replicate": 1},
     "ddp": {"dp_replicate": RANKS},
     "zero1": {"dp_shard": RANKS, "zero": 1},
     "zero2": {"dp_shard": RANKS, "zero": 2},
@@ -64,13 +73,17 @@ class Failure(Exception):
 
 @dataclass
 class Entrant:
-    """One system in one mode: its microbatch in rows, the sweep for it, and its counted steps."""
+    """One system in one mode: its microbatch in rows and the sweep for it.
+
+    `seconds` are of its counted steps, `peaks` the resident bytes of each run's largest rank.
+    """
 
     system: str
     mode: str
     microbatch: int | None = None
     sweep: dict[str, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
     failure: str | None = None
 
 
@@ -87,21 +100,23 @@ class Bench:
         """Add the counted steps of one run; a failure takes the entrant out."""
         try:
             if entrant.system == OURS:
-                seconds, entrant.microbatch = self.ours(entrant.mode, steps)
+                seconds, peak, entrant.microbatch = self.ours(entrant.mode, steps)
             else:
                 assert entrant.microbatch is not None
-                seconds = self.peer(entrant.system, entrant.mode, entrant.microbatch, steps)
+                seconds, peak = self.peer(entrant.system, entrant.mode, entrant.microbatch, steps)
             entrant.seconds += seconds[NOT_COUNTED:]
+            entrant.peaks.append(peak)
         except Failure as failure:
             entrant.failure = str(failure)
 
     def sweep(self, entrant: Entrant) -> None:
         """Give a peer the microbatch with its fastest counted step."""
-        rows = self.sizes.batch // RANKS if entrant.mode in DATA else self.sizes.batch
+        shares = ranks_of(entrant.mode) if entrant.mode in DATA else 1
+        rows = self.sizes.batch // shares
         failures = []
         for microbatch in (size for size in SWEEP if rows % size == 0):
             try:
-                seconds = self.peer(entrant.system, entrant.mode, microbatch, SWEEP_STEPS)
+                seconds, _ = self.peer(entrant.system, entrant.mode, microbatch, SWEEP_STEPS)
             except Failure as failure:
                 failures.append(str(failure))
                 continue
@@ -111,8 +126,8 @@ class Bench:
             return
         entrant.microbatch = int(min(entrant.sweep, key=lambda size: entrant.sweep[size]))
 
-    def peer(self, system: str, mode: str, microbatch: int, steps: int) -> list[float]:
-        """Return the step times of a peer."""
+    def peer(self, system: str, mode: str, microbatch: int, steps: int) -> tuple[list[float], int]:
+        """Return the step times of a peer and its peak of resident bytes."""
         words = ["--mode", mode, "--steps", str(steps), "--microbatch", str(microbatch)]
         for name, value in vars(self.sizes).items():
             words += [f"--{name}", str(value)]
@@ -120,11 +135,11 @@ class Bench:
         lines = [line for line in out.splitlines() if line.startswith('{"seconds"')]
         if not lines:
             raise Failure("it printed no step times")
-        seconds: list[float] = json.loads(lines[-1])["seconds"]
-        return seconds
+        found = json.loads(lines[-1])
+        return found["seconds"], found["peak_bytes"]
 
-    def ours(self, mode: str, steps: int) -> tuple[list[float], int]:
-        """Return the step times of `meshwright train`, and the microbatch that it chose."""
+    def ours(self, mode: str, steps: int) -> tuple[list[float], int, int]:
+        """Return the step times of `meshwright train`, its peak, the microbatch that it chose."""
         sizes = self.sizes
         with tempfile.TemporaryDirectory() as folder:
             words = {
@@ -152,8 +167,9 @@ class Bench:
             lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         start = next(event for event in events if event["event"] == "start")
-        seconds = [event["step_time_s"] for event in events if event["event"] == "step"]
-        return seconds, start["layout"]["microbatch"]
+        done = [event for event in events if event["event"] == "step"]
+        peak = max(done[-1]["peak_memory_bytes"].values())
+        return [event["step_time_s"] for event in done], peak, start["layout"]["microbatch"]
 
 
 def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -240,6 +256,7 @@ def table(entrants: Sequence[Entrant], tokens: int) -> list[dict[str, Any]]:
                 "fastest": round(tokens / min(entrant.seconds), 1),
                 "steps": len(entrant.seconds),
                 "microbatch": entrant.microbatch,
+                "peak_bytes": max(entrant.peaks),
                 "sweep_seconds": entrant.sweep,
                 "ratio": round(medians[mode, system] / max(others), 3) if is_compared else None,
             }

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 RANKS = 2
-DATA = ("ddp", "zero1", "zero2", "zero3", "bf16")  # each rank reads rows of its own
+SINGLE = "single"  # one rank with the threads of all
+DATA = (SINGLE, "ddp", "zero1", "zero2", "zero3", "bf16")  # each rank reads rows of its own
 CONTEXT = ("ring", "ulysses")  # each rank reads half of each row
-MODES = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", *CONTEXT, "bf16")
+MODES = (SINGLE, "ddp", "zero1", "zero2", "zero3", "tp", "pp", *CONTEXT, "bf16")
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,32 @@ class Peer(NamedTuple):
 
 # The adapter of peer X is meshwright.launch.peers.run_X.
 PEERS: Mapping[str, Peer] = {
-    "native": Peer(("torch",), "torch", ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "bf16")),
+    "native": Peer(
+        ("torch",), "torch", (SINGLE, "ddp", "zero1", "zero2", "zero3", "tp", "pp", "bf16")
+    ),
     "accelerate": Peer(
-        ("accelerate", "transformers"), "accelerate", ("ddp", "zero2", "zero3", "tp", "bf16")
+        ("accelerate", "transformers"),
+        "accelerate",
+        (SINGLE, "ddp", "zero2", "zero3", "tp", "bf16"),
     ),
     "deepspeed": Peer(
         ("deepspeed", "transformers"),
         "deepspeed",
-        ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "ulysses", "bf16"),
+        (SINGLE, "ddp", "zero1", "zero2", "zero3", "tp", "pp", "ulysses", "bf16"),
     ),
     "torchtitan": Peer(
-        ("torchtitan",), "torchtitan", ("ddp", "zero2", "zero3", "tp", "pp", "bf16")
+        ("torchtitan",), "torchtitan", (SINGLE, "ddp", "zero2", "zero3", "tp", "pp", "bf16")
     ),
     "megatron": Peer(("megatron.core",), "megatron-core", ("ddp", "zero1", "tp", "pp", "bf16")),
     "olmo": Peer(("olmo_core",), "ai2-olmo-core", ("ddp", "zero3", "tp", "pp", "ulysses", "bf16")),
     "picotron": Peer(("picotron", "safetensors"), "picotron", ("ddp", "tp", "pp", "ring")),
-    "litgpt": Peer(("litgpt", "lightning"), "litgpt", ("ddp", "zero2", "zero3", "bf16")),
+    "litgpt": Peer(("litgpt", "lightning"), "litgpt", (SINGLE, "ddp", "zero2", "zero3", "bf16")),
 }
+
+
+def ranks_of(mode: str) -> int:
+    """Return how many ranks a mode has."""
+    return 1 if mode == SINGLE else RANKS
 
 
 def adapter(peer: str) -> str:

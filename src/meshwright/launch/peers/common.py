@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.launch.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, Sizes
+from meshwright.launch.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, Sizes, ranks_of
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0
@@ -44,9 +46,14 @@ class Task:
         return self.mode in DATA
 
     @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return ranks_of(self.mode)
+
+    @property
     def local_rows(self) -> int:
         """Rows of a step that a rank reads."""
-        return self.sizes.batch // RANKS if self.reads_share else self.sizes.batch
+        return self.sizes.batch // self.ranks if self.reads_share else self.sizes.batch
 
     @property
     def parts(self) -> int:
@@ -59,7 +66,7 @@ class Task:
         shape = (self.sizes.batch, self.sizes.seq + 1)
         rows = torch.randint(0, self.sizes.vocab, shape, generator=generator)
         if self.reads_share:
-            rows = rows.chunk(RANKS)[dist.get_rank()]
+            rows = rows.chunk(self.ranks)[dist.get_rank()]
         return rows
 
     @property
@@ -92,15 +99,21 @@ class Clock:
         self.losses.append(loss)
         self._last = now
 
-    def slowest(self) -> dict[str, list[float]]:
-        """Return the times of each step on its slowest rank, and the losses; a collective."""
-        everyone: list[Clock | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self)
-        clocks = [clock for clock in everyone if clock is not None]
+    def slowest(self) -> dict[str, Any]:
+        """Return each step's times on its slowest rank, the losses, the peak; a collective.
+
+        The peak is the resident bytes of the rank that had most.
+        """
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
+        everyone: list[tuple[Clock, int] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (self, own))
+        found = [one for one in everyone if one is not None]
+        clocks = [clock for clock, _ in found]
         return {
             "seconds": [max(s) for s in zip(*(c.seconds for c in clocks), strict=True)],
             "cpu_seconds": [max(s) for s in zip(*(c.cpu_seconds for c in clocks), strict=True)],
             "losses": self.losses,
+            "peak_bytes": max(peak for _, peak in found),
         }
 
 
@@ -124,8 +137,8 @@ def main(peer: str, run: Callable[[Task], Clock]) -> None:
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        _start_ranks()
-    torch.set_num_threads(1)
+        _start_ranks(ranks_of(args.mode))
+    torch.set_num_threads(RANKS // ranks_of(args.mode))
     torch.manual_seed(0)
     sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
     found = run(Task(args.mode, args.steps, args.microbatch, sizes)).slowest()
@@ -135,9 +148,9 @@ def main(peer: str, run: Callable[[Task], Clock]) -> None:
     os._exit(0)  # threads of some peers block an ordinary exit
 
 
-def _start_ranks() -> None:
+def _start_ranks(count: int) -> None:
     spec = sys.modules["__main__"].__spec__
     assert spec is not None, "run it with python -m"
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    os.environ |= {"OMP_NUM_THREADS": str(RANKS // count), "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", spec.name, *sys.argv[1:]])

@@ -35,7 +35,11 @@ class Replicated:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.net = DistributedDataParallel(Llama(task.sizes), gradient_as_bucket_view=True)
+        net = Llama(task.sizes)
+        self.is_alone = task.ranks == 1
+        self.net: nn.Module = (
+            net if self.is_alone else DistributedDataParallel(net, gradient_as_bucket_view=True)
+        )
         if task.mode == "zero1":
             self.optimizer = ZeroRedundancyOptimizer(
                 self.net.parameters(), torch.optim.AdamW, **ADAMW
@@ -46,12 +50,12 @@ class Replicated:
     def step(self, number: int) -> float:
         total, last = 0.0, self.task.parts - 1
         for index, (inputs, targets) in enumerate(self.task.microbatches(number)):
-            with self.net.no_sync() if index < last else nullcontext():
+            with self.net.no_sync() if index < last and not self.is_alone else nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.task.is_bf16):
                     logits = self.net(inputs)
                 loss = mean_loss(logits, targets) / self.task.parts
                 loss.backward()
-            total += loss.item() / RANKS
+            total += loss.item() / self.task.ranks
         clip_grad_norm_(self.net.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()

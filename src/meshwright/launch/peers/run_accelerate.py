@@ -59,7 +59,7 @@ def accelerated(task: Task) -> Clock:
                     accelerator.clip_grad_norm_(net.parameters(), CLIP_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-            total += loss.item() / task.parts / RANKS
+            total += loss.item() / task.parts / task.ranks
         return total
 
     return timed(task, step)

@@ -110,7 +110,7 @@ def run(task: Task) -> Clock:
             loss = mean_loss(getattr(logits, "logits", logits), targets)
             trainer.backward(loss)  # divides by the number of microbatches
             trainer.step()
-            total += loss.item() / task.parts / RANKS
+            total += loss.item() / task.parts / task.ranks
         return total
 
     return timed(task, step)

@@ -18,7 +18,7 @@ from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, 
 
 def strategy(task: Task) -> Any:
     if task.mode not in ("zero2", "zero3"):
-        return DDPStrategy(process_group_backend="gloo")
+        return "auto" if task.ranks == 1 else DDPStrategy(process_group_backend="gloo")
 
     def shard(net: Any, mesh: Any) -> Any:
         for module in (*net.transformer.h, net):
@@ -57,7 +57,7 @@ def model(task: Task) -> GPT:
 def run(task: Task) -> Clock:
     fabric = lightning.Fabric(
         accelerator="cpu",
-        devices=RANKS,
+        devices=task.ranks,
         strategy=strategy(task),
         precision="bf16-mixed" if task.is_bf16 else "32-true",
     )
@@ -76,7 +76,7 @@ def run(task: Task) -> Clock:
             with fabric.no_backward_sync(net, enabled=index < last):
                 loss = chunked_cross_entropy(net(inputs), targets, chunk_size=0) / task.parts
                 fabric.backward(loss)
-            total += loss.item() / RANKS
+            total += loss.item() / task.ranks
         fabric.clip_gradients(net, optimizer, max_norm=CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()

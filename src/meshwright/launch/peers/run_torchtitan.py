@@ -16,7 +16,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
-from meshwright.launch.peers.catalogue import DATA, RANKS
+from meshwright.launch.peers.catalogue import DATA, RANKS, SINGLE
 from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
 
 
@@ -129,8 +129,8 @@ def settings(task: Task, folder: str) -> Any:
     parallelism.spmd_backend = "partial_dtensor"
     parallelism.data_parallel_shard_degree = 1
     parallelism.fsdp_reshard_after_forward = "always" if task.mode == "zero3" else "never"
-    if task.mode == "ddp":
-        parallelism.data_parallel_replicate_degree = RANKS
+    if task.mode in (SINGLE, "ddp"):
+        parallelism.data_parallel_replicate_degree = task.ranks
     elif task.mode in DATA:
         parallelism.data_parallel_shard_degree = RANKS
     elif task.mode == "tp":
