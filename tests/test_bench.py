@@ -62,7 +62,8 @@ def test_bench_device_writes_what_plan_reads(tmp_path, capsys):
 
 def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     out = tmp_path / "rows.json"
-    words = ["--rounds", "1", "--steps", "2", "--memory", "--json", "--out", str(out)]
+    words = ["--rounds", "1", "--steps", "2", "--memory", "--shares", "--json"]
+    words += ["--out", str(out)]
     labels = ["dp2 mb2", "pp2 1f1b mb2"]
     assert main(["bench", "layouts", *SMALL, "--layout", *labels, *words]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -73,6 +74,15 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     for row in rows:
         assert len(row["step_times_s"]) == 2
         assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.01)
+        assert all(min(each.values()) > -1e-3 for each in row["shares_s"])
+        for kind in ("products", "attention", "norms", "rotation", "optimizer"):
+            assert all(each[kind] > 0 for each in row["shares_s"]), kind
+    waits = {row["layout"]: row["shares_s"] for row in rows}
+    assert waits["dp2 mb2"][0]["waiting: data"] > 0
+    assert waits["dp2 mb2"][0]["waiting: bubble"] == 0
+    assert waits["pp2 1f1b mb2"][1]["waiting: bubble"] > 0
+    # The last stage alone has the loss.
+    assert waits["pp2 1f1b mb2"][1]["loss"] > waits["pp2 1f1b mb2"][0]["loss"] == 0
 
 
 @pytest.mark.parametrize(

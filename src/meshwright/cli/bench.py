@@ -67,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     layouts.add_argument("--rounds", type=int, default=3, help="how often each takes its turn")
     layouts.add_argument("--steps", type=int, default=3, help="steps that count, in each turn")
     layouts.add_argument("--memory", action="store_true", help="also the peak of each rank")
+    layouts.add_argument("--shares", action="store_true", help="also where a step's time goes")
     layouts.add_argument("--calibration", type=Path, help="what `bench device` has written")
     layouts.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document there")
     layouts.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it")
@@ -129,6 +130,7 @@ class Row:
     predicted_bytes: list[int]
     seconds: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
+    shares: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -146,6 +148,7 @@ class Row:
             "predicted_seconds": self.predicted.time.causes,
             "peak_bytes": self.peak_bytes,
             "predicted_peak_bytes": self.predicted_bytes if self.peak_bytes else [],
+            "shares_s": self.shares,
         }
 
 
@@ -177,13 +180,14 @@ def _layouts(args: argparse.Namespace) -> int:
         "cases": [Case(config.model, config.train, layout).as_json() for layout in layouts],
         "rounds": args.rounds,
         "steps": args.steps,
-        "memory": args.memory,
+        "also": [what for what in ("memory", "shares") if getattr(args, what)],
     }
 
     def take(said: Mapping[str, Any]) -> None:
         row = rows[said["case"]]
         row.seconds += said.get("seconds", [])
         row.peak_bytes = said.get("peak_bytes", row.peak_bytes)
+        row.shares = said.get("shares", row.shares)
 
     measure_on_ranks(request, layouts[0].world, os.environ, take)
     rows.sort(key=lambda row: row.median)
@@ -197,7 +201,22 @@ def _layouts(args: argparse.Namespace) -> int:
         print_json(document)
     else:
         Console().print(_table(rows, tokens))
+        if args.shares:
+            Console().print(_shares(rows))
     return EXIT_DONE
+
+
+def _shares(rows: Sequence[Row]) -> Table:
+    """Return a table of where the time of each layout's slowest rank goes, in percent."""
+    table = Table("share of a step", box=None, pad_edge=False)
+    slowest = [max(row.shares, key=lambda share: sum(share.values())) for row in rows]
+    for row in rows:
+        table.add_column(row.layout.label, justify="right")
+    for kind in slowest[0]:
+        each = [share[kind] / sum(share.values()) for share in slowest]
+        if max(each) >= 0.0005:
+            table.add_row(kind, *(f"{part:.1%}" for part in each))
+    return table
 
 
 def _refuse(config: Config, layouts: Sequence[Layout], machine: Machine) -> None:

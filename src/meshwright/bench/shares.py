@@ -1,0 +1,99 @@
+"""Where the time of a step goes: seconds by kind of work, of one rank's operations and waits."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.execute.clock import clock_of
+from meshwright.execute.measured import recorded
+from meshwright.execute.recorder import Recorder
+from meshwright.execute.tape import Tape
+from meshwright.execute.world import World
+
+# An operation is of the first kind whose pattern is found in its name, else in the name of what
+# called it, and so on outwards.
+_KINDS: Final = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        ("products", r"^aten::(addmm|mm|addmv|mv|_scaled_mm)$|^mkldnn::"),
+        ("attention", r"scaled_dot_product|flash_attention|varlen|^meshwright::attention|^_Ring"),
+        ("loss", r"^_(Loss|Head)|log_softmax|nll_loss"),
+        ("norms", r"^_(RMS|Layer)Norm|native_layer_norm|^NativeLayerNorm"),
+        ("rotation", r"^_Rotate"),
+        ("activation", r"^_Gated|^aten::(silu|gelu)"),
+        ("embedding", r"embedding|^Embedding"),
+        ("optimizer", r"^Optimizer\.|_fused_adam|^aten::_foreach|linalg_vector_norm"),
+        ("sums of gradients", r"AccumulateGrad"),
+        ("other operations", r"^aten::"),
+    )
+)
+# What is sent is told by the ledger's waits, which last as long.
+_MESSAGES: Final = re.compile(r"^c10d::|^gloo:|^nccl|_c10d_functional")
+# Waits, as a ledger names them by what is waited for.
+_WAITS: Final = ("tp", "cp", "data", "bubble")
+REST: Final = "Python and what calls operations"
+
+
+def kinds() -> tuple[str, ...]:
+    """Return all kinds in the order in which they are told."""
+    waits = tuple(f"waiting: {cause}" for cause in _WAITS)
+    return (*(kind for kind, _ in _KINDS), *waits, REST)
+
+
+def shares(world: World, step: Any, *, pp: int, dp: int) -> dict[str, float]:
+    """Return the seconds of a call of `step` by kind, on this rank; a collective.
+
+    On a GPU an operation takes what its kernels take, and the rest has what the device idles. The
+    profile itself lengthens what Python does by some microseconds an operation.
+    """
+    is_cuda = world.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    world.barrier()
+    with Recorder(world.ledger), profile(activities=activities) as seen:
+        world.ledger.tape = tape = Tape(clock_of(world.device))
+        started = time.perf_counter()
+        step()
+        if is_cuda:
+            torch.cuda.synchronize(world.device)
+        seconds = time.perf_counter() - started
+        tape.stop()
+        world.ledger.tape = None
+    causes = recorded(tape, world.ledger.label, pp=pp, dp=dp).causes
+    found = dict.fromkeys(kinds(), 0.0)
+    found |= {f"waiting: {cause}": causes.get(cause, 0.0) for cause in _WAITS}
+    for kind, each in _operations(seen, is_cuda):
+        found[kind] += each
+    found[REST] = seconds - sum(found.values())
+    return found
+
+
+def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
+    """Yield the kind and the own seconds of each operation of the thread that steps."""
+    events: Any = seen.events()  # type: ignore[no-untyped-call]
+    threads = Counter(event.thread for event in events if event.name.startswith("aten::"))
+    main = threads.most_common(1)[0][0]
+    for event in events:
+        if is_cuda:
+            own = event.self_device_time_total
+        else:
+            own = event.self_cpu_time_total if event.thread == main else 0
+        kind = _kind(event) if own > 0 else None
+        if kind is not None:
+            yield kind, own / 1e6
+
+
+def _kind(event: Any) -> str | None:
+    """Return the kind of an operation, None for a message and for what is none."""
+    while event is not None and not _MESSAGES.search(event.name):
+        for kind, pattern in _KINDS:
+            if pattern.search(event.name):
+                return kind
+        event = event.cpu_parent
+    return None
