@@ -13,6 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwright.models import blockwise
+
 # What selective recompute keeps: products, attention and what came from tp's collectives. The rest
 # (norms, activations, rotations, casts) is a few percent of the time and most of the memory.
 # arXiv:2205.05198, section 5, extended from attention's inside to single operations. A ring's or
@@ -30,6 +32,7 @@ KEPT = frozenset(
         ("aten", "_scaled_dot_product_cudnn_attention"),
         ("_c10d_functional", "all_reduce"),
         ("_c10d_functional", "reduce_scatter_tensor"),
+        (blockwise.SPACE, "attention"),
     )
 )
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.execute.groups import Groups
+from meshwright.models import blockwise
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 
@@ -168,7 +169,7 @@ def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
 _PRODUCTS: Final[Mapping[str, int]] = {"aten::mm": 0, "aten::addmm": 1, "aten::linear": 0}
 # Batched ones occur in attention alone, where no kernel takes its mask.
 _BATCHED: Final[Mapping[str, int]] = {"aten::bmm": 0, "aten::baddbmm": 1}
-_ATTENTION: Final = "aten::_scaled_dot_product_"
+_ATTENTION: Final = ("aten::_scaled_dot_product_", f"{blockwise.SPACE}::attention")
 # Products of the forward and of the backward for each pair of query and key.
 _FORWARD, _BACKWARD = 2, 5
 
@@ -208,6 +209,7 @@ def _product(name: str, args: tuple[Any, ...], at: int) -> float:
 def _attention(name: str, values: Mapping[str, Any]) -> float:
     q, k = values["query"], values["key"]
     products = _BACKWARD if name.endswith("_backward") else _FORWARD
-    share = 0.5 if values.get("is_causal") else 1.0
+    is_causal = values.get("is_causal", False) or name.startswith(f"{blockwise.SPACE}::")
+    share = 0.5 if is_causal else 1.0
     # [batch, heads, queries, head_dim] times the keys
     return 2.0 * share * products * int(q.numel()) * int(k.shape[2])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.models import blockwise
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
@@ -30,6 +31,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     # A single query is the newest position: it sees all keys. A branch, as there is no plain
     # bool here in code that is compiled for any length.
     if mask is None and q.shape[-2] > 1:
+        if blockwise.takes(q, k):
+            out: Tensor = blockwise.attention(q, k, v)[0]
+            return out
         causal = True
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped

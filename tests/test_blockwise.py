@@ -1,0 +1,110 @@
+"""Causal attention by blocks of products, beside PyTorch's, in bf16 and fp32."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from meshwright.models import attention as models_attention
+from meshwright.models import blockwise
+
+# rows, heads, heads of keys, length, dim of a head
+SHAPES = [
+    (2, 4, 4, 64, 16),
+    (3, 4, 2, 100, 8),
+    (1, 6, 1, 200, 16),
+    (2, 2, 2, 1, 8),
+    (1, 2, 1, 65, 4),
+]
+
+
+def inputs(shape, dtype):
+    """q, k, v token by token in memory, as projections give them, and a gradient."""
+    rows, heads, kv_heads, length, dim = shape
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(rows, length, count, dim).to(dtype).transpose(1, 2)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+    return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), grad
+
+
+def exact(leaves, grad):
+    """The result and the gradients in fp64, and the log-sum-exp."""
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    out = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    shared = wide[0].shape[1] // wide[1].shape[1]
+    scores = wide[0] @ wide[1].repeat_interleave(shared, 1).mT / wide[0].shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+    sums = scores.masked_fill(later, -torch.inf).logsumexp(-1)
+    return (out.detach(), *torch.autograd.grad(out, wide, grad.double())), sums.detach()
+
+
+def error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-9)).item()
+
+
+@pytest.mark.parametrize("scores", [1 << 20, 1 << 14, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_exact_in_fp32_however_it_is_cut(shape, scores):
+    leaves, grad = inputs(shape, torch.float32)
+    before = [x.detach().clone() for x in leaves]
+    expected, sums = exact(leaves, grad)
+    with mock.patch.object(blockwise, "SCORES", scores):
+        out, lse = blockwise.attention(*leaves)
+        found = (out, *torch.autograd.grad(out, leaves, grad))
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert error(one, other) < 2e-6
+    assert torch.allclose(lse.double(), sums, atol=1e-5)
+    assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True))
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] > 1])
+def test_in_bf16_it_errs_no_more_than_the_kernel(shape):
+    leaves, grad = inputs(shape, torch.bfloat16)
+    expected, _ = exact(leaves, grad)
+    theirs = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    ours, _ = blockwise.attention(*leaves)
+    for name, out in {"ours": ours, "theirs": theirs}.items():
+        found = (out, *torch.autograd.grad(out, leaves, grad))
+        errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
+        if name == "ours":
+            mine = errors
+    assert all(a < 1.5 * b for a, b in zip(mine, errors, strict=True)), (mine, errors)
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    leaves, grad = inputs((1, 2, 2, 70, 8), torch.float32)
+    large = [(50 * x.detach()).requires_grad_() for x in leaves]
+    expected, sums = exact(large, grad)
+    out, lse = blockwise.attention(*large)
+    assert torch.allclose(lse.double(), sums, rtol=1e-5)
+    for one, other in zip((out, *torch.autograd.grad(out, large, grad)), expected, strict=True):
+        assert one.isfinite().all()
+        assert error(one, other) < 1e-4
+
+
+def test_the_operators_keep_torchs_rules():
+    """Schemas, fake tensors, autograd: what compiling and rehearsing rest on."""
+    leaves, grad = inputs((2, 4, 2, 70, 8), torch.bfloat16)
+    torch.library.opcheck(blockwise.attention, leaves)
+    out, lse = blockwise.attention(*(x.detach() for x in leaves))
+    arguments = (grad, *(x.detach() for x in leaves), out, lse)
+    torch.library.opcheck(blockwise.attention_backward, arguments)
+
+
+def test_attention_takes_it_in_bf16_alone():
+    def taken(dtype, mask=None, queries=16):
+        (q, k, v), _ = inputs((1, 2, 1, 16, 8), dtype)
+        with mock.patch.object(blockwise, "attention", wraps=blockwise.attention) as seen:
+            models_attention.attend(q[:, :, -queries:], k, v, mask)
+        return seen.call_count == 1
+
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril_()
+    assert taken(torch.bfloat16)
+    assert not taken(torch.float32)
+    assert not taken(torch.float16)
+    assert not taken(torch.bfloat16, mask)
+    assert not taken(torch.bfloat16, queries=1)  # generation, beside kept keys
