@@ -29,7 +29,8 @@ def peaks(world, label, precision):
         ("dp2 mb4", "fp32", 0.001),  # one microbatch: its peak is before anything is sent
         ("pp2 gpipe mb2 recompute-full", "fp32", 0.01),
         ("pp2 1f1b mb1 recompute-selective", "fp32", 0.01),
-        ("pp2 zbv v2 mb2", "fp32", 0.01),
+        # The gradient that waits with the MLP's last product is the stream's own: counted twice.
+        ("pp2 zbv v2 mb2", "fp32", 0.015),
         # A thread of gloo may be the last to let go of what it sends, which the profiler misses.
         ("dp2 mb2", "bf16", 0.08),
         ("shard2 zero1 mb2", "fp32", 0.08),

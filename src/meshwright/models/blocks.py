@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from meshwright.models.attention import Attention, Project, each
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import Dropout
-from meshwright.models.ops import rms_norm
+from meshwright.models.ops import activated, gated, rms_norm
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
-
-
-def activation(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise function of the MLP."""
-    table: dict[str, Callable[[Tensor], Tensor]] = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    }
-    return table[spec.activation]
 
 
 class RMSNorm(nn.Module):
@@ -55,13 +41,13 @@ class GatedMLP(nn.Module):
         self.gate = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
         self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
-        self.act = activation(spec)
+        self.act = spec.activation
         self.project: Project = each
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
         gate, up = self.project(x, (self.gate, self.up))
-        out: Tensor = self.down(self.act(gate) * up)
+        out: Tensor = self.down(gated(gate, up, self.act))
         return out
 
 
@@ -72,13 +58,13 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
-        self.act = activation(spec)
+        self.act = spec.activation
         self.project: Project = each
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
         (up,) = self.project(x, (self.up,))
-        out: Tensor = self.down(self.act(up))
+        out: Tensor = self.down(activated(up, self.act))
         return out
 
 

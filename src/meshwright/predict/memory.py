@@ -237,8 +237,9 @@ def kept_per_layer(
         kept["product"] += gathered
     # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
     kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
-    if stack.fused_activation and "activation" in kept:  # made again from the two products
-        kept["activation"] *= 2 / 3 if len(found.layer.products) == _GATED_PRODUCTS else 1
+    is_gated = len(found.layer.products) == _GATED_PRODUCTS
+    if is_gated and "activation" in kept and not stack.fused_activation:
+        kept["activation"] *= 3 / 2  # ours is made again from the two products
     if not CAUSAL[stack.attention]:
         # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
         kept["scores"] = float(found.layer.scores * (2 * sizes.element + 1))

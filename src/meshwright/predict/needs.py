@@ -46,7 +46,7 @@ def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
     biases = program.model.family == "neox" or program.model.mlp_bias
     yield Need("mlp.down", masked + gathered + hidden, _of("mlp.down", biases), sizes.whole_bytes)
     if program.model.family == "llama":
-        # Of the product: the gradients of both factors; then of the activation.
+        # The gradient that came, and those of both factors.
         yield Need("mlp.act", 3 * hidden)
         yield from _columns(program, sizes, on_host, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
     else:

@@ -249,7 +249,7 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
     if program.model.family == "llama":
         yield _Op("mlp.gate", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.up", "product", flops, 0, hidden)
-        yield _Op("mlp.act", "activation", saved=3 * hidden)  # gate, act(gate), up
+        yield _Op("mlp.act", "activation", saved=2 * hidden)  # gate and up; act(gate) is made again
     else:
         yield _Op("mlp.up", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.act", "activation", saved=hidden)
