@@ -18,6 +18,7 @@ from meshwright.data.sampler import IGNORE
 from meshwright.execute.data import DTYPES
 from meshwright.execute.groups import Link
 from meshwright.execute.loss import loss_sum
+from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
 from meshwright.predict.kernels import PASSES
@@ -106,7 +107,7 @@ def _attention_seconds(
     grad = torch.randn(shape, dtype=DTYPES[precision], device=device)
 
     def work() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = attend(q, k, v, None)
         torch.autograd.grad(out, (q, k, v), grad)
 
     return seconds_of(work, budget_s, device)
