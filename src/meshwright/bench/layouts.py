@@ -30,7 +30,7 @@ def step_seconds(world: World, case: Case, steps: int) -> list[float]:
     """Return the seconds of some steps of training after a first one, on the slowest rank."""
     program = lower(case.model, case.train, case.layout)
     groups, source = open_groups(case.layout, world), seeded(case.model, 0)
-    parallel = build(program, groups, world.device, source, compiled=case.train.compile)
+    parallel = build(program, groups, world.device, source, compiled=case.train.is_compiled)
     shards = Shards(parallel.held, on_host=case.layout.offload == "optimizer")
     optimizer = build_optimizer(shards.leaves, OptimizerSpec())
     batch, scale = mine(make_batch(case, 0), program, world), LossScale.of(case.train)
