@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from meshwright.bench.compiling import compiling
+from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.errors import EXIT_REFUSED, ConfigError
 from meshwright.launch.compiler import check_compiler, lacks_compiler
@@ -12,6 +15,7 @@ from meshwright.launch.planned import settled
 from meshwright.layout import Layout, Machine
 from meshwright.predict.calibration import as_toml
 from meshwright.predict.price import price
+from meshwright.prove.case import Case
 from meshwright.search.compiling import choose, with_compile
 from meshwright.search.plan import plan, setting_of
 from meshwright.search.saved import load_planned
@@ -142,16 +146,34 @@ def test_no_process_starts_without_a_compiler(command, tmp_path, monkeypatch, ca
     assert not (tmp_path / "runs").exists()
 
 
+def test_bench_device_compiles_what_the_config_trains(monkeypatch, capsys):
+    machine, words = MACHINE, ["train.precision=bf16", "layout.microbatch=2", "train.batch=8"]
+    monkeypatch.setattr(bench, "lacks_compiler", lambda device, environ: None)
+    case = Case.from_json(bench._compiled_case(load_config(None, words), machine))
+    assert case.train.precision == "bf16"
+    assert case.layout.microbatch == 2
+    off = load_config(None, [*words, "train.compile=false"])
+    assert bench._compiled_case(off, machine) is None
+    monkeypatch.setattr(bench, "lacks_compiler", lambda device, environ: "nothing is here")
+    assert bench._compiled_case(load_config(None, words), machine) is None
+    assert "not measured: nothing is here" in capsys.readouterr().err
+
+
+def test_blocks_that_take_too_long_are_not_compiled_to_be_measured():
+    config = load_config(None, ["model.preset=llama-3-70b"])
+    case = Case(config.model, config.train, LAYOUT)
+    assert compiling(torch.device("cpu"), case, 1.0) == {}
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
-def test_bench_device_measures_what_compiling_gains(tmp_path, capsys):
-    path, small = tmp_path / "here.toml", ["model.dim=64", "model.n_heads=4", "train.seq_len=64"]
-    command = ["bench", "device", "--budget", "0.01", "--out", str(path), "--json", *small]
-    assert main([*command, "train.precision=bf16"]) == 0
-    found = json.loads(capsys.readouterr().out)["constants"]
-    assert 0.2 < found["compile.gain.bf16"] < 20
-    assert 0.1 < found["compile.memory.bf16"] < 1
-    assert 0.5 < found["compile.seconds.bf16"] < 300
-    assert "compile.gain.fp32" not in found
-    setting = setting_of(load_config(None, ["train.precision=bf16", f"cluster.calibration={path}"]))
-    assert setting.compile_gain == pytest.approx(found["compile.gain.bf16"], rel=1e-4)
+def test_what_compiling_gains_is_measured():
+    config = load_config(None, ["model.dim=64", "model.n_heads=4", "train.seq_len=64"])
+    train = config.train.model_copy(update={"precision": "bf16"})
+    found = compiling(torch.device("cpu"), Case(config.model, train, LAYOUT), 0.01)
+    assert list(found) == [f"compile.{what}.bf16" for what in ("gain", "memory", "seconds")]
+    gain, memory, seconds = found.values()
+    assert 0.2 < gain < 20
+    assert 0.1 < memory < 1
+    assert 0.5 < seconds < 300

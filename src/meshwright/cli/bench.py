@@ -171,13 +171,15 @@ def _layouts(args: argparse.Namespace) -> int:
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
     calibration = read_calibration(args.calibration) if args.calibration else None
+    lacks = lacks_compiler(machine.device, os.environ)
     if args.top:
-        made = plan(config, args.top, calibration, local_devices=machine.devices)
+        made = plan(config, args.top, calibration, local_devices=machine.devices, lacks=lacks)
+        config = made.config
         layouts = [one.layout for one in made.found.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
-    check_compiler(config.train, lacks_compiler(machine.device, os.environ))
+    check_compiler(config.train, lacks)
     setting = setting_of(config, calibration, layouts[0].world)
     rows = [
         Row(

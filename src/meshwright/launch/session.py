@@ -109,6 +109,10 @@ def train(
         _say(out, f"run folder {job.folder.path}")
         if lock.left_by is not None:
             _say(out, f"note: process {lock.left_by['pid']} had it and is gone without an end")
+        chosen = job.config.origins["train.compile"].removeprefix("auto: ")
+        if chosen != job.config.origins["train.compile"]:
+            blocks = "compiled" if job.config.train.is_compiled else "not compiled"
+            _say(out, f"note: blocks are {blocks}: {chosen}")
         if job.layout.world < job.machine.devices:
             _say(
                 out,
