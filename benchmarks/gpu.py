@@ -102,7 +102,7 @@ def prove(bench: Bench) -> None:
 def calibrate(bench: Bench, out: Path) -> list[str]:
     """Measure the device; returns the words that make plans use it."""
     words = ["--budget", "0.02" if bench.tiny else "1", "--out", str(out)]
-    asked = [f"cluster.device={bench.device}", "cluster.devices_per_node=1"]
+    asked = [f"cluster.device={bench.device}", "cluster.devices_per_node=1", "train.compile=false"]
     found = bench.run("bench device", "bench", "device", *asked, *words)
     if found is None:
         return []

@@ -1,9 +1,13 @@
 """fp32 products through oneDNN: which processors take it, and that the numbers are the same."""
 
+import shutil
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from meshwright.execute.compiled import compile_block
 from meshwright.execute.products import Processor, Route, _has_onednn, route, take_route
 from ranks import ranks
 
@@ -107,3 +111,65 @@ def test_other_routes_only_where_one_was_taken(world):
     assert "mkldnn::_linear_pointwise" not in before[0]
     assert "mkldnn::_linear_pointwise" in after[0]
     torch.testing.assert_close(before[1], after[1], rtol=1e-5, atol=1e-4)
+
+
+class Two(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@needs_onednn
+@pytest.mark.usefixtures("through_onednn")
+def test_what_is_not_compiled_has_its_products_as_ever():
+    """Torch compiles none of its own containers, but what they call: the route is not to be."""
+    x, module = torch.randn(160, 96), nn.Sequential(nn.Linear(96, 96))
+    expected = module(x)
+    compile_block(module, Route(True, True))
+    names, out = called(lambda: module(x))
+    assert "mkldnn::_linear_pointwise" in names
+    assert torch.equal(out, expected)
+
+
+@needs_onednn
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+@pytest.mark.usefixtures("through_onednn")
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_products_of_compiled_modules_go_the_same_way(biased, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    x, grad = torch.randn(160, 96, requires_grad=True), torch.randn(160, 128)
+    linears = [nn.Linear(96, 96, bias=biased), nn.Linear(96, 128, bias=biased)]
+    for linear in linears if biased else ():
+        linear.bias.requires_grad_(False)  # its gradient is a sum, which would want C++ compiled
+
+    def step(module):
+        x.grad = None
+        module.zero_grad()
+        out = module(x)
+        out.backward(grad)
+        return [out.detach(), x.grad, *(linear.weight.grad for linear in linears)]
+
+    def counted(module):
+        step(module)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            found = step(module)
+        counts = {event.key: event.count for event in seen.key_averages()}
+        return found, [counts.get(name, 0) for name in ("mkldnn::_linear_pointwise", "aten::copy_")]
+
+    plain, calls = counted(Two(*linears))
+    compiled = Two(*linears)
+    compile_block(compiled, Route(True, True))
+    found, compiled_calls = counted(compiled)
+    assert compiled_calls == calls  # and nothing is copied that was not before
+    assert calls[0] == 6
+    others = Two(*linears)
+    compile_block(others, take_route("torch", CPU))
+    torchs, torchs_calls = counted(others)
+    assert torchs_calls[0] == 0
+    for mine, own, theirs in zip(found, plain, torchs, strict=True):
+        assert torch.equal(mine, own)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)

@@ -10,20 +10,22 @@ from typing import Any, Final
 import torch
 
 from meshwright.bench import device as on_device
+from meshwright.bench.compiling import compiling
 from meshwright.bench.links import collectives, overlap
 from meshwright.bench.overheads import overheads
 from meshwright.execute.products import take_route
 from meshwright.execute.world import World
 from meshwright.predict.step import OPTIMIZER_BYTES
+from meshwright.prove.case import Case
 
 _PRECISIONS: Final = ("fp32", "bf16")
 
 
-def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
+def calibrate(world: World, budget_s: float = 3.0, case: Case | None = None) -> dict[str, Any]:
     """Return constants by name, without the kind of the device, and the curves behind them.
 
-    `budget_s` is about what each of the measurements takes. All ranks call it; constants are
-    medians over them.
+    `budget_s` is about what each of the measurements takes; `case` has the blocks whose
+    compiling is measured, None for none. All ranks call it; constants are medians over them.
     """
     constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
@@ -57,6 +59,9 @@ def calibrate(world: World, budget_s: float = 3.0) -> dict[str, Any]:
         constants[f"moves.loss.{precision}"] *= bandwidth
     rate = on_device.optimizer_rate(world.device, budget_s / 3, OPTIMIZER_BYTES)
     constants["optimizer"] = rate / bandwidth
+    if case is not None:
+        constants |= compiling(world.device, case, budget_s)
+        take_route("auto", world.device)
     cost = overheads(world)
     constants |= {f"overhead.{name}": seconds for name, seconds in cost._asdict().items()}
     if world.size > 1:

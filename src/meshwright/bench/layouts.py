@@ -35,7 +35,8 @@ class Stepper:
         program = lower(case.model, case.train, case.layout)
         groups, source = open_groups(case.layout, world), seeded(case.model, 0)
         self._world, self._case = world, case
-        self._parallel = build(program, groups, world.device, source, compiled=case.train.compile)
+        compiled = case.train.is_compiled
+        self._parallel = build(program, groups, world.device, source, compiled=compiled)
         self._shards = Shards(self._parallel.held, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(self._shards.leaves, OptimizerSpec())
         self._batch = mine(make_batch(case, 0), program, world)

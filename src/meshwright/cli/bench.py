@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,9 @@ from meshwright.cli.common import add_config_arguments, add_json, print_json, re
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.launch.benchmark import measure_on_ranks
+from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import detect
-from meshwright.layout import Layout, Machine, broken
+from meshwright.layout import Layout, Machine, broken, resolve_layout
 from meshwright.predict.calibration import as_toml, read_calibration
 from meshwright.predict.price import Prediction, price
 from meshwright.predict.timeline import timeline
@@ -87,7 +89,12 @@ def run(args: argparse.Namespace) -> int:
 def _device(args: argparse.Namespace) -> int:
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
-    request = {"what": "device", "budget_s": args.budget, "device": machine.device}
+    request = {
+        "what": "device",
+        "budget_s": args.budget,
+        "device": machine.device,
+        "compiled": _compiled_case(config, machine),
+    }
     found: list[dict[str, Any]] = []
     measure_on_ranks(request, machine.devices, os.environ, found.append)
     (measured,) = found
@@ -106,6 +113,17 @@ def _device(args: argparse.Namespace) -> int:
     else:
         _print_device(measured["constants"], source)
     return EXIT_DONE
+
+
+def _compiled_case(config: Config, machine: Machine) -> str | None:
+    """Return the case whose blocks are compiled to see what it gains; None where it is no use."""
+    if config.train.compile is False:
+        return None
+    lacks = lacks_compiler(machine.device, os.environ)
+    if lacks is not None:
+        print(f"note: what compiling gains is not measured: {lacks}", file=sys.stderr)
+        return None
+    return Case(config.model, config.train, resolve_layout(config, machine)).as_json()
 
 
 def _print_device(constants: Mapping[str, float], source: str) -> None:
@@ -156,12 +174,15 @@ def _layouts(args: argparse.Namespace) -> int:
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
     calibration = read_calibration(args.calibration) if args.calibration else None
+    lacks = lacks_compiler(machine.device, os.environ)
     if args.top:
-        made = plan(config, args.top, calibration, local_devices=machine.devices)
+        made = plan(config, args.top, calibration, local_devices=machine.devices, lacks=lacks)
+        config = made.config
         layouts = [one.layout for one in made.found.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
+    check_compiler(config.train, lacks)
     setting = setting_of(config, calibration, layouts[0].world)
     rows = [
         Row(

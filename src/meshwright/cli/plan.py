@@ -23,6 +23,7 @@ from meshwright.cli.common import (
 from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import on_machine
 from meshwright.layout import Layout, broken
@@ -96,8 +97,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.margin < 1:
         raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
     calibration = read_calibration(args.calibration) if args.calibration else None
+    lacks = None
     if config.cluster.preset == "local":
-        config = on_machine(config, detect(config.cluster, os.environ))
+        machine = detect(config.cluster, os.environ)
+        lacks = lacks_compiler(machine.device, os.environ)
+        config = on_machine(config, machine)
     if args.explain:
         setting = setting_of(config, calibration)
         found = explain(setting, Layout.parse(args.explain))
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return _after_oom(setting_of(config, calibration), layout, args)
     started = time.perf_counter()
-    made = plan(config, args.top, calibration, args.margin)
+    made = plan(config, args.top, calibration, args.margin, lacks=lacks)
     seconds = time.perf_counter() - started
     document = as_json(made)
     more = answers(args, made)
@@ -205,6 +209,9 @@ def _print_winner(made: Plan, best: Prediction) -> None:
     if gain is not None and setting.train.precision == "fp32":
         chosen = "train.matmul = auto"
         say(f"products: {gain:.2f} x the rate of torch's own, as measured ({chosen})", "  ")
+    asked = "auto" if made.compile.why != "as asked for" else str(made.compile.compiled).lower()
+    blocks = "compiled" if made.compile.compiled else "not compiled"
+    say(f"blocks: {blocks} (train.compile = {asked}): {made.compile.why}", "  ")
     ranks = ranks_of(made.setting, best.layout)
     dearest = max(ranks, key=lambda held: held.total)
     say(f"pipeline rank {dearest.rank}: {_memory(dearest)}", "  ")

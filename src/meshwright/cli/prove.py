@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.launch.certificate import certify
+from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import count_gpus, detect
 from meshwright.launch.proof import by_world, prove_cases, worker_command
 from meshwright.layout import Layout, resolve_layout
@@ -87,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
         cases, more = _of_config(args, out)
     if args.device == "cuda":
         _refuse_without_gpus(cases)
+    if not args.check_order:
+        lacks = lacks_compiler(args.device, os.environ)
+        for case in cases:
+            check_compiler(case.train, lacks)
     if args.resume:
         if args.matrix or args.check_order:
             raise ConfigError("--resume certifies a config: leave out --matrix and --check-order")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.products import take_route
+from meshwright.execute.products import Route, take_route
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, head, together
 from meshwright.layout.schedules import SCHEDULES
@@ -43,10 +44,11 @@ def build(
     fill. What fills a shard depends on its place in the whole alone, so every mesh starts from the
     same weights.
     """
-    take_route(program.train.matmul, device)
+    products = take_route(program.train.matmul, device)
     deferral = Deferral()
     on_cpu = device.type == "cpu"
-    modules = describe(program, groups, deferral, on_cpu=on_cpu, compiled=compiled)
+    wrap = compiler(products) if compiled else None
+    modules = describe(program, groups, deferral, on_cpu=on_cpu, wrap=wrap)
     return materialise(program, groups, device, source, modules, deferral, on_cpu=on_cpu)
 
 
@@ -56,7 +58,7 @@ def describe(
     deferral: Deferral,
     *,
     on_cpu: bool,
-    compiled: bool = False,
+    wrap: Callable[[nn.Module], None] | None = None,
 ) -> dict[int, Transformer]:
     """Return this rank's stages on the meta device, cut and wrapped, by number."""
     layout, spec = program.layout, program.model
@@ -68,12 +70,20 @@ def describe(
         cut_over_cp(model, program, groups)
         for block in model.blocks:
             recompute(block, layout.recompute)
-            if compiled:
-                block.compile()
+            if wrap is not None:
+                wrap(block)
         if not sums_in_place(layout, on_cpu=on_cpu):
             distribute_data(model, model.blocks, layout, program.train, groups.parameters)
         modules[stage.index] = model
     return modules
+
+
+def compiler(products: Route) -> Callable[[nn.Module], None]:
+    """Return what has a block compiled, its products computed by a route."""
+    # Not at the top: the compiler is a second of imports.
+    from meshwright.execute.compiled import compile_block
+
+    return partial(compile_block, products=products)
 
 
 def materialise(

@@ -22,7 +22,9 @@ TIMEOUT_S: Final = 300.0
 def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]]:
     """Yield what a request asks for, as it is found; all ranks of the world do."""
     if request["what"] == "device":
-        yield calibrate(world, request["budget_s"])
+        text = request["compiled"]
+        case = None if text is None else Case.from_json(text)
+        yield calibrate(world, request["budget_s"], case)
         return
     cases = [Case.from_json(text) for text in request["cases"]]
     yield from side_by_side(world, cases, request["rounds"], request["steps"], request["also"])

@@ -18,6 +18,7 @@ from typing import Final
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
+from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.finding import Finding
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import settled
@@ -73,7 +74,9 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     def resolved() -> str:
         nonlocal layout
         machine = detect(config.cluster, environ)
-        layout = resolve_layout(settled(config, machine), machine)
+        lacks = lacks_compiler(machine.device, environ)
+        layout = resolve_layout(settled(config, machine, lacks), machine)
+        check_compiler(config.train, lacks)
         parameters = format_count(parameter_count(config.model))
         return f"{layout.label} on {layout.world} rank(s), {parameters} parameters"
 

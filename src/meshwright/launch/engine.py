@@ -21,7 +21,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "layout.zero": (layout.zero, min(layout.zero, 2)),
         "layout.offload": (layout.offload, "none"),
         "data.streaming": (config.data.streaming, False),
-        "train.compile": (train.compile, False),
+        "train.compile": (train.is_compiled, False),
         "train.check_every": (train.check_every, 0),
         "train.precision": (
             train.precision,

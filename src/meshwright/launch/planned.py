@@ -7,26 +7,48 @@ from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
 from meshwright.launch.machine import CPU_RANKS, gpu_name
-from meshwright.layout import Machine
+from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:  # `config show` has no use for what they bring
+    from meshwright.predict.setting import Setting
     from meshwright.program.ledger import StepLedger
     from meshwright.train.run_folder import Job
 
 
-def settled(config: Config, machine: Machine) -> Config:
-    """Return a config whose layout is decided: by the planner where `layout.auto` is set.
+def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
+    """Return a config whose layout and `train.compile` are decided, by the planner where asked.
 
-    Raises `ConfigError` where no layout fits, or where the machine's GPUs are not known.
+    `lacks` is what a compiler lacks here. Raises `ConfigError` where no layout fits, or where the
+    machine's GPUs are not known.
     """
-    if not config.layout.auto:
-        return config
-    # Only here: a run whose layout is given starts without the planner.
-    from meshwright.search.plan import planned
+    if config.layout.auto:
+        # Only here: a run whose layout is given starts without the planner.
+        from meshwright.search.plan import planned
 
-    found = planned(on_machine(config, machine))
-    return config.model_copy(update={"layout": found.layout, "origins": found.origins})
+        found = planned(on_machine(config, machine), lacks)
+        changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
+        return config.model_copy(update=changes)
+    if config.train.compile == "auto" and config.cluster.calibration is not None:
+        from meshwright.search.compiling import choose, decided
+
+        layout = resolve_layout(config, machine)
+        return decided(config, choose(setting_on(config, machine, layout), layout, lacks))
+    return config
+
+
+def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
+    """Return what a layout is priced for on this machine; raises `ConfigError` as `on_machine`."""
+    from meshwright.predict.catalogue import slowed
+    from meshwright.search.plan import on_cluster, setting_of
+
+    setting = on_cluster(setting_of(on_machine(config, machine)), layout)
+    if machine.device != "cpu":
+        return setting
+    # Ranks share the cores, which the catalogue's device has for as many as run by default.
+    ranks = layout.world // config.cluster.nodes
+    device = slowed(setting.cluster.device, ranks / min(CPU_RANKS, machine.cores))
+    return replace(setting, cluster=replace(setting.cluster, device=device))
 
 
 def on_machine(config: Config, machine: Machine) -> Config:
@@ -52,19 +74,11 @@ def on_machine(config: Config, machine: Machine) -> Config:
 
 def predicted(job: Job) -> StepLedger | None:
     """Return what is predicted of a run's steps; None where the machine's device is not known."""
-    from meshwright.predict.catalogue import slowed
     from meshwright.predict.ledger import predicted_ledger
-    from meshwright.search.plan import on_cluster, setting_of
 
     try:
-        setting = setting_of(on_machine(job.config, job.machine))
+        setting = setting_on(job.config, job.machine, job.layout)
     except ConfigError:
         return None
     packed = job.config.data.packing == "documents"
-    setting = on_cluster(setting, job.layout)
-    if job.machine.device == "cpu":
-        # Ranks share the cores, which the catalogue's device has for as many as run by default.
-        ranks = job.layout.world // job.config.cluster.nodes
-        device = slowed(setting.cluster.device, ranks / min(CPU_RANKS, job.machine.cores))
-        setting = replace(setting, cluster=replace(setting.cluster, device=device))
     return predicted_ledger(setting, job.layout, packed=packed)

@@ -19,6 +19,7 @@ from meshwright.checkpoint.identity import check_parts, identity_of, refuse_chan
 from meshwright.data import Dataset, StreamedDataset, open_data
 from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
+from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.engine import check_engine
 from meshwright.launch.fault import Fault
@@ -47,6 +48,7 @@ from meshwright.train.run_folder import (
     TokenizerRecord,
     check_writable,
     choose_folder,
+    compiled_as,
     create,
     put_step,
     read_job,
@@ -107,6 +109,10 @@ def train(
         _say(out, f"run folder {job.folder.path}")
         if lock.left_by is not None:
             _say(out, f"note: process {lock.left_by['pid']} had it and is gone without an end")
+        chosen = job.config.origins["train.compile"].removeprefix("auto: ")
+        if chosen != job.config.origins["train.compile"]:
+            blocks = "compiled" if job.config.train.is_compiled else "not compiled"
+            _say(out, f"note: blocks are {blocks}: {chosen}")
         if job.layout.world < job.machine.devices:
             _say(
                 out,
@@ -185,8 +191,12 @@ def prepare_job(
     alternatives.
     """
     machine = detect(config.cluster, environ, at)
-    config = settled(config, machine)
+    lacks = lacks_compiler(machine.device, environ)
+    if resume is not None:
+        config = compiled_as(config, resumed_folder(resume.run))
+    config = settled(config, machine, lacks)
     layout = resolve_layout(config, machine)
+    check_compiler(config.train, lacks)
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
     if resume is None:

@@ -47,7 +47,8 @@ class Kernels:
 
     Products take the roofline of their peak and their bytes (Williams et al., 2009), the peak
     lowered by `d / (d + half)` for each dimension d, since tiles at the edges are not full; below
-    a host's launch time the device waits for the host.
+    a host's launch time the device waits for the host. `compile_gain` divides what a layer
+    computes.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Kernels:
         network: Network,
         precision: str,
         products: str,
+        compile_gain: float = 1.0,
     ) -> None:
         kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
         find = calibration.find
-        self.network, self.stack = network, stack
+        self.network, self.stack, self.compile_gain = network, stack, compile_gain
         self.peak = device.peaks[products.split("-")[0]] * find(f"products.{products}", *kinds)
         self.head_peak = device.peaks[precision] * find(f"products.{precision}", *kinds)
         self.half = find(f"products.half.{precision}", *kinds)
@@ -123,9 +125,9 @@ class Kernels:
         }[recompute]
         tp_forward, tp_backward, tp_again = self._borders(found, work, tp, self.peak, defers)
         return Seconds(
-            forward,
-            backward,
-            again,
+            forward / self.compile_gain,
+            backward / self.compile_gain,
+            again / self.compile_gain,
             tp_forward,
             tp_backward,
             tp_again if recompute == "full" or self.stack.selective == "blocks" else 0.0,

@@ -44,6 +44,20 @@ class Setting:
         """Whether the ranks are processes on CPUs."""
         return self.cluster.device.kind == "cpu"
 
+    @property
+    def compile_gain(self) -> float | None:
+        """How many times as fast compiled blocks were measured to be; None where they were not."""
+        return self._measured("compile.gain")
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling was measured to take at the start; 0 where it was not."""
+        return self._measured("compile.seconds") or 0.0
+
+    def _measured(self, what: str) -> float | None:
+        name = f"{self.cluster.device.kind}.{what}.{self.train.precision}"
+        return self.calibration.constants.get(name)
+
     def kernels(self) -> Kernels:
         """Return what prices work on the cluster's device."""
         network = Network(self.cluster, self.calibration)
@@ -54,6 +68,7 @@ class Setting:
             network,
             self.train.precision,
             self.products,
+            (self.compile_gain or 1.0) if self.train.is_compiled else 1.0,
         )
 
 

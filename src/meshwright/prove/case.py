@@ -47,7 +47,7 @@ class Case:
             "parallel": model.parallel_residual,
             "dropout": model.dropout > 0,
             "packed": self.packed,
-            "compiled": self.train.compile,
+            "compiled": self.train.is_compiled,
         }
         yield from (name for name, is_set in flags.items() if is_set)
         yield f"{model.n_layers}L"

@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 def build_small(program: Program, groups: Groups, world: World, fault: Fault | None) -> Parallel:
     """Return the parallel model of a small program, with a fault if there is one."""
-    source, compiled = seeded(program.model, program.train.seed), program.train.compile
+    source, compiled = seeded(program.model, program.train.seed), program.train.is_compiled
     parallel = build(program, groups, world.device, source, compiled=compiled)
     if fault is not None:
         fault(parallel)

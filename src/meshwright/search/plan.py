@@ -6,17 +6,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.predict.calibration import Calibration, shipped_calibration
+from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
 from meshwright.predict.catalogue import resolve_cluster
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.compiling import NOTHING_FITS, Choice, choose, decided, with_compile
 from meshwright.search.questions import Batch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.search.space import Pins
@@ -36,6 +38,7 @@ class Plan:
     setting: Setting
     found: Found
     margin: float = MARGIN
+    compile: Choice = NOTHING_FITS
 
     @property
     def best(self) -> Prediction | None:
@@ -66,7 +69,9 @@ def setting_of(
     local_devices: int = _LOCAL_DEVICES,
 ) -> Setting:
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
-    calibration = calibration or shipped_calibration()
+    if calibration is None:
+        own = config.cluster.calibration
+        calibration = shipped_calibration() if own is None else read_calibration(Path(own))
     cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
     return Setting(
         config.model,
@@ -85,12 +90,14 @@ def plan(
     margin: float = MARGIN,
     local_devices: int = _LOCAL_DEVICES,
     pins: Pins | None = None,
+    lacks: str | None = None,
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; torch is not imported.
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
     those that leave the share `margin` of the memory free; `pins` are keys of the layout that keep
-    a value. Raises `ConfigError` where no layout is legal.
+    a value, `lacks` is what the machine's compiler lacks. The plan's config has `train.compile`
+    decided, for the best layout. Raises `ConfigError` where no layout is legal.
     """
     setting = setting_of(config, calibration, local_devices)
     found = Search(setting, setting.cluster.devices, margin, pins).run(top)
@@ -100,18 +107,24 @@ def plan(
             f"no layout of {setting.cluster.devices} devices is legal with train.batch = "
             f"{config.train.batch}{fixed}"
         )
-    return Plan(config, setting, found, margin)
+    if not found.ranked:
+        return Plan(config, setting, found, margin)
+    choice = choose(setting, found.ranked[0].layout, lacks)
+    if choice.compiled and not setting.train.is_compiled:
+        setting = with_compile(setting, compiles=True)
+        found = Search(setting, setting.cluster.devices, margin, pins).run(top)
+    return Plan(decided(config, choice), setting, found, margin, choice)
 
 
-def planned(config: Config) -> Config:
-    """Return a config whose `layout.auto` the planner resolves for its cluster.
+def planned(config: Config, lacks: str | None = None) -> Config:
+    """Return a config whose `layout.auto` and `train.compile` are decided for its cluster.
 
-    The keys of the layout that were given stay, the others get the origin "plan". Raises
-    `ConfigError` where no layout is legal or fits.
+    The keys of the layout that were given stay, the others get the origin "plan"; `lacks` is that
+    of `plan`. Raises `ConfigError` where no layout is legal or fits.
     """
     section = config.layout.model_dump(exclude={"auto"})
     pins = {key: value for key, value in section.items() if _is_given(config, key)}
-    made = plan(config, 1, pins=pins)
+    made = plan(config, 1, pins=pins, lacks=lacks)
     if made.best is None:
         held = made.found.unfit
         needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""
@@ -122,6 +135,7 @@ def planned(config: Config) -> Config:
     layout = made.best.layout
     values = {"auto": False, **layout.model_dump()}
     origins = {f"layout.{key}": "plan" for key in values if not _is_given(config, key)}
+    config = made.config
     return config.model_copy(
         update={
             "layout": LayoutSection(**values),
@@ -204,6 +218,7 @@ def as_json(made: Plan) -> dict[str, Any]:
         "ruled_out": found.reasons,
         "layout": best.layout.model_dump(mode="json") if best else None,
         "digest": digest(made.config, best.layout) if best else None,
+        "compile": made.compile._asdict(),
         "ledger": ledger(best) if best else None,
         "warnings": warnings(best, made.setting) if best else [],
         "ranked": [

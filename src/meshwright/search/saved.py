@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
+from meshwright.search.compiling import Choice, decided
 from meshwright.search.plan import digest
 from meshwright.spec.loading import Config, load_config
 
@@ -38,6 +39,9 @@ def load_planned(
             f"{needed} {plan}: the program is not the one that was planned: {changes}. Plan again "
             "with `meshwright plan --save`, or train without --plan"
         )
+    compiles = saved["config"]["train"].get("compile")
+    if found.train.compile == "auto" and isinstance(compiles, bool):
+        found = decided(found, Choice(compiles, f"as {plan} has it"))
     return found
 
 

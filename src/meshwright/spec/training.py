@@ -133,8 +133,9 @@ class TrainSpec(Spec):
     "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
     compares the weights that ranks hold copies of, every n steps; 0 never does. `matmul` is what
     computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
-    to be faster on such a processor. `engine` does the steps: our own, or DeepSpeed's for
-    data-parallel layouts.
+    to be faster on such a processor. `compile` compiles the blocks: always, never, or where it was
+    measured to pay (`cluster.calibration`) within the run. `engine` does the steps: our own, or
+    DeepSpeed's for data-parallel layouts.
     """
 
     steps: int = Field(default=200, gt=0)
@@ -148,11 +149,16 @@ class TrainSpec(Spec):
     log_every: int = Field(default=1, gt=0)
     eval_every: int = Field(default=0, ge=0)
     eval_batches: int = Field(default=4, gt=0)
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     matmul: Literal["auto", "torch", "onednn"] = "auto"
     nonfinite: Literal["stop", "skip"] = "stop"
     check_every: int = Field(default=0, ge=0)
     engine: Literal["native", "deepspeed"] = "native"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled; "auto" does nothing until it is decided."""
+        return self.compile is True
 
 
 class OptimizerSpec(Spec):
@@ -215,7 +221,8 @@ class ClusterSpec(Spec):
     `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
     more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
     its libraries. `links` are names of the catalogue, within a node and across; left out, those
-    that usually come with the device. `port` is the rendezvous port of local ranks; left out, a
+    that usually come with the device. `calibration` is a file of `bench device`: what was measured
+    of this machine. `port` is the rendezvous port of local ranks; left out, a
     free one is taken. `timeout` is how many seconds a collective may take. Where no rank does
     anything for `hang` seconds, the supervisor says which one the others wait for, and ends them;
     0: it never does.
@@ -227,6 +234,7 @@ class ClusterSpec(Spec):
     devices_per_node: int | None = Field(default=None, gt=0)
     memory: Memory | None = None
     links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
+    calibration: str | None = None
     peak_tflops: float | None = Field(default=None, gt=0)
     price: float | None = Field(default=None, gt=0)
     port: int | None = Field(default=None, gt=0, lt=65536)

@@ -54,7 +54,7 @@ def open_run(
         open_groups(job.layout, world, config.cluster.timeout),
         world.device,
         weights_source(job) if good is None else StoredSource(good.folder),
-        compiled=config.train.compile,
+        compiled=config.train.is_compiled,
     )
     shards = Shards(parallel.held, on_host=job.layout.offload == "optimizer")
     trained = Trained(parallel, shards, build_optimizer(shards.leaves, config.optimizer))

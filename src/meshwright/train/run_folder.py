@@ -129,6 +129,17 @@ def resumed_folder(run: Path) -> RunFolder:
     return folder
 
 
+def compiled_as(config: Config, folder: RunFolder) -> Config:
+    """Return a config that leaves `train.compile` open with what a run that goes on has for it."""
+    if config.train.compile != "auto":
+        return config
+    before = load_config(folder.config).train.compile
+    # A run has "auto" where nothing was measured: it was not compiled.
+    train = config.train.model_copy(update={"compile": before is True})
+    origins = {**config.origins, "train.compile": f"as in {folder.config}"}
+    return config.model_copy(update={"train": train, "origins": origins})
+
+
 def _unused(root: Path, name: str) -> str:
     candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
     return next(c for c in candidates if not (root / c).exists())

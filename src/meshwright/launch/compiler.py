@@ -1,0 +1,37 @@
+"""Whether what `train.compile` needs is on this machine. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.spec.training import TrainSpec
+
+
+def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
+    """Return what compiling for a device, "cpu" or "cuda", lacks here, in words; None for nothing.
+
+    On a CPU a C++ compiler, as torch looks for it (`cpp.cxx` of torch/_inductor/config.py), and
+    Python's headers; on CUDA Triton.
+    """
+    if device == "cuda":
+        return None if importlib.util.find_spec("triton") else "triton is not installed"
+    name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(name, path=environ.get("PATH", os.defpath)) is None:
+        return f"there is no C++ compiler: {name} is not on the PATH (CXX names another)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "Python's headers are not installed, which the C++ compiler needs"
+    return None
+
+
+def check_compiler(train: TrainSpec, lacks: str | None) -> None:
+    """Refuse `train.compile = true` where something is lacking for it."""
+    if train.is_compiled and lacks is not None:
+        rule = f"train.compile = true, but {lacks}"
+        raise ConfigError(refusal(rule, legal=["train.compile = false", 'train.compile = "auto"']))

@@ -1,0 +1,69 @@
+"""Whether to compile the blocks: where that was measured to gain what it takes, within the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.predict.price import price
+from meshwright.predict.setting import Setting
+from meshwright.spec.loading import Config
+from meshwright.units import format_seconds
+
+_UNMEASURED: Final = (
+    "its gain is not measured: `meshwright bench device --out FILE` does it, "
+    "cluster.calibration = FILE reads it"
+)
+
+
+class Choice(NamedTuple):
+    """Whether blocks are compiled, and why."""
+
+    compiled: bool
+    why: str
+
+
+NOTHING_FITS: Final = Choice(False, "no layout fits")
+
+
+def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> Choice:
+    """Return what `train.compile` comes to under a layout; `lacks` is what its compiler lacks.
+
+    "auto" compiles where all steps together save more seconds than compiling takes.
+    """
+    train, gain = setting.train, setting.compile_gain
+    if train.compile != "auto":
+        return Choice(train.compile, "as asked for")
+    if train.engine != "native":
+        return Choice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
+    if lacks is not None:
+        return Choice(False, lacks)
+    if gain is None:
+        return Choice(False, _UNMEASURED)
+    plain, compiled = (
+        price(with_compile(setting, compiles=compiles), layout).time.total
+        for compiles in (False, True)
+    )
+    saved, needed = train.steps * (plain - compiled), setting.compile_seconds
+    why = f"blocks were measured at {gain:.2f} x their speed: {train.steps} steps "
+    if saved > 0:
+        why += f"of {format_seconds(compiled)} instead of {format_seconds(plain)} save "
+        why += f"{format_seconds(saved)}, compiling takes {format_seconds(needed)}"
+    else:
+        why += "would save nothing"
+    return Choice(saved > needed, why)
+
+
+def with_compile(setting: Setting, *, compiles: bool) -> Setting:
+    """Return a setting whose blocks are compiled, or are not."""
+    return replace(setting, train=setting.train.model_copy(update={"compile": compiles}))
+
+
+def decided(config: Config, choice: Choice) -> Config:
+    """Return a config with its `train.compile` decided, the reason in its origin."""
+    if config.train.compile != "auto":
+        return config
+    train = config.train.model_copy(update={"compile": choice.compiled})
+    origins = {**config.origins, "train.compile": f"auto: {choice.why}"}
+    return config.model_copy(update={"train": train, "origins": origins})

@@ -1,0 +1,179 @@
+"""`train.compile`: what "auto" comes to, who records it, and what a missing compiler changes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from meshwright.bench.compiling import compiling
+from meshwright.cli import bench
+from meshwright.cli.main import main
+from meshwright.errors import EXIT_REFUSED, ConfigError
+from meshwright.launch.compiler import check_compiler, lacks_compiler
+from meshwright.launch.planned import settled
+from meshwright.layout import Layout, Machine
+from meshwright.predict.calibration import as_toml
+from meshwright.predict.price import price
+from meshwright.prove.case import Case
+from meshwright.search.compiling import choose, with_compile
+from meshwright.search.plan import plan, setting_of
+from meshwright.search.saved import load_planned
+from meshwright.spec.dump import to_toml
+from meshwright.spec.loading import load_config
+from meshwright.train.run_folder import RunFolder, compiled_as
+
+LAYOUT = Layout(dp_replicate=2, microbatch=2)
+MACHINE = Machine("cpu", 2, 2, "CPU", False)
+GAIN, SECONDS = 1.25, 10.0
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A calibration in which compiled fp32 blocks are a quarter faster, and bf16 was not tried."""
+    path = tmp_path / "here.toml"
+    found = {"compile.gain.fp32": GAIN, "compile.seconds.fp32": SECONDS}
+    path.write_text(as_toml({"cpu": found}, "2026-11-22", "a test"))
+    return f"cluster.calibration={path}"
+
+
+def chosen(*words, lacks=None):
+    return choose(setting_of(load_config(None, ["cluster.device=cpu", *words])), LAYOUT, lacks)
+
+
+def test_auto_compiles_where_the_run_repays_it(measured):
+    setting = setting_of(load_config(None, [measured]))
+    plain = price(setting, LAYOUT).time
+    compiled = price(with_compile(setting, compiles=True), LAYOUT).time
+    assert compiled.causes["compute"] < plain.causes["compute"]
+    assert {**plain.causes, "compute": 0} == {**compiled.causes, "compute": 0}
+    repaid = int(SECONDS / (plain.total - compiled.total))
+    assert chosen(measured, f"train.steps={repaid + 1}").compiled
+    short = chosen(measured, f"train.steps={repaid}")
+    assert not short.compiled
+    assert "1.25 x" in short.why
+    assert "compiling takes 10.0s" in short.why
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks", "why"),
+    [
+        ([], None, "bench device"),
+        (["MEASURED", "train.precision=bf16"], None, "bench device"),
+        (["MEASURED"], "there is no C++ compiler", "there is no C++ compiler"),
+        (["MEASURED", "train.engine=deepspeed"], None, "as they are"),
+        (["MEASURED", "train.compile=false"], None, "as asked for"),
+    ],
+)
+def test_auto_is_off_and_says_why(measured, words, lacks, why):
+    words = [measured if word == "MEASURED" else word for word in words]
+    found = chosen("train.steps=1000000", *words, lacks=lacks)
+    assert not found.compiled
+    assert why in found.why
+
+
+def test_what_slows_down_is_left_out(tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml({"cpu": {"compile.gain.fp32": 0.9}}, "", ""))
+    found = chosen(f"cluster.calibration={path}")
+    assert not found.compiled
+    assert "save nothing" in found.why
+
+
+def test_the_plan_takes_the_choice_and_a_saved_one_brings_it_along(measured, tmp_path, capsys):
+    words = ["cluster.device=cpu", measured, "train.steps=1000000"]
+    made = plan(load_config(None, words))
+    assert made.config.train.compile is True
+    off = plan(load_config(None, [*words, "train.compile=false"]))
+    assert made.best.time.total < off.best.time.total
+
+    saved = tmp_path / "plan.json"
+    assert main(["plan", *words, "--save", str(saved)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    if lacks_compiler("cpu", {"PATH": "/usr/bin:/bin"}) is None:
+        assert "blocks: compiled (train.compile = auto): blocks were measured at 1.25 x" in said
+        assert json.loads(saved.read_text())["compile"]["compiled"] is True
+        assert load_planned(saved).train.compile is True
+        own = tmp_path / "own.toml"
+        own.write_text("")
+        assert load_planned(saved, own, words).train.compile is True
+        assert load_planned(saved, own, [*words, "train.compile=false"]).train.compile is False
+
+
+def test_a_run_records_the_choice_and_keeps_it(measured, tmp_path):
+    words = [measured, "train.steps=1000000"]
+    config = load_config(None, words)
+    begun = settled(config, MACHINE)
+    assert begun.train.compile is True
+    assert begun.origins["train.compile"].startswith("auto: blocks were measured at 1.25")
+    assert settled(load_config(None, ["layout.auto=true", *words]), MACHINE).train.compile is True
+
+    folder = RunFolder(tmp_path)
+    for first, before in ((begun, True), (settled(config, MACHINE, "nothing"), False)):
+        folder.config.write_text(to_toml(first))
+        again = settled(compiled_as(config, folder), MACHINE)
+        assert again.train.compile is before
+        asked = load_config(None, [*words, f"train.compile={str(not before).lower()}"])
+        assert compiled_as(asked, folder).train.compile is not before
+    folder.config.write_text(to_toml(load_config(None, [])))  # nothing was measured when it began
+    assert compiled_as(config, folder).train.compile is False
+
+
+def test_what_a_compiler_lacks_is_told(tmp_path):
+    lacks = lacks_compiler("cpu", {"PATH": str(tmp_path)})
+    assert "g++ is not on the PATH" in lacks or "clang++" in lacks
+    assert "mycc is not" in lacks_compiler("cpu", {"PATH": str(tmp_path), "CXX": "mycc"})
+    train = load_config(None, ["train.compile=true"]).train
+    check_compiler(train, None)
+    check_compiler(train.model_copy(update={"compile": "auto"}), lacks)
+    with pytest.raises(ConfigError, match=r"train.compile = true, but there is no C\+\+ compiler"):
+        check_compiler(train, lacks)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train"], ["prove"], ["bench", "layouts", "--layout", "dp2 mb2"]],
+    ids=lambda words: words[0],
+)
+def test_no_process_starts_without_a_compiler(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    words = ["cluster.device=cpu", "train.compile=true", f"log.dir={tmp_path / 'runs'}"]
+    assert main([*command[:2], *words, *command[2:]]) == EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert "there is no C++ compiler" in said
+    assert "train.compile = false" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bench_device_compiles_what_the_config_trains(monkeypatch, capsys):
+    machine, words = MACHINE, ["train.precision=bf16", "layout.microbatch=2", "train.batch=8"]
+    monkeypatch.setattr(bench, "lacks_compiler", lambda device, environ: None)
+    case = Case.from_json(bench._compiled_case(load_config(None, words), machine))
+    assert case.train.precision == "bf16"
+    assert case.layout.microbatch == 2
+    off = load_config(None, [*words, "train.compile=false"])
+    assert bench._compiled_case(off, machine) is None
+    monkeypatch.setattr(bench, "lacks_compiler", lambda device, environ: "nothing is here")
+    assert bench._compiled_case(load_config(None, words), machine) is None
+    assert "not measured: nothing is here" in capsys.readouterr().err
+
+
+def test_blocks_that_take_too_long_are_not_compiled_to_be_measured():
+    config = load_config(None, ["model.preset=llama-3-70b"])
+    case = Case(config.model, config.train, LAYOUT)
+    assert compiling(torch.device("cpu"), case, 1.0) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+def test_what_compiling_gains_is_measured():
+    config = load_config(None, ["model.dim=64", "model.n_heads=4", "train.seq_len=64"])
+    train = config.train.model_copy(update={"precision": "bf16"})
+    found = compiling(torch.device("cpu"), Case(config.model, train, LAYOUT), 0.01)
+    assert list(found) == [f"compile.{what}.bf16" for what in ("gain", "memory", "seconds")]
+    gain, memory, seconds = found.values()
+    assert 0.2 < gain < 20
+    assert 0.1 < memory < 1
+    assert 0.5 < seconds < 300
