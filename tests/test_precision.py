@@ -18,7 +18,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import GROWTH_STEPS, START, LossScale
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.train.update import overflowed, update
 from ranks import ranks
 from runs import clean_environ
 
@@ -50,6 +50,10 @@ def batch_of(world, layout):
     start = layout.mesh.data_rank(world.rank) * share
     rows = tokens[start : start + share]
     return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def overflow_of(done, parallel, world, scale):
+    return overflowed(done.norm.item(), int(done.first), parallel, world, scale)
 
 
 LAYOUTS = {
@@ -89,14 +93,14 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_and_is_named(world, nam
     holder_ranks = [rank for rank, row in enumerate(votes) if row[0]]
     parallel.backward = overflow
     done = update(parallel, batch, world, shards, optimizer, scale, 1.0)
-    assert done.overflow == f"{target} (rank {max(holder_ranks)})"
+    assert overflow_of(done, parallel, world, scale) == f"{target} (rank {max(holder_ranks)})"
     assert scale.value == START / 2
     assert all(torch.equal(a, h.shard) for a, h in zip(before, parallel.held, strict=True))
     assert all(h.parameter.grad is None for h in parallel.held)
 
     parallel.backward = real
     done = update(parallel, batch, world, shards, optimizer, scale, 1.0)
-    assert done.overflow is None
+    assert overflow_of(done, parallel, world, scale) is None
     assert 0 < done.norm < 100  # unscaled
     assert scale.value == START / 2
     moved = [not torch.equal(a, h.shard) for a, h in zip(before, parallel.held, strict=True)]
@@ -134,5 +138,9 @@ def test_outside_of_fp16_it_is_an_error_on_every_rank(world):
         parallel.held[3].shard.view(-1)[0] = math.nan
     shards = Shards(parallel.held, on_host=False)
     optimizer = build_optimizer(shards.leaves, OptimizerSpec(name="sgd", lr=0.1))
+    before = [h.shard.clone() for h in parallel.held]
+    done = update(parallel, batch_of(world, layout), world, shards, optimizer, LossScale(), 1.0)
     with pytest.raises(MeshwrightError, match=r"the gradient of embed.weight \(rank 0\) is not"):
-        update(parallel, batch_of(world, layout), world, shards, optimizer, LossScale(), 1.0)
+        overflow_of(done, parallel, world, LossScale())
+    for old, held in zip(before, parallel.held, strict=True):
+        torch.testing.assert_close(held.shard, old, rtol=0, atol=0, equal_nan=True)

@@ -64,13 +64,13 @@ def prove_parity(
     for step, batch in enumerate(batches):
         found = gradients(parallel, mine(batch, program, world), world, case.loss_scale)
         losses.append(world.sum_on_host([found.loss.item()])[0])
-        norms.append(found.norm)
+        norms.append(found.norm.item())
         if step == 0:
             expected = expect(reference.gradients, reference.gradient_noise, precision)
             scale_gradients(parallel.held, 1 / case.loss_scale)
             worst = compare(parallel, lambda held: held.parameter.grad, expected, world)
             scale_gradients(parallel.held, case.loss_scale)
-        _descend(parallel, case, found.norm)
+        _descend(parallel, case, norms[-1])
     expected = expect(reference.weights, reference.weight_noise, precision)
     weights = compare(parallel, lambda held: held.parameter, expected, world)
     bound = TOLERANCES[precision]
