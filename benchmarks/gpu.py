@@ -42,6 +42,8 @@ PROVEN = (
     ["train.precision=bf16", "layout.recompute=selective"],
     ["train.precision=fp32", "layout.offload=optimizer"],
     ["train.precision=fp32", "data.packing=documents"],
+    ["train.precision=bf16", "data.packing=documents"],
+    ["train.precision=bf16", "data.packing=documents", "train.compile=true"],
 )
 MODES = (
     ("eager", []),

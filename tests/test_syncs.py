@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwright.data import open_data
+from meshwright.execute.batch import Feed
 from meshwright.execute.build import build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
@@ -88,11 +89,15 @@ def syncs_of(world, label, precision):
 def read_behind(world, folder, behind):
     """The body of a rank: train the job of a folder, reading so many steps late."""
     order, events = [], []
-    real_update, real_read = loop.update, Numbers.read
+    real_update, real_read, real_bring = loop.update, Numbers.read, Feed.bring
 
     def seen_update(*args):
         order.append("u")
         return real_update(*args)
+
+    def seen_bring(feed, batch):
+        order.append("b")
+        return real_bring(feed, batch)
 
     def seen_read(numbers):
         order.append("r")
@@ -108,6 +113,7 @@ def read_behind(world, folder, behind):
         patch.setattr(loop, "lag", lambda device, scale: behind)
         patch.setattr(loop, "update", seen_update)
         patch.setattr(Numbers, "read", seen_read)
+        patch.setattr(Feed, "bring", seen_bring)
         summary = loop.train(job, world, dataset, events.append, asked)
     return "".join(order), events, summary
 
@@ -126,9 +132,12 @@ def said(events):
     ("overrides", "expected"),
     [
         # Stopped at the seventh step; the fourth is followed by an evaluation, the fifth by a save.
-        (("train.eval_every=4", "checkpoint.every=5", "log.trace=0"), "u ur ur urr ur u urr"),
+        (
+            ("train.eval_every=4", "checkpoint.every=5", "log.trace=0"),
+            "bu bur bur burr bur bu burr",
+        ),
         # The second and third steps are recorded, between reads.
-        (("train.log_every=2", "log.trace=100"), "u r ur ur u ur ur urr"),
+        (("train.log_every=2", "log.trace=100"), "bu r bur bur bu bur bur burr"),
     ],
 )
 def test_steps_are_read_one_behind_and_say_the_same(config, overrides, expected):
@@ -142,7 +151,7 @@ def test_steps_are_read_one_behind_and_say_the_same(config, overrides, expected)
         assert found[0][0] == found[1][0]
         runs.append(found[0])
     (at_once, events, summary), (behind, late_events, late) = runs
-    assert at_once == "ur" * 7
+    assert at_once == "bur" * 7
     assert behind == expected.replace(" ", "")
     assert (late, said(late_events)) == (summary, said(events))
     assert summary.stopped

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.data import BlendSampler, Dataset, Sampler, StreamedDataset, StreamSampler
-from meshwright.execute.batch import Batch
+from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.models.dropout import row_keys
@@ -58,7 +58,7 @@ def train(
 
     scale, clip = progress.scale, config.train.clip_norm
     readings = Readings(job, world, parallel, scale, emit, lag(world.device, scale))
-    recording = Recording(job, world, trained, progress.step)
+    recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
     step, stopped = progress.step, False
     for step in range(progress.step + 1, steps + 1):
         if recording.is_due(step):  # its clock begins on a device that does nothing
@@ -66,7 +66,7 @@ def train(
         recording.begin(step)
         world.ledger.step(step)
         readings.clock.start()
-        batch = Batch.of(sampler.rows(step - 1, mine), world.device, keys(config, step, mine))
+        batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
         readings.clock.data_done()
 
         lr = learning_rate(step - 1, steps, config.optimizer)
@@ -166,6 +166,6 @@ def evaluation_event(
     mine = share(config.train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
     count = min(wanted, max(1, held_out.samples // config.train.batch))
     started = time.perf_counter()
-    batches = [Batch.of(held_out.rows(at, mine), world.device) for at in range(count)]
+    batches = [Batch.of(held_out.rows(at, mine)).to(world.device) for at in range(count)]
     loss = evaluate(parallel, batches, world)
     return {"event": "eval", "step": step, "loss": loss, "seconds": time.perf_counter() - started}
