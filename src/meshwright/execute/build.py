@@ -13,6 +13,7 @@ from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.data import distribute_data, replicate_in_place
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.documents import attend_documents
+from meshwright.execute.float8 import take_float8
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
@@ -68,6 +69,8 @@ def describe(
         attend_by_documents(model)
         cut_over_tp(model, program, groups, deferral)
         cut_over_cp(model, program, groups)
+        if program.train.fp8:
+            take_float8(model.blocks, on_cpu=on_cpu)
         for block in model.blocks:
             recompute(block, layout.recompute)
             if compiled:

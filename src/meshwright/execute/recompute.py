@@ -24,6 +24,7 @@ KEPT = frozenset(
         ("aten", "addmm"),
         ("aten", "bmm"),
         ("aten", "linear"),
+        ("aten", "_scaled_mm"),
         ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
         ("aten", "_scaled_dot_product_flash_attention"),
         ("aten", "_scaled_dot_product_efficient_attention"),

@@ -20,7 +20,7 @@ from meshwright.data import Dataset, StreamedDataset, open_data
 from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import forget, recorded, restarted, tell
-from meshwright.launch.engine import check_engine
+from meshwright.launch.engine import check_engine, check_fp8
 from meshwright.launch.fault import Fault
 from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.lock import RunLock
@@ -189,6 +189,7 @@ def prepare_job(
     layout = resolve_layout(config, machine)
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
+    check_fp8(config, machine.device)
     if resume is None:
         folder = choose_folder(config, datetime.datetime.now())
     else:

@@ -325,9 +325,9 @@ def stops_early(program: Program) -> bool:
 
     torch.utils.checkpoint stops when all that the backward needs is there, and a product needs its
     input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
-    keep after they have computed; so does dropout, which comes later.
+    keep after they have computed, and so do torchao's in float8; so does dropout, which is later.
     """
-    return not is_joint(program) and not program.model.dropout
+    return not (is_joint(program) or program.model.dropout or program.train.fp8)
 
 
 def matmul_flops(program: Program, pp_rank: int) -> float:
