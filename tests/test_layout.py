@@ -146,7 +146,7 @@ BROKEN = [
     (
         {"layout.tp": 2, "train.precision": "bf16", "train.fp8": True},
         "layout.tp = 2 cuts linear layers, which train.fp8 = true needs whole",
-        ["layout.tp = 1", "train.fp8 = false"],
+        ["train.fp8 = false", "layout.tp = 1"],
     ),
     (
         {"layout.tp": 3, "layout.pp": 100},

@@ -17,7 +17,7 @@ from meshwright.program.lower import lower
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import GROWTH_STEPS, START, LossScale
-from meshwright.train.optimizer import build_optimizer
+from meshwright.train.optimizer import build_optimizer, step_scaled
 from meshwright.train.update import overflowed, update
 from ranks import ranks
 from runs import clean_environ
@@ -144,3 +144,35 @@ def test_outside_of_fp16_it_is_an_error_on_every_rank(world):
         overflow_of(done, parallel, world, LossScale())
     for old, held in zip(before, parallel.held, strict=True):
         torch.testing.assert_close(held.shard, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.0), ("sgd", 0.0), ("sgd", 0.9)])
+def test_a_step_that_is_not_finite_changes_no_weight_and_no_state(name, momentum):
+    """Whichever step it is, and the steps after it are those of torch's own optimizer."""
+    spec = OptimizerSpec(name=name, lr=0.1, momentum=momentum, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 3, generator=generator)
+    gradients = [torch.randn(4, 3, generator=generator) for _ in range(3)]
+    ours, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimizer = build_optimizer([ours], spec)
+    settings = {"lr": 0.1, "weight_decay": 0.1, "betas": spec.betas, "eps": spec.eps}
+    wanted = torch.optim.AdamW([plain], **settings)
+    if name == "sgd":
+        wanted = torch.optim.SGD([plain], lr=0.1, momentum=momentum)
+    for gradient in gradients:
+        ours.grad = torch.full_like(ours, math.nan)
+        before = ours.detach().clone()
+        step_scaled(optimizer, torch.tensor(math.nan, dtype=torch.float64), 8.0, 1.0)
+        assert torch.equal(before, ours)
+        for value in optimizer.state[ours].values():
+            assert torch.isfinite(value).all()
+
+        norm = gradient.double().norm()
+        ours.grad = gradient * 8  # of a scaled loss
+        step_scaled(optimizer, norm, 8.0, 0.5)
+        if name == "sgd":
+            with torch.no_grad():
+                plain.mul_(1 - 0.1 * 0.1)
+        plain.grad = gradient * (0.5 / norm).clamp(max=1).float()
+        wanted.step()
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

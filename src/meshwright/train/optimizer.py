@@ -58,6 +58,8 @@ class _DecoupledSGD(torch.optim.SGD):
             torch._foreach_div_(changes, self.grad_scale)
         for one in changes:
             one.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * moves)
         momentum = group["momentum"]
         if momentum:
             states = [self.state[one] for one in weights]
@@ -67,12 +69,8 @@ class _DecoupledSGD(torch.optim.SGD):
             buffers = [state["momentum_buffer"] for state in states]
             torch._foreach_mul_(buffers, momentum * moves + skips)
             torch._foreach_add_(buffers, changes)
-            changes = list(torch._foreach_mul(buffers, group["lr"] * moves))
-        else:
-            torch._foreach_mul_(changes, group["lr"])
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * moves)
-        torch._foreach_sub_(weights, changes)
+            changes = list(torch._foreach_mul(buffers, moves))
+        torch._foreach_add_(weights, changes, alpha=-group["lr"])
 
 
 def step_scaled(
