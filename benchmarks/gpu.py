@@ -42,6 +42,8 @@ PROVEN = (
     ["train.precision=bf16", "layout.recompute=selective"],
     ["train.precision=fp32", "layout.offload=optimizer"],
     ["train.precision=fp32", "data.packing=documents"],
+    ["train.precision=bf16", "data.packing=documents"],
+    ["train.precision=bf16", "data.packing=documents", "train.compile=true"],
 )
 MODES = (
     ("eager", []),
@@ -64,6 +66,12 @@ class Bench:
 
     def run(self, what: str, *words: str, limit_s: float = 240) -> dict[str, Any] | None:
         """Return the JSON document of a command, or None where it failed or had no time."""
+        return self.run_module(what, "meshwright", *words, "--json", limit_s=limit_s)
+
+    def run_module(
+        self, what: str, module: str, *words: str, limit_s: float = 240
+    ) -> dict[str, Any] | None:
+        """Return the JSON document that a module prints; as `run`."""
         left = self.until - time.monotonic()
         if left < 5:
             self.skipped.append(f"{what}: no time left")
@@ -71,7 +79,7 @@ class Bench:
         print(f"{what} ...", flush=True)
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "meshwright", *words, "--json"],
+                [sys.executable, "-m", module, *words],
                 capture_output=True,
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])},
@@ -97,6 +105,13 @@ def prove(bench: Bench) -> None:
         if found is not None:
             rows.append({"of": label, "passed": found["passed"], "failed": found["failed"]})
     bench.done["proofs"] = rows
+
+
+def syncs(bench: Bench) -> None:
+    """Have CUDA say whether a step makes the host wait."""
+    found = bench.run_module("syncs", "benchmarks.syncs", "--device", bench.device)
+    if found is not None and found["checked"]:
+        bench.done["syncs"] = found["rows"]
 
 
 def calibrate(bench: Bench, out: Path) -> list[str]:
@@ -174,6 +189,9 @@ def page(found: dict[str, Any], preset: str) -> str:
         )
     lines += ["", "| proven on the GPU | passed | failed |", "|---|--:|--:|"]
     lines += [f"| `{row['of']}` | {row['passed']} | {row['failed']} |" for row in found["proofs"]]
+    if "syncs" in found:
+        lines += ["", "| a step of | where the host waits for the GPU |", "|---|---|"]
+        lines += [f"| {row['of']} | {row['waits'] or 'nowhere'} |" for row in found["syncs"]]
     lines += ["", *(f"- left out: {what}" for what in found["skipped"])]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -191,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(args.device, args.tiny, started + 60 * args.minutes, args.preset)
     with tempfile.TemporaryDirectory() as folder:
         prove(bench)
+        syncs(bench)
         train(bench, calibrate(bench, Path(folder) / "device.toml"))
     found = {
         "command": "make gpu",
@@ -206,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.page:
         args.page.write_text(text)
     failed = not bench.done["proofs"] or any(row["failed"] for row in bench.done["proofs"])
+    failed = failed or any(row["waits"] for row in bench.done.get("syncs", ()))
     return 1 if failed else 0
 
 

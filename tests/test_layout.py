@@ -144,6 +144,11 @@ BROKEN = [
         ],
     ),
     (
+        {"layout.tp": 2, "train.precision": "bf16", "train.fp8": True},
+        "layout.tp = 2 cuts linear layers, which train.fp8 = true needs whole",
+        ["train.fp8 = false", "layout.tp = 1"],
+    ),
+    (
         {"layout.tp": 3, "layout.pp": 100},
         "layout.tp = 3 must divide model.n_heads = 8",
         ["layout.tp = 2 with layout.pp = 8", "layout.tp = 4 with layout.pp = 8"],

@@ -17,8 +17,8 @@ from meshwright.program.lower import lower
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import GROWTH_STEPS, START, LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.train.optimizer import build_optimizer, step_scaled
+from meshwright.train.update import overflowed, update
 from ranks import ranks
 from runs import clean_environ
 
@@ -50,6 +50,10 @@ def batch_of(world, layout):
     start = layout.mesh.data_rank(world.rank) * share
     rows = tokens[start : start + share]
     return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def overflow_of(done, parallel, world, scale):
+    return overflowed(done.norm.item(), int(done.first), parallel, world, scale)
 
 
 LAYOUTS = {
@@ -89,14 +93,14 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_and_is_named(world, nam
     holder_ranks = [rank for rank, row in enumerate(votes) if row[0]]
     parallel.backward = overflow
     done = update(parallel, batch, world, shards, optimizer, scale, 1.0)
-    assert done.overflow == f"{target} (rank {max(holder_ranks)})"
+    assert overflow_of(done, parallel, world, scale) == f"{target} (rank {max(holder_ranks)})"
     assert scale.value == START / 2
     assert all(torch.equal(a, h.shard) for a, h in zip(before, parallel.held, strict=True))
     assert all(h.parameter.grad is None for h in parallel.held)
 
     parallel.backward = real
     done = update(parallel, batch, world, shards, optimizer, scale, 1.0)
-    assert done.overflow is None
+    assert overflow_of(done, parallel, world, scale) is None
     assert 0 < done.norm < 100  # unscaled
     assert scale.value == START / 2
     moved = [not torch.equal(a, h.shard) for a, h in zip(before, parallel.held, strict=True)]
@@ -134,5 +138,41 @@ def test_outside_of_fp16_it_is_an_error_on_every_rank(world):
         parallel.held[3].shard.view(-1)[0] = math.nan
     shards = Shards(parallel.held, on_host=False)
     optimizer = build_optimizer(shards.leaves, OptimizerSpec(name="sgd", lr=0.1))
+    before = [h.shard.clone() for h in parallel.held]
+    done = update(parallel, batch_of(world, layout), world, shards, optimizer, LossScale(), 1.0)
     with pytest.raises(MeshwrightError, match=r"the gradient of embed.weight \(rank 0\) is not"):
-        update(parallel, batch_of(world, layout), world, shards, optimizer, LossScale(), 1.0)
+        overflow_of(done, parallel, world, LossScale())
+    for old, held in zip(before, parallel.held, strict=True):
+        torch.testing.assert_close(held.shard, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.0), ("sgd", 0.0), ("sgd", 0.9)])
+def test_a_step_that_is_not_finite_changes_no_weight_and_no_state(name, momentum):
+    """Whichever step it is, and the steps after it are those of torch's own optimizer."""
+    spec = OptimizerSpec(name=name, lr=0.1, momentum=momentum, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 3, generator=generator)
+    gradients = [torch.randn(4, 3, generator=generator) for _ in range(3)]
+    ours, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimizer = build_optimizer([ours], spec)
+    settings = {"lr": 0.1, "weight_decay": 0.1, "betas": spec.betas, "eps": spec.eps}
+    wanted = torch.optim.AdamW([plain], **settings)
+    if name == "sgd":
+        wanted = torch.optim.SGD([plain], lr=0.1, momentum=momentum)
+    for gradient in gradients:
+        ours.grad = torch.full_like(ours, math.nan)
+        before = ours.detach().clone()
+        step_scaled(optimizer, torch.tensor(math.nan, dtype=torch.float64), 8.0, 1.0)
+        assert torch.equal(before, ours)
+        for value in optimizer.state[ours].values():
+            assert torch.isfinite(value).all()
+
+        norm = gradient.double().norm()
+        ours.grad = gradient * 8  # of a scaled loss
+        step_scaled(optimizer, norm, 8.0, 0.5)
+        if name == "sgd":
+            with torch.no_grad():
+                plain.mul_(1 - 0.1 * 0.1)
+        plain.grad = gradient * (0.5 / norm).clamp(max=1).float()
+        wanted.step()
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

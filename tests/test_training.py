@@ -80,7 +80,7 @@ def train_steps(world, case, steps, microbatch, precision="fp32", optimizer="sgd
         batch = rows(global_batch(step), mine)
         found["seen"].append(batch.inputs.tolist())
         done = update(parallel, batch, world, shards, torch_optimizer, LossScale(), clip_norm)
-        found["norm"].append(done.norm)
+        found["norm"].append(done.norm.item())
         found["loss"].append(world.sum_on_host([done.loss.item()])[0])
     found["weights"] = whole(parallel, lambda p: p.detach())
     return found

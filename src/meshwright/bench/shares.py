@@ -23,7 +23,7 @@ _KINDS: Final = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
         ("products", r"^aten::(addmm|mm|addmv|mv|_scaled_mm)$|^mkldnn::"),
-        ("attention", r"scaled_dot_product|flash_attention|varlen|^meshwright::attention|^_Ring"),
+        ("attention", r"scaled_dot_product|flash_attention|varlen|^meshwright::atten|^_Ring"),
         ("loss", r"^_(Loss|Head)|log_softmax|nll_loss"),
         ("norms", r"^_(RMS|Layer)Norm|native_layer_norm|^NativeLayerNorm"),
         ("rotation", r"^_Rotate"),

@@ -16,6 +16,7 @@ from meshwright.cli.common import add_config_arguments, add_json, print_json, re
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.launch.certificate import certify
 from meshwright.launch.compiler import check_compiler, lacks_compiler
+from meshwright.launch.engine import check_fp8
 from meshwright.launch.machine import count_gpus, detect
 from meshwright.launch.proof import by_world, prove_cases, worker_command
 from meshwright.layout import Layout, resolve_layout
@@ -153,7 +154,9 @@ def _layout(config: Config) -> Layout:
     cluster = config.cluster
     if not count_gpus(os.environ):
         cluster = cluster.model_copy(update={"device": "cpu"})
-    return resolve_layout(config, detect(cluster, os.environ))
+    machine = detect(cluster, os.environ)
+    check_fp8(config, machine.device)
+    return resolve_layout(config, machine)
 
 
 def _checked(case: Case, out: TextIO) -> Outcome:

@@ -44,7 +44,7 @@ def choose(q: Tensor, masked: bool) -> Block:
     if q.device.type == "cpu" and not (masked and q.dtype == torch.float16):
         # The kernel's fp16 mask cannot hold MASKED.
         return cpu_flash()
-    if q.device.type == "cuda" and not masked and _has_cuda_flash(q):
+    if not masked and has_cuda_flash(q.device, q.dtype, q.shape[-1]):
         return cuda_flash()
     return plain()
 
@@ -114,13 +114,15 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, MASKED)
 
 
-def _has_cuda_flash(q: Tensor) -> bool:
+def has_cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashAttention on CUDA serves a device, a dtype and heads of some size."""
     return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 

@@ -13,6 +13,8 @@ from meshwright.execute.borders import Borders
 from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.data import distribute_data, replicate_in_place
 from meshwright.execute.deferred import Deferral
+from meshwright.execute.documents import attend_documents
+from meshwright.execute.float8 import take_float8
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
@@ -66,8 +68,11 @@ def describe(
     for stage in program.held(groups.at["pp"]):
         model = build_model(spec, device="meta", max_seq_len=program.train.seq_len)
         model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
+        attend_by_documents(model)
         cut_over_tp(model, program, groups, deferral)
         cut_over_cp(model, program, groups)
+        if program.train.fp8:
+            take_float8(model.blocks, on_cpu=on_cpu)
         for block in model.blocks:
             recompute(block, layout.recompute)
             if wrap is not None:
@@ -148,13 +153,19 @@ def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
             setattr(module, name, nn.Parameter(cut))
 
 
+def attend_by_documents(model: Transformer) -> None:
+    """Have attention take what `Parallel` gives of documents, in place of a mask of its own."""
+    model.mask_of = lambda x, documents, cache: documents
+    for block in model.blocks:
+        block.attn.core = attend_documents
+
+
 def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     """Replace the core of attention by one that sees the whole sequence from its shares."""
     if program.layout.cp == 1:
         return
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
-    core = Ring(group, ledger=groups.ledger) if is_ring else Ulysses(group)
-    model.mask_of = lambda x, segments, cache: segments
+    core = Ring(group, ledger=groups.ledger) if is_ring else Ulysses(group, attend_documents)
     for block in model.blocks:
         block.attn.core = core
 

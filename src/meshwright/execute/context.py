@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.block_attention import Block, choose, wide
 from meshwright.execute.ledger import Ledger, Pending
-from meshwright.models.attention import attend
+from meshwright.models.attention import Core, attend
+from meshwright.models.context import causal_mask
 
 
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
@@ -79,22 +80,20 @@ class Ring:
 class Ulysses:
     """Causal attention over a sequence in natural order, by an all-to-all before and after.
 
-    The heads of keys and values must divide among the ranks. arXiv:2309.14509.
+    The heads of keys and values must divide among the ranks. arXiv:2309.14509. `core` attends to
+    the whole sequence, with what it gets of documents: without one, segments.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, core: Core | None = None) -> None:
+        self.group, self.core = group, core or _by_mask
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Return the attention of this rank's queries; shapes and `segments` as in `Ring`."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the attention of this rank's queries; shapes as in `Ring`."""
         batch, heads, length, head_dim = q.shape
         kv_heads = k.shape[1]
         assert kv_heads % self.size == 0, "each rank gets whole heads of keys"
-        mask = None
-        if segments is not None:
-            mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril_()
         # [rank that gets the heads, batch, its heads of q, k and v, seq / cp, head_dim]
         shares = [x.reshape(batch, self.size, -1, length, head_dim) for x in (q, k, v)]
         parts = torch.cat(shares, dim=2).transpose(0, 1)
@@ -102,10 +101,14 @@ class Ulysses:
         whole = traded.permute(1, 2, 0, 3, 4).flatten(2, 3)
         at_k = heads // self.size
         at_v = at_k + kv_heads // self.size
-        out = attend(whole[:, :at_k], whole[:, at_k:at_v], whole[:, at_v:], mask)
+        out = self.core(whole[:, :at_k], whole[:, at_k:at_v], whole[:, at_v:], documents)
         by_owner = out.reshape(batch, -1, self.size, length, head_dim).permute(2, 0, 1, 3, 4)
         back: Tensor = _Trade.apply(by_owner, self.group)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)
+
+
+def _by_mask(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    return attend(q, k, v, causal_mask(q, segments, None))
 
 
 class _Trade(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -72,24 +71,44 @@ def _sum_together(tensors: list[Tensor], link: Link) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
+class Norm(NamedTuple):
+    """The gradient's norm, on the device: nothing has waited for it.
+
+    `total` is the whole model's 2-norm, fp64. `first` is the place in `held` of this rank's first
+    gradient that is not finite, their number where there is none.
+    """
+
+    total: Tensor
+    first: Tensor
+
+
 @torch.no_grad()
-def global_norm(held: list[Held], world_size: int) -> float:
+def global_norm(held: list[Held], world_size: int, device: torch.device) -> Norm:
     """Return the 2-norm of the whole model's gradient, each element counted once.
 
     A shard that several ranks hold counts for its share on each of them, so that one sum over the
     world is right for every layout.
     """
-    counted = [(h.gradient, h.copies) for h in held if h.copies and h.gradient is not None]
-    gradients = [gradient for gradient, _ in counted if gradient is not None]
-    norms = list(torch._foreach_norm(gradients)) if gradients else []
-    device = gradients[0].device if gradients else torch.device("cpu")
+    there = [at for at, one in enumerate(held) if one.gradient is not None]
+    gradients = [gradient for one in held if (gradient := one.gradient) is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if norms:
-        squares = torch.stack(norms).double().square()
-        total = (squares / squares.new_tensor([copies for _, copies in counted])).sum()
+    first = torch.full((), len(held), device=device)
+    if gradients:
+        norms = torch._foreach_norm(gradients)
+        # By copies: a tensor of them would have to come from the host.
+        for copies in sorted({held[at].copies for at in there} - {0}):
+            some = [
+                norm for norm, at in zip(norms, there, strict=True) if held[at].copies == copies
+            ]
+            total += torch.stack(some).double().square().sum() / copies
+        nothing = torch.zeros((), device=norms[0].device)
+        by_place = dict(zip(there, norms, strict=True))
+        every = torch.stack([by_place.get(at, nothing) for at in range(len(held))])
+        bad = ~torch.isfinite(every)
+        first = torch.where(bad.any(), bad.int().argmax(), first)
     if world_size > 1:
         dist.all_reduce(total)
-    return math.sqrt(total.item())
+    return Norm(total.sqrt(), first)
 
 
 @torch.no_grad()
@@ -98,18 +117,3 @@ def scale_gradients(held: list[Held], factor: float) -> None:
     gradients = [g for h in held if (g := h.gradient) is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
-
-
-def clip_gradients(held: list[Held], norm: float, at_most: float) -> None:
-    """Shorten the gradient to a norm, 0 for not at all."""
-    if at_most > 0 and norm > at_most:
-        scale_gradients(held, at_most / norm)
-
-
-@torch.no_grad()
-def first_overflow(held: list[Held]) -> str | None:
-    """Return the name of this rank's first gradient that is not finite, in the model's order."""
-    for one in held:
-        if (gradient := one.gradient) is not None and not bool(torch.isfinite(gradient).all()):
-            return one.name
-    return None

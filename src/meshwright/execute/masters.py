@@ -30,8 +30,8 @@ class Weight:
 
         `mesh` has the axes `shard`, which cuts rows, and `tp`; `rank` is this one's along `shard`.
         """
-        self._mesh = mesh
-        self._ranks, self._rank = mesh["shard"].size(), rank
+        self._mesh, self._shards = mesh, mesh["shard"]
+        self._ranks, self._rank = self._shards.size(), rank
         local = local_shard(parameter.detach())
         each = -(-len(local) // self._ranks)
         start = min(self._rank * each, len(local))
@@ -51,7 +51,7 @@ class Weight:
 
     def _cut(self, rows: Tensor) -> DTensor:
         """Return this rank's rows as its part of the whole tensor."""
-        like, mesh = self.used, self._mesh["shard"]
+        like, mesh = self.used, self._shards
         placements: list[Placement] = [Shard(0)]
         if isinstance(like, DTensor):
             mesh, (cut,) = self._mesh, like.placements

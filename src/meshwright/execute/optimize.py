@@ -36,7 +36,9 @@ class Shards:
                 leaf.data = held.shard  # FSDP2 pads a shard anew at its first forward
                 leaf.grad = gradient
             else:
-                leaf.grad = None if gradient is None else gradient.cpu()
+                leaf.grad = None if gradient is None else _on_way(gradient)
+        if self.on_host and any(held.shard.is_cuda for held in self.held):
+            torch.cuda.current_stream().synchronize()  # once, for all that is on its way
 
     @torch.no_grad()
     def give(self) -> None:
@@ -49,3 +51,11 @@ class Shards:
         """Let go of all gradients."""
         for held, leaf in zip(self.held, self.leaves, strict=True):
             held.parameter.grad = leaf.grad = None
+
+
+def _on_way(gradient: Tensor) -> Tensor:
+    """Return a gradient on the host; a GPU's is there once the device has come to it."""
+    if not gradient.is_cuda:
+        return gradient
+    pinned = torch.empty_like(gradient, device="cpu", pin_memory=True)
+    return pinned.copy_(gradient, non_blocking=True)

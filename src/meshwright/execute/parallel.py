@@ -13,12 +13,14 @@ from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES, finish_replicas, reshard
 from meshwright.execute.deferred import Deferral
+from meshwright.execute.documents import takes_bounds
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.ledger import Ledger
 from meshwright.execute.loss import loss_sum
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
 from meshwright.models import Transformer
+from meshwright.models.context import causal_mask
 from meshwright.program.lower import Program
 from meshwright.program.schedule import Action, Table, with_transfers
 
@@ -78,7 +80,7 @@ class Parallel:
         """Return a stage's output: the stream, or the last one's summed loss."""
         out: Tensor = self.modules[stage](
             batch.inputs if hidden is None else hidden,
-            segments=batch.segments,
+            segments=self._documents(batch),
             positions=self.positions,
             keys=batch.keys,
             places=self.places,
@@ -86,6 +88,16 @@ class Parallel:
         if stage < len(self.stage_ranks) - 1:
             return out
         return loss_sum(out.flatten(0, 1), batch.targets.flatten(), IGNORE, self.groups.tp)
+
+    def _documents(self, batch: Batch) -> Tensor | None:
+        """Return what attention gets of documents: segments, their bounds, or else a mask."""
+        layout, train = self.program.layout, self.program.train
+        if batch.segments is None or (layout.cp > 1 and layout.cp_kind == "ring"):
+            return batch.segments
+        if takes_bounds(self.device, DTYPES[train.precision], self.program.model.head_dim):
+            assert batch.bounds is not None
+            return batch.bounds
+        return causal_mask(batch.segments, batch.segments, None)
 
     def backward(self, batch: Batch, loss_scale: float = 1.0) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch.

@@ -26,6 +26,7 @@ KEPT = frozenset(
         ("aten", "addmm"),
         ("aten", "bmm"),
         ("aten", "linear"),
+        ("aten", "_scaled_mm"),
         ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
         ("aten", "_scaled_dot_product_flash_attention"),
         ("aten", "_scaled_dot_product_efficient_attention"),
@@ -37,8 +38,13 @@ KEPT = frozenset(
 )
 
 
+# Attention by documents, on CPUs and GPUs; by name, as torch registers its own when it is imported.
+_DOCUMENTS = ("meshwright::attend_documents", "torch_attn::_varlen_attn")
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = op in KEPT or op.name() in _DOCUMENTS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> None:

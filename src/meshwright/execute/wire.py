@@ -169,7 +169,9 @@ def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
 _PRODUCTS: Final[Mapping[str, int]] = {"aten::mm": 0, "aten::addmm": 1, "aten::linear": 0}
 # Batched ones occur in attention alone, where no kernel takes its mask.
 _BATCHED: Final[Mapping[str, int]] = {"aten::bmm": 0, "aten::baddbmm": 1}
-_ATTENTION: Final = ("aten::_scaled_dot_product_", f"{blockwise.SPACE}::attention")
+# PyTorch's kernels and our own operators: causal attention, and attention inside documents.
+_ATTENTION: Final = "aten::_scaled_dot_product_"
+_OURS: Final = (f"{blockwise.SPACE}::attention", f"{blockwise.SPACE}::attend_documents")
 # Products of the forward and of the backward for each pair of query and key.
 _FORWARD, _BACKWARD = 2, 5
 
@@ -178,7 +180,8 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of this rank's matrix products, `2 m n k` each, and those of its attention.
 
     Attention's are two products forward and five backward over the pairs of query and key: half of
-    them where the kernel is told that it is causal, all of them else.
+    them where the kernel is told that it is causal, all of them else. Rows of several documents
+    count as if each were one, which is the most that it can be.
     """
 
     def __init__(self) -> None:
@@ -195,7 +198,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products += _product(name, args, _PRODUCTS[name])
         elif name in _BATCHED:
             self.attention += _product(name, args, _BATCHED[name])
-        elif name.startswith(_ATTENTION):
+        elif name.startswith((_ATTENTION, *_OURS)):
             self.attention += _attention(name, _bound(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -209,7 +212,6 @@ def _product(name: str, args: tuple[Any, ...], at: int) -> float:
 def _attention(name: str, values: Mapping[str, Any]) -> float:
     q, k = values["query"], values["key"]
     products = _BACKWARD if name.endswith("_backward") else _FORWARD
-    is_causal = values.get("is_causal", False) or name.startswith(f"{blockwise.SPACE}::")
-    share = 0.5 if is_causal else 1.0
+    share = 0.5 if values.get("is_causal") or name.startswith(_OURS) else 1.0
     # [batch, heads, queries, head_dim] times the keys
     return 2.0 * share * products * int(q.numel()) * int(k.shape[2])

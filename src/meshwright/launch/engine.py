@@ -1,10 +1,11 @@
-"""What `train.engine` asks of a layout and of what is installed."""
+"""What `train.engine` and `train.fp8` ask of a layout, of the machine and of what is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.launch.machine import gpu_name
 from meshwright.layout import Layout
 from meshwright.spec.loading import Config
 
@@ -22,6 +23,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "layout.offload": (layout.offload, "none"),
         "data.streaming": (config.data.streaming, False),
         "train.compile": (train.is_compiled, False),
+        "train.fp8": (train.fp8, False),
         "train.check_every": (train.check_every, 0),
         "train.precision": (
             train.precision,
@@ -41,3 +43,22 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
             "train.engine is set, but deepspeed is not installed: pip install "
             "'meshwright[deepspeed]'"
         )
+
+
+def check_fp8(config: Config, device: str) -> None:
+    """Refuse float8 where torchao is missing, or the GPU is known to have no such products."""
+    if not config.train.fp8:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "train.fp8 is set, but torchao is not installed: pip install 'meshwright[fp8]'"
+        )
+    name = gpu_name() if device == "cuda" else None
+    if name is None:  # a CPU rounds as a GPU would; what the catalogue lacks, its ranks look at
+        return
+    from meshwright.predict.catalogue import device_named
+
+    known = device_named(name)
+    if known is not None and "fp8" not in known.peaks:
+        rule = f"train.fp8 = true, but {name} has no products in float8"
+        raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))

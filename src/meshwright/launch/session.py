@@ -21,7 +21,7 @@ from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.elastic import forget, recorded, restarted, tell
-from meshwright.launch.engine import check_engine
+from meshwright.launch.engine import check_engine, check_fp8
 from meshwright.launch.fault import Fault
 from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.lock import RunLock
@@ -199,6 +199,7 @@ def prepare_job(
     check_compiler(config.train, lacks)
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
+    check_fp8(config, machine.device)
     if resume is None:
         folder = choose_folder(config, datetime.datetime.now())
     else:

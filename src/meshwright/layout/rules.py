@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from meshwright.layout.schedules import microbatch_rule
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
 
@@ -145,6 +145,27 @@ def _ulysses(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     )
 
 
+def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """Float8 products take dims in sixteens; layers that tp cuts have products of their own."""
+    if not train.fp8:
+        return None
+    if train.precision != "bf16":
+        return f"train.fp8 = true goes with train.precision = bf16, not {train.precision}"
+    if layout.tp > 1:
+        return f"layout.tp = {layout.tp} cuts linear layers, which train.fp8 = true needs whole"
+    if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
+        return f"layout.schedule = {layout.schedule} defers products; train.fp8 = true does not"
+    for name, size in (
+        ("model.dim", model.dim),
+        ("model.ffn_dim", model.ffn_dim),
+        ("model.n_kv_heads x model.head_dim", model.n_kv_heads * model.head_dim),
+        ("tokens of a microbatch", layout.microbatch * train.seq_len // layout.cp),
+    ):
+        if size % 16:
+            return f"{name} = {size} must be a multiple of 16 (train.fp8 = true)"
+    return None
+
+
 def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.pp == 1:
         return None
@@ -164,6 +185,7 @@ RULES = (
     Rule(_shards, ("layout.zero", "layout.dp_shard")),
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
+    Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,
@@ -300,6 +322,7 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.schedule": get_args(Schedule),
     "layout.offload": get_args(Offload),
     "layout.sp": (False, True),
+    "train.fp8": (False, True),
 }
 
 

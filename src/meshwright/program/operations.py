@@ -159,9 +159,6 @@ def operations(
         # Under tp the local ids and where they are another rank's; else the batch's own ids.
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
         found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
-    if packed and program.layout.cp == 1 and program.layout.recompute != "none":
-        # A bool for each pair, which all blocks' second forwards look at.
-        found.append(Operation("mask", "mask", index, 0.0, sizes.rows * sizes.span**2, 1))
     found += (
         Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers)
         for op, saved in _layer(program, sizes, packed, cp_rank, recomputed)
@@ -221,8 +218,6 @@ def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> It
     saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
     if packed and layout.cp > 1 and layout.cp_kind == "ring":
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
-    elif packed:
-        saved += sizes.rows * sizes.span**2 * sizes.element  # the mask as numbers to add
     steps = _ring_steps(program, cp_rank)
     yield _Op(
         "attn.core",
@@ -295,16 +290,16 @@ def _head_ranks(program: Program) -> int:
 def _pairs(program: Program, packed: bool) -> float:
     """Return how many pairs of query and key the attention of one row and head computes here.
 
-    Half of a square where a kernel is told that it is causal. A mask that it is given hides that:
-    packed rows cost the whole square, except in the ring, which says both. The ring has a causal
-    square of its own keys, and half of a square for each other rank's: as much on every rank, since
-    each holds a chunk of the beginning and one of the end.
+    Half of a square, since a kernel is told that it is causal. Packed rows cost that at most, where
+    each is one document; how much less is up to the data. The ring, which has a mask instead, has a
+    causal square of its own keys, and half of a square for each other rank's: as much on every
+    rank, since each holds a chunk of the beginning and one of the end.
     """
     own, span = program.sequence, program.train.seq_len
     if program.layout.cp > 1 and program.layout.cp_kind == "ring":
         halves = program.layout.cp + _is_plain(program, packed)
         return own * own / 2 * halves
-    return float(span * span) if packed else span * span / 2
+    return span * span / 2
 
 
 def _is_plain(program: Program, packed: bool) -> bool:
@@ -330,9 +325,9 @@ def stops_early(program: Program) -> bool:
 
     torch.utils.checkpoint stops when all that the backward needs is there, and a product needs its
     input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
-    keep after they have computed; so does dropout, which comes later.
+    keep after they have computed, and so do torchao's in float8; so does dropout, which is later.
     """
-    return not is_joint(program) and not program.model.dropout
+    return not (is_joint(program) or program.model.dropout or program.train.fp8)
 
 
 def matmul_flops(program: Program, pp_rank: int) -> float:
@@ -357,8 +352,7 @@ def attention_flops(program: Program, pp_rank: int, *, packed: bool = False) -> 
     """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
 
     Two products forward and five backward, `2 head_dim` for each pair of query and key and each
-    head: half of a square where the kernel is told that it is causal, all of it where it gets a
-    mask instead. Forward once more with full recomputation.
+    head: half of a square, as `_pairs` says. Forward once more with full recomputation.
     """
     times = 1 + ATTENTION_BACKWARD + (program.layout.recompute == "full")
     return program.microbatches * sum(

@@ -54,6 +54,8 @@ class Case:
         yield f"{self.train.batch}x{self.train.seq_len}"
         if self.train.precision != "fp32":
             yield self.train.precision
+        if self.train.fp8:
+            yield "fp8"
 
     def as_json(self) -> str:
         """Return it as one JSON object, for the ranks to read."""

@@ -18,7 +18,7 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.program.lower import Program
-from meshwright.spec.training import Precision
+from meshwright.spec.training import TrainSpec
 
 T = TypeVar("T")
 
@@ -28,12 +28,20 @@ UNIT_ROUNDOFFS: Final = {
 }
 # Largest difference of a tensor over its scale, see `expect`. Sums are taken in another order, so
 # it is some roundings of the precision. The worst of the matrix on a CPU are MEASURED.
-TOLERANCES: Final = {precision: 32 * unit for precision, unit in UNIT_ROUNDOFFS.items()}
+TOLERANCES: Final[Mapping[str, float]] = {
+    **{precision: 32 * unit for precision, unit in UNIT_ROUNDOFFS.items()},
+    "fp8": 2.0**-2,
+}
 # A tensor whose values cancel to less than this share of the largest of all is rounding noise.
 FLOOR: Final = 1e-5
 
 # Breaks something in a parallel model on purpose: only tests have one
 Fault = Callable[[Parallel], None]
+
+
+def rounding(train: TrainSpec) -> str:
+    """Return what the tolerances of a training go by: its precision, or float8 products."""
+    return "fp8" if train.fp8 else train.precision
 
 
 class Difference(NamedTuple):
@@ -58,8 +66,7 @@ def mine(batch: Batch, program: Program, world: World) -> Batch:
     """Return the rows of the global batch that this rank computes."""
     layout = program.layout
     size, place = program.train.batch // layout.dp, layout.mesh.data_rank(world.rank)
-    rows = batch.rows(slice(place * size, (place + 1) * size))
-    return Batch(*(None if t is None else t.to(world.device) for t in rows))  # type: ignore[arg-type]
+    return batch.rows(slice(place * size, (place + 1) * size)).to(world.device)
 
 
 class Expected(NamedTuple):
@@ -69,9 +76,7 @@ class Expected(NamedTuple):
     scales: Mapping[str, float]
 
 
-def expect(
-    tensors: Mapping[str, Tensor], noise: Mapping[str, float], precision: Precision
-) -> Expected:
+def expect(tensors: Mapping[str, Tensor], noise: Mapping[str, float], precision: str) -> Expected:
     """Return what is expected, with the scale of each tensor: its largest value, or more.
 
     `noise` is by how much one device's own rounding has moved a tensor, where that is known: twice

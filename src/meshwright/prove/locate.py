@@ -34,6 +34,7 @@ from meshwright.prove.compare import (
     everyones,
     expect,
     mine,
+    rounding,
 )
 from meshwright.prove.reference import make_batch, run_outputs, run_reference, streams
 from meshwright.prove.verdict import Divergence
@@ -51,7 +52,7 @@ class _Search(NamedTuple):
 
     @property
     def bound(self) -> float:
-        return TOLERANCES[self.case.train.precision]
+        return TOLERANCES[rounding(self.case.train)]
 
     def build(self) -> Parallel:
         return build_small(self.program, self.groups, self.world, self.fault)
@@ -73,7 +74,7 @@ def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Div
     found = _wrong_weight(search) or _wrong_output(search) or _wrong_gradient(search)
     if found is not None or case.train.precision == "fp32":
         return found
-    train = case.train.model_copy(update={"precision": "fp32"})
+    train = case.train.model_copy(update={"precision": "fp32", "fp8": False})
     return locate(replace(case, train=train), groups, world, fault)
 
 
@@ -125,7 +126,7 @@ class _Output(NamedTuple):
 def _wrong_output(search: _Search) -> Divergence | None:
     """Return the first microbatch and layer whose output is wrong, and the first rank of it."""
     batch = make_batch(search.case, 0)
-    expected = expect(run_outputs(search.case, batch), {}, search.case.train.precision)
+    expected = expect(run_outputs(search.case, batch), {}, rounding(search.case.train))
     parallel, wrong = search.build(), list[_Output]()
     names = [f"layers.{layer}" for layer in range(search.program.model.n_layers)]
     depths = {name: depth for depth, name in enumerate(["embed", *names])}
@@ -218,7 +219,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     reference = run_reference(search.case, [batch])
     parallel = search.build()
     search.step(parallel, batch)
-    precision, wrong = search.case.train.precision, list[Difference]()
+    precision, wrong = rounding(search.case.train), list[Difference]()
     expected = expect(reference.gradients, reference.gradient_noise, precision)
     for held in parallel.held:
         part = _part(expected.tensors[held.name], held, search)

@@ -29,6 +29,7 @@ from meshwright.prove.compare import (
     everyones,
     expect,
     mine,
+    rounding,
 )
 from meshwright.prove.locate import locate
 from meshwright.prove.reference import ADAM, Reference, make_batch, run_adam, run_reference
@@ -38,10 +39,10 @@ from meshwright.train.optimizer import build_optimizer
 from meshwright.train.update import gradients, update
 
 # Relative, of each step. Single numbers that many terms go into: their roundings cancel.
-LOSS_TOLERANCES: Final = {"fp32": 1e-6, "bf16": 2.0**-12, "fp16": 2.0**-15}
-NORM_TOLERANCES: Final = {"fp32": 2.0**-21, "bf16": 2.0**-8, "fp16": 2.0**-11}
+LOSS_TOLERANCES: Final = {"fp32": 1e-6, "bf16": 2.0**-12, "fp16": 2.0**-15, "fp8": 2.0**-10}
+NORM_TOLERANCES: Final = {"fp32": 2.0**-21, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-6}
 # Distance of the whole update over its length.
-ADAM_TOLERANCES: Final = {"fp32": 1e-3, "bf16": 2.0**-3, "fp16": 2.0**-4}
+ADAM_TOLERANCES: Final = {"fp32": 1e-3, "bf16": 2.0**-3, "fp16": 2.0**-4, "fp8": 2.0**-1}
 
 
 def prove_parity(
@@ -58,19 +59,19 @@ def prove_parity(
     batches = [make_batch(case, step) for step in range(case.steps)]
     if reference is None:
         reference = run_reference(case, batches)
-    program, precision = lower(case.model, case.train, case.layout), case.train.precision
+    program, precision = lower(case.model, case.train, case.layout), rounding(case.train)
     parallel = build_small(program, groups, world, fault)
     losses, norms, worst = [], [], Difference(0.0, "", 0, 0)
     for step, batch in enumerate(batches):
         found = gradients(parallel, mine(batch, program, world), world, case.loss_scale)
         losses.append(world.sum_on_host([found.loss.item()])[0])
-        norms.append(found.norm)
+        norms.append(found.norm.item())
         if step == 0:
             expected = expect(reference.gradients, reference.gradient_noise, precision)
             scale_gradients(parallel.held, 1 / case.loss_scale)
             worst = compare(parallel, lambda held: held.parameter.grad, expected, world)
             scale_gradients(parallel.held, case.loss_scale)
-        _descend(parallel, case, found.norm)
+        _descend(parallel, case, norms[-1])
     expected = expect(reference.weights, reference.weight_noise, precision)
     weights = compare(parallel, lambda held: held.parameter, expected, world)
     bound = TOLERANCES[precision]
@@ -146,7 +147,7 @@ def prove_adam(
         rows = mine(batch, program, world)
         update(parallel, rows, world, shards, optimizer, scale, case.train.clip_norm)
     error = _update_error(parallel, reference, world)
-    bound = ADAM_TOLERANCES[case.train.precision]
+    bound = ADAM_TOLERANCES[rounding(case.train)]
     claim, layout = (
         f"weights after {case.adam_steps} AdamW steps",
         case.layout.model_dump(mode="json"),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES
+from meshwright.execute.documents import bounds_of
 from meshwright.models import Transformer, build_model, init_model
 from meshwright.models.dropout import row_keys
 from meshwright.prove.case import Case
@@ -51,16 +52,17 @@ def make_batch(case: Case, step: int) -> Batch:
     targets = tokens[:, 1:].clone()
     for row in range(rows):  # a mean of means would be wrong
         targets[row, : row * seq // (2 * rows)] = IGNORE
-    segments = None
+    segments = bounds = None
     if case.packed:
         starts = torch.rand(rows, seq, generator=generator) < 4 / seq
         segments = starts.cumsum(1).to(torch.int32)
+        bounds = bounds_of(segments)
         last = torch.ones(rows, 1, dtype=torch.bool)
         targets[torch.cat((starts[:, 1:], last), 1)] = IGNORE
     keys = None
     if case.model.dropout:
         keys = row_keys(case.train.seed, step, range(rows))
-    return Batch(tokens[:, :-1].contiguous(), targets, segments, keys)
+    return Batch(tokens[:, :-1].contiguous(), targets, segments, keys, bounds)
 
 
 def run_reference(case: Case, batches: Sequence[Batch]) -> Reference:

@@ -163,7 +163,10 @@ def _batch(program: Program, packed: bool) -> Batch:
     """Return the rows of a data-parallel rank."""
     rows, seq_len = program.microbatches * program.layout.microbatch, program.train.seq_len
     inputs, targets = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
-    segments = torch.zeros_like(inputs) if packed else None
+    # Rows of one document each, which attention by documents takes as any others.
+    layout = program.layout
+    has_segments = packed and layout.cp > 1 and layout.cp_kind == "ring"
+    segments = torch.zeros_like(inputs) if has_segments else None
     keys = torch.zeros(rows, dtype=torch.int64) if program.model.dropout else None
     return Batch(inputs, targets, segments, keys)
 

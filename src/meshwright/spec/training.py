@@ -135,13 +135,15 @@ class TrainSpec(Spec):
     computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
     to be faster on such a processor. `compile` compiles the blocks: always, never, or where it was
     measured to pay (`cluster.calibration`) within the run. `engine` does the steps: our own, or
-    DeepSpeed's for data-parallel layouts.
+    DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks' linear layers
+    in float8.
     """
 
     steps: int = Field(default=200, gt=0)
     batch: int = Field(default=16, gt=0)
     seq_len: int = Field(default=256, gt=0)
     precision: Precision = "fp32"
+    fp8: bool = False
     loss_scale: float | None = Field(default=None, gt=0)
     reduce_dtype: Literal["fp32", "same"] = "fp32"
     seed: int = Field(default=0, ge=0)

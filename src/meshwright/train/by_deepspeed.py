@@ -57,7 +57,8 @@ def train(
     for step in range(1, config.train.steps + 1):
         world.ledger.step(step)
         clock.start()
-        batch = Batch.of(sampler.rows(step - 1, mine), world.device, keys(config, step, mine))
+        rows = Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine))
+        batch = rows.to(world.device)
         clock.data_done()
         lr = learning_rate(step - 1, config.train.steps, config.optimizer)
         set_learning_rate(engine.optimizer, lr)
@@ -150,7 +151,7 @@ def evaluate(engine: Any, job: Job, world: World, dataset: Dataset) -> float:
     engine.eval()
     total = count = 0.0
     for at in range(min(wanted, max(1, held_out.samples // config.train.batch))):
-        for part in Batch.of(held_out.rows(at, mine), world.device).split(layout.microbatch):
+        for part in Batch.of(held_out.rows(at, mine)).to(world.device).split(layout.microbatch):
             total += loss_sum(engine, part).item()
             count += float((part.targets != IGNORE).sum())
     engine.train()

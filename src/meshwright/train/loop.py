@@ -9,22 +9,20 @@ from typing import NamedTuple
 import torch
 
 from meshwright.data import BlendSampler, Dataset, Sampler, StreamedDataset, StreamSampler
-from meshwright.execute.batch import Batch
+from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.models.dropout import row_keys
 from meshwright.program.parts import flops_per_token, parameter_count
 from meshwright.spec.loading import Config
 from meshwright.train.events import Emit
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.metrics import StepClock, step_event
 from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.readings import Readings, lag
 from meshwright.train.recording import Recording
 from meshwright.train.replicas import check_replicas
 from meshwright.train.run import Progress, open_run, position_of, save
 from meshwright.train.run_folder import Job
-from meshwright.train.spikes import SpikeWatch
-from meshwright.train.update import Updated, evaluate, update
+from meshwright.train.update import evaluate, update
 
 
 class Summary(NamedTuple):
@@ -58,33 +56,30 @@ def train(
     mine = share(batch_size, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, progress.step))
 
-    clock, scale, watch = StepClock(), progress.scale, SpikeWatch()
-    recording = Recording(job, world, trained, progress.step)
-    loss, step, stopped = float("nan"), progress.step, False
+    scale, clip = progress.scale, config.train.clip_norm
+    readings = Readings(job, world, parallel, scale, emit, lag(world.device, scale))
+    recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
+    step, stopped = progress.step, False
     for step in range(progress.step + 1, steps + 1):
+        if recording.is_due(step):  # its clock begins on a device that does nothing
+            readings.drain()
         recording.begin(step)
         world.ledger.step(step)
-        clock.start()
-        batch = Batch.of(sampler.rows(step - 1, mine), world.device, keys(config, step, mine))
-        clock.data_done()
+        readings.clock.start()
+        batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
+        readings.clock.data_done()
 
         lr = learning_rate(step - 1, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
-        clip = config.train.clip_norm
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
 
         world.ledger.phase("log")
-        loss, stop_votes = world.sum_on_host([done.loss.item(), float(asked_to_stop())])
-        clock.stop()
+        readings.add(step, lr, done)
+        pauses = recording.is_on or step == steps or is_pause(config, step)
+        stopped = readings.read(asked_to_stop(), everything=pauses)
         recording.end(step)
-        stopped = stop_votes > 0
         last = stopped or step == steps
-        if done.overflow is not None:
-            emit(overflow_event(step, done, scale))
-        if last or step % config.train.log_every == 0:
-            emit(step_event(step, loss, done.norm, lr, scale.value, clock, job, world))
-        if watch.is_spike(loss):
-            emit({"event": "loss_spike", "step": step, "loss": loss, "usual": watch.usual})
+        readings.tell(last=last)
         if is_due(config.train.check_every, step, last=False):
             check_replicas(parallel, world)
         if is_due(config.train.eval_every, step, last):
@@ -98,8 +93,8 @@ def train(
             break
     saver.finish()
     world.ledger.phase("end")
-    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
-    return Summary(step, loss, stopped)
+    emit({"event": "end", "step": step, "loss": readings.loss, "stopped": stopped})
+    return Summary(step, readings.loss, stopped)
 
 
 def keys(config: Config, step: int, rows: range) -> torch.Tensor | None:
@@ -118,6 +113,14 @@ def share(batch: int, rank: int, ranks: int) -> range:
 def is_due(every: int, step: int, last: bool) -> bool:
     """Whether something done `every` steps (0: never) and at the end is due."""
     return every > 0 and (step % every == 0 or last)
+
+
+def is_pause(config: Config, step: int) -> bool:
+    """Whether a step is followed by what takes longer than to read it."""
+    train, save_every = config.train, config.checkpoint.every
+    return any(
+        is_due(n, step, last=False) for n in (train.eval_every, train.check_every, save_every)
+    )
 
 
 def start_event(
@@ -152,16 +155,6 @@ def start_event(
     }
 
 
-def overflow_event(step: int, done: Updated, scale: LossScale) -> dict[str, object]:
-    """Return the event of an fp16 step that was skipped, with the scale of the next one."""
-    return {
-        "event": "overflow",
-        "step": step,
-        "tensor": done.overflow,
-        "loss_scale": scale.value,
-    }
-
-
 def evaluation_event(
     step: int, parallel: Parallel, job: Job, world: World, dataset: Dataset | StreamedDataset
 ) -> dict[str, object]:
@@ -173,6 +166,6 @@ def evaluation_event(
     mine = share(config.train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
     count = min(wanted, max(1, held_out.samples // config.train.batch))
     started = time.perf_counter()
-    batches = [Batch.of(held_out.rows(at, mine), world.device) for at in range(count)]
+    batches = [Batch.of(held_out.rows(at, mine)).to(world.device) for at in range(count)]
     loss = evaluate(parallel, batches, world)
     return {"event": "eval", "step": step, "loss": loss, "seconds": time.perf_counter() - started}

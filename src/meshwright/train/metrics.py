@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -14,28 +15,59 @@ from meshwright.program.parts import flops_per_token
 from meshwright.train.run_folder import Job
 
 
+class Lap(NamedTuple):
+    """Seconds of a step, and of these the ones that went on waiting for data."""
+
+    total_s: float
+    data_s: float
+
+
 class StepClock:
-    """Times steps: the whole of each, and the part that went on waiting for data."""
+    """Times steps: the whole of each, and the part that went on waiting for data.
+
+    It runs from a step's start to its end, and on where another step was begun before that, so
+    that steps that overlap take together what they take.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
         self.total_s = 0.0
         self.data_s = 0.0
-        self._started = self._data_until = time.perf_counter()
+        self._runs = False
+        self._since = self._started = time.perf_counter()
+        self._data_s = 0.0
 
     def start(self) -> None:
         """Begin a step."""
         self._started = time.perf_counter()
+        if not self._runs:
+            self._since, self._runs, self._data_s = self._started, True, 0.0
 
     def data_done(self) -> None:
         """The batch is here."""
-        self._data_until = time.perf_counter()
+        self._data_s += time.perf_counter() - self._started
+
+    def lap(self) -> Lap:
+        """End a step, after which the clock runs on."""
+        now = time.perf_counter()
+        found = Lap(now - self._since, self._data_s)
+        self._since, self._data_s = now, 0.0
+        return found
+
+    def rest(self) -> None:
+        """Stand still until the next start."""
+        self._runs = False
+
+    def add(self, lap: Lap) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.total_s += lap.total_s
+        self.data_s += lap.data_s
 
     def stop(self) -> None:
-        """End a step."""
-        self.steps += 1
-        self.total_s += time.perf_counter() - self._started
-        self.data_s += self._data_until - self._started
+        """End a step, and stand still."""
+        self.add(self.lap())
+        self.rest()
 
     def take(self) -> tuple[float, float]:
         """Return the mean seconds of a step and the data's share, and start over."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.spec.training import OptimizerSpec
 
@@ -32,18 +33,62 @@ def build_optimizer(
 
 
 class _DecoupledSGD(torch.optim.SGD):
-    """SGD whose decay shrinks the weights beside the update, as AdamW's does."""
+    """SGD whose decay shrinks the weights beside the update, as AdamW's does.
+
+    It takes `grad_scale` and `found_inf` as torch's fused optimizers do: tensors that nobody reads.
+    torch's own fused SGD leaves its momentum undefined where the first step is skipped.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            if decay:
-                torch._foreach_mul_(group["params"], 1 - group["lr"] * decay)
-            group["weight_decay"] = 0.0  # torch's own would couple it to the gradient
-        super().step()
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
+        for group in self.param_groups:
+            weights = [one for one in group["params"] if one.grad is not None]
+            if weights:
+                self._descend(weights, group)
+
+    def _descend(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        device = weights[0].device
+        skips = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        moves = 1 - skips
+        changes = [one.grad for one in weights if one.grad is not None]
+        if self.grad_scale is not None:
+            torch._foreach_div_(changes, self.grad_scale)
+        for one in changes:
+            one.masked_fill_(skips.bool(), 0)  # what is not finite stays so times zero
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * moves)
+        momentum = group["momentum"]
+        if momentum:
+            states = [self.state[one] for one in weights]
+            for state, one in zip(states, weights, strict=True):
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(one)
+            buffers = [state["momentum_buffer"] for state in states]
+            torch._foreach_mul_(buffers, momentum * moves + skips)
+            torch._foreach_add_(buffers, changes)
+            changes = list(torch._foreach_mul(buffers, moves))
+        torch._foreach_add_(weights, changes, alpha=-group["lr"])
+
+
+def step_scaled(
+    optimizer: torch.optim.Optimizer, norm: Tensor, loss_scale: float, clip_norm: float
+) -> None:
+    """Update with gradients over the loss scale, clipped to a norm (0: not at all).
+
+    `norm` fp64 `[]` is that of the unscaled gradients; where it is not finite nothing changes. The
+    optimizer gets both as `torch.amp.GradScaler` hands them over, so the host reads neither.
+    """
+    device = optimizer.param_groups[0]["params"][0].device  # the host's, where shards are there
+    norm = norm.to(device)
+    divisor = torch.full_like(norm, loss_scale)
+    if clip_norm > 0:
+        divisor *= (norm / clip_norm).clamp(min=1)
+    taken: Any = optimizer
+    taken.grad_scale, taken.found_inf = divisor.float(), (~torch.isfinite(norm)).float()
+    optimizer.step()
 
 
 def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:

@@ -38,17 +38,32 @@ class Recording:
         self._turns: tuple[Turn, ...] = ()  # of the step whose memory was recorded
         self._moments: list[Moment] = []
 
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be recorded."""
+        return self._holds_memory(step) or self._has_spans(step)
+
+    def _holds_memory(self, step: int) -> bool:
+        return bool(self._every) and step - self._done == MEMORY_AFTER and self._has_memory
+
+    def _has_spans(self, step: int) -> bool:
+        after = step - self._done
+        is_nth = self._every > 0 and after > SPANS_AFTER and step % self._every == 0
+        return bool(self._every) and (after == SPANS_AFTER or is_nth)
+
     def begin(self, step: int) -> None:
         """A step is about to begin."""
-        ledger, after = self._world.ledger, step - self._done
-        if self._every and after == MEMORY_AFTER and self._has_memory:
+        ledger = self._world.ledger
+        if self._holds_memory(step):
             self._profile = StepProfile(*self._trained)
             self._profile.__enter__()
             ledger.tape = MarkedTape()
-        elif self._every and (
-            after == SPANS_AFTER or (after > SPANS_AFTER and step % self._every == 0)
-        ):
+        elif self._has_spans(step):
             ledger.tape = Tape(clock_of(self._world.device))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the step under way is recorded."""
+        return self._world.ledger.tape is not None
 
     @property
     def _has_memory(self) -> bool:

@@ -1,4 +1,7 @@
-"""One optimizer step: gradients over the global batch, clipping, the update."""
+"""One optimizer step: gradients over the global batch, clipping, the update.
+
+Nothing here waits for the device: what a step has computed stays there until someone reads it.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,33 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.batch import Batch
-from meshwright.execute.gradients import complete, first_overflow, global_norm, scale_gradients
+from meshwright.execute.gradients import complete, global_norm
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel, set_training
 from meshwright.execute.world import World
 from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import step_scaled
 
 
 class Updated(NamedTuple):
-    """What a step computed: this rank's share of the loss, the gradient norm before clipping, and
-    the first tensor that overflowed, in which case nothing was updated."""
+    """What a step computed, on the device.
 
-    loss: torch.Tensor
-    norm: float
-    overflow: str | None
+    `loss` is this rank's share of the loss in nats, `norm` the gradient's before clipping, fp64.
+    Where that is not finite, nothing was updated, and `first` is the place among `Parallel.held` of
+    this rank's first gradient that is not.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    first: Tensor
+
+    def numbers(self) -> Tensor:
+        """Return all of it, fp64 `[3]`, still on the device."""
+        return torch.stack([one.detach().double() for one in self])
 
 
 def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float = 1.0) -> Updated:
@@ -33,9 +46,8 @@ def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float 
     """
     loss = parallel.backward(batch, loss_scale)
     complete(parallel.held, parallel.groups, tied=parallel.program.model.tie_embeddings)
-    norm = global_norm(parallel.held, world.size) / loss_scale
-    overflow = None if math.isfinite(norm) else _overflowed(parallel, world)
-    return Updated(loss, norm, overflow)
+    norm = global_norm(parallel.held, world.size, parallel.device)
+    return Updated(loss, norm.total / loss_scale, norm.first)
 
 
 def update(
@@ -50,39 +62,48 @@ def update(
 ) -> Updated:
     """Compute the gradients, clip them to a global norm (0: not at all) and update the weights.
 
-    Where a gradient overflows under fp16, every rank skips the update and the scale falls. In any
-    other precision it raises `MeshwrightError` on every rank, with the weights as they were, unless
-    `train.nonfinite` says to skip. `before_update` is called before any weight changes.
+    Where a gradient is not finite on any rank, no rank's weights and states change; `overflowed`
+    says so once the norm is read. `before_update` is called before any weight changes.
     """
     found = gradients(parallel, batch, world, scale.value)
     world.ledger.phase("update")
-    skip = found.overflow is not None
-    if skip and not scale.skips:
-        raise MeshwrightError(
-            f"the gradient of {found.overflow} is not finite; the weights are as they were before "
-            "this step. A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps "
-            'helps where training diverged; train.nonfinite = "skip" skips such steps'
-        )
-    if not skip:
-        factor = 1.0 / scale.value
-        if 0 < clip_norm < found.norm:
-            factor *= clip_norm / found.norm
-        if factor != 1.0:
-            scale_gradients(parallel.held, factor)
-        before_update()
-        shards.take()
-        optimizer.step()
-        shards.give()
+    before_update()
+    shards.take()
+    step_scaled(optimizer, found.norm, scale.value, clip_norm)
+    shards.give()
     shards.clear()
-    scale.update(overflowed=skip)
     return found
 
 
-def _overflowed(parallel: Parallel, world: World) -> str:
-    """Return the first tensor of the model whose gradient is not finite on any rank."""
+def overflowed(
+    norm: float, first: int, parallel: Parallel, world: World, scale: LossScale
+) -> str | None:
+    """Return the first tensor of the model whose gradient was not finite on any rank, if any was.
+
+    `norm` and `first` are those of an `Updated`, as they were read; the scale takes note. A
+    collective where the norm, which all ranks have alike, is not finite. Under fp16 the scale falls
+    then; in any other precision every rank raises `MeshwrightError`, unless `train.nonfinite` says
+    to skip.
+    """
+    if math.isfinite(norm):
+        scale.update(overflowed=False)
+        return None
+    tensor = _first_of_all(first, parallel, world)
+    if not scale.skips:
+        raise MeshwrightError(
+            f"the gradient of {tensor} is not finite; the weights are as they were before this "
+            "step. A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps helps "
+            'where training diverged; train.nonfinite = "skip" skips such steps'
+        )
+    scale.update(overflowed=True)
+    return tensor
+
+
+def _first_of_all(first: int, parallel: Parallel, world: World) -> str:
+    """Return the first of what the ranks have found, in the model's order, and whose it is."""
     names = list(parallel.program.shardings)
-    mine = first_overflow(parallel.held)
-    place = len(names) if mine is None else names.index(mine)
+    held = parallel.held
+    place = names.index(held[first].name) if first < len(held) else len(names)
     places = [row[0] for row in world.gather_on_host([float(place)])]
     rank = places.index(min(places))
     place = int(min(places))

@@ -1,0 +1,96 @@
+"""Whether a training step makes the host wait for the GPU: CUDA itself says so.
+
+    python -m benchmarks.syncs
+
+Trains steps of one rank with `torch.cuda.set_sync_debug_mode("error")`, under which whatever
+synchronises raises, and prints a JSON row for each case. Without a GPU (`--device cpu`) the same
+steps run, and nothing is checked: `tests/test_syncs.py` counts what would have been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.execute.build import build, seeded
+from meshwright.execute.groups import open_groups
+from meshwright.execute.optimize import Shards
+from meshwright.execute.world import World
+from meshwright.layout import Layout
+from meshwright.program.lower import lower
+from meshwright.prove.case import Case
+from meshwright.prove.compare import mine
+from meshwright.prove.reference import make_batch
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.readings import Numbers
+from meshwright.train.update import update
+
+CASES = (
+    ("fp32", "dp1 mb2", "adamw", False),
+    ("bf16", "dp1 mb2", "adamw", False),
+    ("bf16", "dp1 mb2", "adamw", True),
+    ("bf16", "dp1 mb1 recompute-selective", "adamw", False),
+    ("bf16", "dp1 mb2", "sgd", False),
+    ("fp16", "dp1 mb2", "adamw", False),
+)
+WARM = 2
+
+
+def run(world: World, precision: str, label: str, optimizer: str, packed: bool) -> None:
+    """Train some steps, the last of them with no leave to synchronise; raises where one does."""
+    model = model_spec(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=512)
+    spec = TrainSpec(batch=4, seq_len=128, precision=precision)  # type: ignore[arg-type]
+    layout = Layout.parse(label)
+    program = lower(model, spec, layout)
+    parallel = build(program, open_groups(layout, world), world.device, seeded(model, 0))
+    shards = Shards(parallel.held, on_host=False)
+    made = build_optimizer(shards.leaves, OptimizerSpec(name=optimizer, momentum=0.9))  # type: ignore[arg-type]
+    case, scale = Case(model, spec, layout, packed=packed), LossScale.of(spec)
+    batch = mine(make_batch(case, 0), program, world)
+    for step in range(WARM + 1):
+        if step == WARM and world.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            done = update(parallel, batch, world, shards, made, scale, spec.clip_norm)
+            numbers = Numbers(done.numbers())
+        finally:
+            if world.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        numbers.read()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        world = World(0, 1, torch.device(args.device), store)
+        for precision, label, optimizer, packed in CASES:
+            of = f"{precision} {label} {optimizer}{' packed' if packed else ''}"
+            try:
+                run(world, precision, label, optimizer, packed)
+                rows.append({"of": of, "waits": None})
+            except RuntimeError as error:
+                rows.append({"of": of, "waits": str(error).splitlines()[0]})
+        dist.destroy_process_group()
+    print(json.dumps({"rows": rows, "checked": args.device == "cuda"}))
+    return 1 if any(row["waits"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Attention inside each document of rows that hold several, without a mask.
+
+A mask `[batch, 1, seq, seq]` costs memory by the square of the length in each layer, the whole
+square of scores instead of the half below the diagonal, and the fastest kernels. Here each document
+is a causal sequence of its own: one call of the kernel for each on a CPU, one call for all of them
+on a GPU.
+
+Where documents begin and end is `bounds`, int32 `[batch, n + 1]`, ascending: document i of a row
+lies from `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshwright.execute.block_attention import cpu_flash, has_cuda_flash, wide
+from meshwright.models.attention import attend
+
+# Few different sizes, since compiled code is made anew for each.
+_MULTIPLE: Final = 8
+
+_HAS_WORD: Final = torch.__version__ >= (2, 12)  # type: ignore[operator]
+_QKV: Final = "Tensor query, Tensor key, Tensor value"
+
+
+def bounds_of(segments: Tensor) -> Tensor:
+    """Return the bounds of documents in rows of a CPU tensor, int `[batch, seq]`.
+
+    Neighbours with equal numbers are of one document.
+    """
+    rows, seq = segments.shape
+    begins = torch.ones(rows, seq, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    counts = begins.sum(1)
+    most = -(-int(counts.max()) // _MULTIPLE) * _MULTIPLE
+    bounds = torch.full((rows, most + 1), seq, dtype=torch.int32)
+    row, place = begins.nonzero(as_tuple=True)
+    nth = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    bounds[row, nth] = place.to(torch.int32)
+    return bounds
+
+
+def takes_bounds(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention on a device goes by documents; otherwise it needs a mask."""
+    return device.type == "cpu" or has_cuda_flash(device, dtype, head_dim)
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
+    """Return causal attention inside documents, or in whole rows without bounds.
+
+    q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]`. A bool `bounds`
+    is a mask.
+    """
+    if bounds is None or bounds.dtype == torch.bool:
+        return attend(q, k, v, bounds)
+    if q.device.type == "cuda":
+        return _by_varlen(q, k, v, bounds)
+    out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds)[0]
+    return out
+
+
+def _by_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    """Return the attention of all documents from one call of FlashAttention; arXiv:2307.08691.
+
+    The rows follow each other as one. How long documents are, the host need not know.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, _, seq, _ = q.shape
+    first = torch.arange(0, batch * seq, seq, dtype=torch.int32, device=q.device)
+    begins = (bounds[:, :-1] + first[:, None]).flatten()
+    begins = torch.nn.functional.pad(begins, (0, 1), value=batch * seq)
+    # torch 2.11 has no word for it, and no check: the kernel takes fewer heads of keys by itself.
+    more: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_WORD else {}
+    rows, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    ends: Any = (begins, begins, seq, seq)
+    out: Any = varlen_attn(rows, keys, values, *ends, window_size=(-1, 0), **more)
+    found: Tensor = out.unflatten(0, (batch, seq)).transpose(1, 2)
+    return found
+
+
+def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and positions of each document; all rows at once where each holds one alone."""
+    rows = bounds.tolist()
+    if all(row[1] == seq for row in rows):
+        yield slice(None), slice(None)
+        return
+    for at, row in enumerate(rows):
+        for begin, end in pairwise(row):
+            if end > begin:
+                yield slice(at, at + 1), slice(begin, end)
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory for what is like x `[batch, heads, seq, dim]`, as `[batch, seq, heads, dim]`.
+
+    So the kernel gives its result, and the product after it takes it.
+    """
+    batch, heads, seq, dim = x.shape
+    return x.new_empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+
+
+# One operation, so that compiled code and selective recomputation see one.
+@torch.library.custom_op(
+    "meshwright::attend_documents",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"({_QKV}, Tensor bounds) -> (Tensor, Tensor)",
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention and its log-sum-exp `[batch, heads, seq]`."""
+    out, sums = _empty(query, key, value, bounds)
+    for rows, places in _documents(bounds, query.shape[2]):
+        q, k, v = (x[rows, :, places] for x in (query, key, value))
+        part, part_sums = cpu_flash().forward(q, k, v, None, True)
+        out[rows, :, places], sums[rows, :, places] = part, part_sums
+    return out, sums
+
+
+@_forward.register_fake
+def _empty(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+
+
+@torch.library.custom_op(
+    "meshwright::attend_documents_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor grad, {_QKV}, Tensor out, Tensor sums, Tensor bounds)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    found = (_like(query), _like(key), _like(value))
+    for rows, places in _documents(bounds, query.shape[2]):
+        mine = [x[rows, :, places] for x in (grad, query, key, value, out, sums)]
+        g, q, k, v, o, lse = mine
+        parts = cpu_flash().backward(g, q, k, v, o, lse, None, True)
+        for whole, part in zip(found, parts, strict=True):
+            whole[rows, :, places] = part
+    return found
+
+
+@_backward.register_fake
+def _empty_grads(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    *qkv, bounds = inputs
+    ctx.save_for_backward(*qkv, *output, bounds)
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+    found = torch.ops.meshwright.attend_documents_backward(grad, *ctx.saved_tensors)
+    return *found, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)

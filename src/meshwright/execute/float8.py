@@ -1,0 +1,40 @@
+"""Linear layers whose three products are in float8, by torchao; the extra `fp8` brings it.
+
+Each operand is scaled by its own largest value, anew each time: inputs and weights in e4m3,
+gradients in e5m2. arXiv:2209.05433, section 3. What flows between layers, the head and the masters
+stay as `train.precision` has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import nn
+
+from meshwright.errors import MeshwrightError
+
+CAPABILITY: Final = (8, 9)  # Ada; Hopper is 9.0
+
+
+def take_float8(blocks: Iterable[nn.Module], *, on_cpu: bool) -> None:
+    """Have the linear layers of blocks compute in float8, in place: parameters keep their names.
+
+    On a CPU operands are rounded the same way, and the products are plain ones. Raises
+    `MeshwrightError` where the GPU has no such products.
+    """
+    if not on_cpu and torch.cuda.is_available():
+        found = torch.cuda.get_device_capability()
+        if found < CAPABILITY:
+            raise MeshwrightError(
+                f"train.fp8 = true needs a GPU of compute capability {CAPABILITY} or more, this "
+                f"one has {found}; leave train.fp8 out"
+            )
+    # It tells of each of its libraries that this torch cannot load: kernels that are not used here.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    for block in blocks:
+        convert_to_float8_training(block, config=Float8LinearConfig(emulate=on_cpu))

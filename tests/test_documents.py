@@ -1,0 +1,132 @@
+"""Attention by documents: bounds, and the same as with a mask, forward and backward."""
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+
+from meshwright.data.sampler import Rows
+from meshwright.execute.batch import Batch, Feed
+from meshwright.execute.documents import attend_documents, bounds_of, takes_bounds
+from meshwright.models.attention import attend
+from meshwright.models.context import causal_mask
+from syncs import Syncs
+
+SEGMENTS = torch.tensor(
+    [
+        [0] * 24,
+        [0] * 7 + [1] + [2] * 16,
+        [3] * 12 + [0] * 12,  # any numbers, as long as neighbours differ
+        list(range(24)),
+    ]
+)
+
+
+def draw(dtype=torch.float32, kv_heads=2, seed=0):
+    """q, k and v as attention has them: views of [batch, seq, heads, head_dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (4, kv_heads, kv_heads)
+    found = (torch.randn(4, 24, n, 16, generator=generator, dtype=dtype) for n in sizes)
+    return [x.transpose(1, 2).requires_grad_() for x in found]
+
+
+def run(core, tensors, documents):
+    out = core(*tensors, documents)
+    weights = torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, *torch.autograd.grad((out * weights).sum(), tensors)
+
+
+def test_bounds_are_where_documents_begin_and_end():
+    bounds = bounds_of(SEGMENTS)
+    assert bounds.dtype == torch.int32
+    assert bounds.tolist()[:3] == [
+        [0] + [24] * 24,
+        [0, 7, 8] + [24] * 22,
+        [0, 12] + [24] * 23,
+    ]
+    assert bounds.tolist()[3] == list(range(25))
+    assert bounds_of(SEGMENTS[:3]).shape == (3, 9)  # eight at once: few shapes
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 1), slice(1, 3)])
+def test_it_is_attention_with_a_mask(rows, kv_heads):
+    """Rows of one document, of several, and of one token each."""
+    tensors = [x[rows] for x in draw(torch.float64, kv_heads)]
+    mask = causal_mask(SEGMENTS[rows], SEGMENTS[rows], None)
+    wanted = run(attend, tensors, mask)
+    found = run(attend_documents, tensors, bounds_of(SEGMENTS)[rows])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    for one, other in zip(run(attend_documents, tensors, mask), wanted, strict=True):
+        assert torch.equal(one, other)
+    if rows != slice(0, 1):
+        assert not torch.allclose(found[0], attend(*tensors, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_its_dtype_is_that_of_the_queries(dtype):
+    exact = run(attend_documents, draw(torch.float64), bounds_of(SEGMENTS))
+    tensors = [x.detach().to(dtype).requires_grad_() for x in draw(torch.float64)]
+    for one, other in zip(run(attend_documents, tensors, bounds_of(SEGMENTS)), exact, strict=True):
+        assert one.dtype == dtype
+        error = (one.double() - other).abs().max() / other.abs().max()
+        assert error < 8 * torch.finfo(dtype).eps
+
+
+def test_torch_finds_nothing_wrong_with_the_operation():
+    """Schema, fake tensors, strides and autograd as torch's own check wants them."""
+    op = torch.ops.meshwright.attend_documents.default
+    torch.library.opcheck(op, (*draw(), bounds_of(SEGMENTS)))
+
+
+def by_loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+    """What FlashAttention's varlen is to compute: rows [tokens, heads, dim], causal by length."""
+    assert window_size == (-1, 0)
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    lengths = cu_q.diff()
+    assert lengths.min() >= 0
+    assert lengths.max() <= max_q == max_k
+    assert cu_q[-1] == len(q)
+    parts = []
+    for begin, length in zip(cu_q.tolist(), lengths.tolist(), strict=False):
+        some = (x[begin : begin + length].transpose(0, 1) for x in (q, k, v))
+        part = scaled_dot_product_attention(*some, is_causal=True, enable_gqa=enable_gqa)
+        parts.append(part.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_a_gpu_gets_all_documents_in_one_call(monkeypatch):
+    """What the kernel is handed, with a stand-in for the kernel: it was not run on a GPU here."""
+    from meshwright.execute import documents
+
+    monkeypatch.setattr(varlen, "varlen_attn", by_loop)
+    tensors = draw(torch.float64)
+    found = run(documents._by_varlen, tensors, bounds_of(SEGMENTS))
+    wanted = run(attend_documents, tensors, bounds_of(SEGMENTS))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    bounds = bounds_of(SEGMENTS)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda q, *rest, **more: q)
+    with Syncs() as syncs:
+        documents._by_varlen(*tensors, bounds)
+    assert syncs == []
+
+
+def test_which_devices_go_by_documents():
+    cpu = torch.device("cpu")
+    assert all(takes_bounds(cpu, dtype, 12) for dtype in (torch.float32, torch.float16))
+    assert not takes_bounds(torch.device("cuda", 0), torch.float32, 64)
+    assert not takes_bounds(torch.device("cuda", 0), torch.bfloat16, 12)
+
+
+def test_a_batch_knows_its_documents_and_stays_where_it_is():
+    ids = torch.arange(96).view(4, 24)
+    rows = Rows(ids.numpy(), ids.add(1).numpy(), SEGMENTS.numpy())
+    batch = Feed(torch.device("cpu")).bring(Batch.of(rows))
+    assert torch.equal(batch.bounds, bounds_of(SEGMENTS))
+    assert batch.inputs.data_ptr() == ids.data_ptr()
+    second = batch.split(2)[1]
+    assert torch.equal(second.bounds, batch.bounds[2:])
+    assert Batch.of(Rows(rows.inputs, rows.targets, None)).bounds is None
