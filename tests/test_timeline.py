@@ -18,8 +18,8 @@ TRAIN = TrainSpec(batch=8, seq_len=128)
 LASTING = {"weights", "gradients", "optimizer", "rotary tables", "communication buffers"}
 
 
-def peaks(world, label, precision):
-    case = Case(MODEL, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
+def peaks(world, label, precision, model=MODEL):
+    case = Case(model, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
     return measure(world, case).peak.total
 
 
@@ -46,6 +46,24 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound):
     found = on_ranks(2, peaks, label=label, precision=precision)
     for rank, measured in enumerate(found):
         assert timeline(program, rank).peak.total == pytest.approx(measured, rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("label", "precision", "tied"),
+    [
+        ("dp2 mb4", "bf16", True),
+        ("tp2 sp mb8", "fp32", False),
+        ("pp2 gpipe mb4", "fp32", True),
+        ("shard2 zero3 mb4", "fp32", False),
+    ],
+)
+def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied):
+    model = MODEL.model_copy(update={"vocab_size": 8192, "n_layers": 2, "tie_embeddings": tied})
+    train = TRAIN.model_copy(update={"precision": precision})
+    program = lower(model, train, Layout.parse(label))
+    found = on_ranks(2, peaks, label=label, precision=precision, model=model)
+    for rank, measured in enumerate(found):
+        assert timeline(program, rank).peak.total == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
