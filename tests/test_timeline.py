@@ -53,12 +53,14 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound):
     [
         ("dp2 mb4", "bf16", True),
         ("tp2 sp mb8", "fp32", False),
-        ("pp2 gpipe mb4", "fp32", True),
+        ("pp2 zbv v2 mb4", "fp32", True),
         ("shard2 zero3 mb4", "fp32", False),
     ],
 )
 def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied):
-    model = MODEL.model_copy(update={"vocab_size": 8192, "n_layers": 2, "tie_embeddings": tied})
+    layers = 4 if "v2" in label else 2
+    sizes = {"vocab_size": 8192, "n_layers": layers, "tie_embeddings": tied}
+    model = MODEL.model_copy(update=sizes)
     train = TRAIN.model_copy(update={"precision": precision})
     program = lower(model, train, Layout.parse(label))
     found = on_ranks(2, peaks, label=label, precision=precision, model=model)
