@@ -54,6 +54,11 @@ CASES = [
     make("tp2 sp mb4 recompute-full", "neox", "bf16"),
     make("tp2 sp mb1 recompute-selective", "tied"),
     make("tp4 sp mb4 recompute-full", "dropout", "fp16"),
+    # Logits in several rounds, which need not be alike.
+    make("mb2", "tied", "bf16", seq_len=257),
+    make("tp2 mb3", batch=9, seq_len=171),
+    make("tp2 sp mb2 recompute-selective", "tied", "bf16", seq_len=258),
+    make("pp2 zbv v2 mb4", "neox", seq_len=130),
     # Context.
     make("cp2-ring mb4", packed=True),
     make("cp2-ring mb4 recompute-full zero3", "neox"),

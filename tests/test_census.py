@@ -68,7 +68,7 @@ def test_a_wrong_collective_is_found(world):
     for change, sign in (
         (lambda one: [], "over tp: 36 where the program has 20"),
         (lambda one: [replace(one, bytes=one.bytes + 4)], "0 where the program has 16"),
-        (lambda one: [replace(one, kind="all_gather")], "54 where the program has 70"),
+        (lambda one: [replace(one, kind="all_gather")], "52 where the program has 68"),
         (lambda one: [replace(one, axis="cp")], "over cp: 0 where the program has 16"),
         (lambda one: [replace(one, count=one.count + 1)], "36 where the program has 37"),
     ):

@@ -109,6 +109,7 @@ def test_the_bubble_is_that_of_the_table_where_messages_are_free(monkeypatch, na
     monkeypatch.setattr(step, "transfer_seconds", lambda *_: 0.0)
     alike = Pass(1.0, 0.0, 0.0, 0.0, 0.0), Pass(2.0, 0.0, 0.0, 0.0, 0.0)
     monkeypatch.setattr(Pace, "passes", lambda self, stage: alike)
+    monkeypatch.setattr(Pace, "head", 0.0)
     layout = Layout(pp=4, schedule=name, virtual_stages=virtual, microbatch=1)
     found = on_cluster(setting("train.batch=16"), layout)
     program = lower(found.model, found.train, layout)

@@ -40,12 +40,14 @@ def blocks(parallel):
 
 
 def wrong_scale(parallel):
-    """One data rank's loss counts for 1% more."""
+    """One data rank's gradient counts for 1% more."""
     forward, last = parallel.forward, len(parallel.stage_ranks) - 1
 
     def scaled(stage, hidden, batch):
         out = forward(stage, hidden, batch)
-        return out * 1.01 if stage == last else out
+        if stage == last and out.requires_grad:
+            out.register_hook(lambda grad: grad * 1.01)
+        return out
 
     if parallel.groups.data.rank == 1:
         parallel.forward = scaled

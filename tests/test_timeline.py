@@ -18,8 +18,8 @@ TRAIN = TrainSpec(batch=8, seq_len=128)
 LASTING = {"weights", "gradients", "optimizer", "rotary tables", "communication buffers"}
 
 
-def peaks(world, label, precision):
-    case = Case(MODEL, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
+def peaks(world, label, precision, model=MODEL):
+    case = Case(model, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
     return measure(world, case).peak.total
 
 
@@ -49,6 +49,26 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound):
         assert timeline(program, rank).peak.total == pytest.approx(measured, rel=bound)
 
 
+@pytest.mark.parametrize(
+    ("label", "precision", "tied"),
+    [
+        ("dp2 mb4", "bf16", True),
+        ("tp2 sp mb8", "fp32", False),
+        ("pp2 zbv v2 mb4", "fp32", True),
+        ("shard2 zero3 mb4", "fp32", False),
+    ],
+)
+def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied):
+    layers = 4 if "v2" in label else 2
+    sizes = {"vocab_size": 8192, "n_layers": layers, "tie_embeddings": tied}
+    model = MODEL.model_copy(update=sizes)
+    train = TRAIN.model_copy(update={"precision": precision})
+    program = lower(model, train, Layout.parse(label))
+    found = on_ranks(2, peaks, label=label, precision=precision, model=model)
+    for rank, measured in enumerate(found):
+        assert timeline(program, rank).peak.total == pytest.approx(measured, rel=0.03)
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_what_a_step_takes_it_gives_back(world):
     for case in matrix(world):
@@ -75,6 +95,7 @@ def test_a_microbatch_more_in_flight_costs_its_activations():
 
 def test_the_peak_says_where_it_is():
     layout = Layout.parse("dp2 mb4")
-    peak = timeline(lower(MODEL, TRAIN, layout), 0).peak
+    wide = MODEL.model_copy(update={"vocab_size": 8192})
+    peak = timeline(lower(wide, TRAIN, layout), 0).peak
     assert (peak.action, peak.what) == ("B 0 0", "loss")
-    assert peak.held["logits and loss"] == 4 * 4 * 128 * 512  # all rows, as few as these are
+    assert peak.held["logits and loss"] == 4 * 256 * 8192  # half of a microbatch's

@@ -22,7 +22,7 @@ from meshwright.execute.world import World
 _KINDS: Final = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
-        ("products", r"^aten::(addmm|mm|addmv|mv|_scaled_mm)$|^mkldnn::"),
+        ("products", r"^aten::(addmm_?|mm|addmv|mv|_scaled_mm)$|^mkldnn::"),
         ("attention", r"scaled_dot_product|flash_attention|varlen|^meshwright::atten|^_Ring"),
         ("loss", r"^_(Loss|Head)|log_softmax|nll_loss"),
         ("norms", r"^_(RMS|Layer)Norm|native_layer_norm|^NativeLayerNorm"),

@@ -20,10 +20,11 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.products import Route, take_route
 from meshwright.execute.recompute import recompute
-from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, head, together
+from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, together
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.program.lower import Program
+from meshwright.program.operations import Sizes, loss_rows
 from meshwright.program.shards import Region, shard_rank, sums_in_place
 from meshwright.spec.model import ModelSpec
 
@@ -113,7 +114,8 @@ def materialise(
             trained = replicate_in_place(model, model.blocks, layout, train, groups)
         held += _held(program, index, trained)
     whole: dict[int, nn.Module] = dict(modules)
-    parallel = Parallel(program, groups, device, whole, held, at, places, deferral)
+    rows = loss_rows(Sizes.of(program).tokens, on_cpu=on_cpu)
+    parallel = Parallel(program, groups, device, whole, held, at, places, deferral, rows)
     fill(parallel, source)
     return parallel
 
@@ -132,7 +134,6 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
             (RowLinear if is_row else ColumnLinear).take_over(module, borders, deferral)
     for block in model.blocks:
         block.attn.project = block.mlp.project = together(borders, deferral)
-    model.project = head(borders, deferral)
     if layout.tp == 1:
         return
     if model.embed is not None:

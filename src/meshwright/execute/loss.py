@@ -1,71 +1,143 @@
-"""Cross-entropy that overwrites the logits by their gradient, whole or cut over the vocabulary.
+"""The head's product and the cross-entropy of its logits, a few rows of them at a time.
 
-What is kept from the forward to the backward is the logits, in the dtype of products. `log_softmax`
-keeps its result in fp32 and needs two more of the size; here what is wide is a few rows at a time.
+Logits are the largest tensor of a model with a large vocabulary, and all of them are never there:
+the backward makes some rows, their loss and their gradient, and at once what the gradients of the
+head's weight and input get of it. Liger Kernel, arXiv:2410.10989, section 3.2, does so in the
+forward. In the backward, which needs the same products, a schedule may have any number of forwards
+under way, and the gradient is scaled before it is rounded to half precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.execute.borders import all_reduce
+from meshwright.execute.borders import Borders, begin_gather
+from meshwright.execute.deferred import local
 from meshwright.execute.groups import Link
-from meshwright.program.operations import loss_rows
 
 
-def loss_sum(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Tensor:
+def loss_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, borders: Borders, at_once: int
+) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
-    logits `[tokens, vocab / ranks]`, which the backward overwrites and nothing else may need;
-    targets int64 `[tokens]` with global ids, those that are `ignore` count for nothing. Where ranks
-    cut the vocabulary, three numbers per token travel: the maximum, the sum of exponentials and the
-    target's logit. arXiv:1909.08053, section 3.
+    hidden `[batch, seq or its share, dim]` enters over `borders`, weight `[vocab / ranks, dim]`
+    multiplies it; targets int64 `[batch, seq]` have global ids, those that are `ignore` count for
+    nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
+    is not a number until the backward fills it in.
     """
-    out: Tensor = _Loss.apply(logits, targets, ignore, link)  # type: ignore[no-untyped-call]
-    return out
+    own = local(weight)
+    if torch.is_grad_enabled():
+        out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
+            hidden, own, targets.flatten(), ignore, borders, at_once
+        )
+        return out
+    inputs = borders.entering(hidden)().flatten(0, 1)
+    total = inputs.new_zeros((), dtype=torch.float32)
+    for rows in _chunks(len(inputs), at_once):
+        total += soften(inputs[rows] @ own.t(), targets.flatten()[rows], ignore, borders.link).loss
+    return total
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Tensor:
-        own = targets - link.rank * logits.shape[-1]
-        inside = (own >= 0) & (own < logits.shape[-1]) & (targets != ignore)
-        own = own.masked_fill_(~inside, 0)
-        top = logits.amax(-1).float()
-        if link.size > 1:
-            top = all_reduce(top, link, "max")
-        picked = logits.gather(-1, own[:, None])[:, 0].float().sub_(top).masked_fill_(~inside, 0)
-        total = torch.empty_like(top)
-        for rows in _chunks(logits):
-            total[rows] = (logits[rows].float() - top[rows, None]).exp_().sum(-1)
-        if link.size > 1:
-            total, picked = all_reduce(torch.stack([total, picked]), link).unbind(0)
-        counted = targets != ignore
-        sums = total.log()
-        ctx.save_for_backward(logits, top + sums, own, inside, counted)
-        return ((sums - picked) * counted).sum()
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore: int,
+        borders: Borders,
+        at_once: int,
+    ) -> Tensor:
+        value = hidden.new_full((), float("nan"), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, targets, value)
+        ctx.ignore, ctx.borders, ctx.at_once = ignore, borders, at_once
+        return value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        kept, sums, own, inside, counted = ctx.saved_tensors
-        logits = kept.detach()
-        factor = counted * grad
-        for rows in _chunks(logits):
-            wide = (logits[rows].float() - sums[rows, None]).exp_()
-            wide.scatter_add_(-1, own[rows, None], -inside[rows, None].to(wide.dtype))
-            logits[rows] = wide.mul_(factor[rows, None])
-        return logits, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, value = ctx.saved_tensors
+        borders: Borders = ctx.borders
+        gathered = borders.entering(hidden)()
+        inputs = gathered.flatten(0, 1)
+        back = torch.empty_like(gathered)
+        sent = total = None
+        losses = []
+        for rows in _chunks(len(inputs), ctx.at_once):
+            found = soften(inputs[rows] @ weight.t(), targets[rows], ctx.ignore, borders.link)
+            losses.append(found.loss)
+            logits_grad = found.gradient(grad, weight.dtype)
+            del found
+            back.view_as(inputs)[rows] = logits_grad @ weight
+            if rows.stop == len(inputs):  # it travels beside the last of the weight's products
+                sent = borders.returning(back)
+                del back  # it would keep what has been sent
+            if total is None:
+                total = logits_grad.t() @ inputs[rows]
+            else:
+                total.addmm_(logits_grad.t(), inputs[rows])
+            del logits_grad
+        assert sent is not None
+        assert total is not None
+        value.detach().copy_(torch.stack(losses).sum())
+        del gathered, inputs
+        return sent(), total, None, None, None, None
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that are widened together."""
-    tokens, vocab = logits.shape
-    each = loss_rows(tokens, vocab, on_cpu=logits.device.type == "cpu")
+class Softmax(NamedTuple):
+    """Some rows' summed loss, and what their gradient is made of.
+
+    `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities. `own`
+    is the local target, which counts where it is `inside`; rows that are not `counted` have none.
+    """
+
+    loss: Tensor
+    exponentials: Tensor
+    shares: Tensor
+    own: Tensor
+    inside: Tensor
+    counted: Tensor
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of the logits for that of the loss, in place of the exponentials."""
+        wide = self.exponentials.mul_((self.shares * self.counted * grad)[:, None])
+        wide.scatter_add_(-1, self.own[:, None], -(self.inside * grad)[:, None])
+        return wide.to(dtype)
+
+
+def soften(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Softmax:
+    """Return loss and softmax of logits `[rows, vocab / ranks]`, in their memory if it is fp32.
+
+    targets int64 `[rows]` have global ids. Where ranks cut the vocabulary, three numbers of a row
+    travel, in one message: the largest logit, the sum of exponentials and the target's logit.
+    arXiv:1909.08053, section 3.
+    """
+    own, counted = targets - link.rank * logits.shape[-1], targets != ignore
+    inside = (own >= 0) & (own < logits.shape[-1]) & counted
+    own.masked_fill_(~inside, 0)
+    wide = logits.float()
+    picked = wide.gather(-1, own[:, None])[:, 0].masked_fill_(~inside, 0)
+    top = wide.amax(-1)
+    exponentials = wide.sub_(top[:, None]).exp_()
+    total = exponentials.sum(-1)
+    largest = top
+    if link.size > 1:
+        sent = torch.stack([top, total, picked])[None]
+        tops, totals, each = begin_gather(sent, link)().view(link.size, 3, -1).unbind(1)
+        largest, picked = tops.amax(0), each.sum(0)
+        total = (totals * (tops - largest).exp_()).sum(0)
+    loss = ((total.log() + largest - picked) * counted).sum()
+    return Softmax(loss, exponentials, (top - largest).exp_() / total, own, inside, counted)
+
+
+def _chunks(tokens: int, each: int) -> Iterator[slice]:
+    """Yield slices of rows."""
     for start in range(0, tokens, each):
-        yield slice(start, start + each)
+        yield slice(start, min(start + each, tokens))

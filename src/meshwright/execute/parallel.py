@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
+from meshwright.execute.borders import Borders
 from meshwright.execute.data import DTYPES, finish_replicas, reshard
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.documents import takes_bounds
@@ -30,7 +32,7 @@ class Parallel:
     """A rank's stages of the model with every parallelism applied, and the steps over them.
 
     `positions` int64 `[seq / cp]` are the tokens of a row that this rank attends with, None for all
-    of them; `places` those in its stream.
+    of them; `places` those in its stream. Logits of `loss_rows` tokens are there together.
     """
 
     program: Program
@@ -41,6 +43,7 @@ class Parallel:
     positions: Tensor | None
     places: Tensor | None
     deferral: Deferral
+    loss_rows: int
     observe: Observe | None = None
     _tables: dict[int, Table] = field(default_factory=dict)
 
@@ -77,17 +80,25 @@ class Parallel:
         return shape, DTYPES[program.train.precision]
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return a stage's output: the stream, or the last one's summed loss."""
+        """Return a stage's output: the stream, or the last one's summed loss, see `loss_sum`."""
+        ends = {}
+        if stage == len(self.stage_ranks) - 1:
+            ends["project"] = partial(
+                loss_sum,
+                targets=batch.targets,
+                ignore=IGNORE,
+                borders=Borders(self.groups.tp, self.program.layout.sp),
+                at_once=self.loss_rows,
+            )
         out: Tensor = self.modules[stage](
             batch.inputs if hidden is None else hidden,
             segments=self._documents(batch),
             positions=self.positions,
             keys=batch.keys,
             places=self.places,
+            **ends,
         )
-        if stage < len(self.stage_ranks) - 1:
-            return out
-        return loss_sum(out.flatten(0, 1), batch.targets.flatten(), IGNORE, self.groups.tp)
+        return out
 
     def _documents(self, batch: Batch) -> Tensor | None:
         """Return what attention gets of documents: segments, their bounds, or else a mask."""

@@ -2,8 +2,9 @@
 
 torch computes them with MKL, which takes a slower path on processors that are not Intel's: on AMD's
 it was measured at 0.87 of what oneDNN does (Zen 4) down to less than half (Zen 5). Both compute in
-true fp32. The kernels of `aten::mm` and `aten::addmm` are replaced, below autograd: linear layers,
-their backwards, recomputation and what counts FLOPs see the operators that they know.
+true fp32. The kernels of `aten::mm` and `aten::addmm`, in place too, are replaced, below autograd:
+linear layers, their backwards, recomputation and what counts FLOPs see the operators that they
+know.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _has_onednn() -> bool:
 
 
 class _Router:
-    """The two kernels, registered as long as this lives."""
+    """The kernels, registered as long as this lives."""
 
     def __init__(self) -> None:
         self.route = Route(False, False)
@@ -95,6 +96,7 @@ class _Router:
             warnings.filterwarnings("ignore", message="(?s).*overrid", category=UserWarning)
             self._library.impl("mm", self.mm, "CPU")
             self._library.impl("addmm", self.addmm, "CPU")
+            self._library.impl("addmm_", self.addmm_, "CPU")
 
     def mm(self, a: Tensor, b: Tensor) -> Tensor:
         """Return `a @ b`."""
@@ -110,6 +112,16 @@ class _Router:
         if beta == alpha == 1 and bias.shape == b.shape[1:] and self._takes(a, b):
             return self._product(a, b, bias)
         out: Tensor = self._addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
+        return out
+
+    def addmm_(
+        self, total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        """Make `total` be `beta * total + alpha * a @ b`; returns it."""
+        fits = total.shape == (*a.shape[:1], *b.shape[1:]) and total.dtype == torch.float32
+        if beta == alpha == 1 and fits and self._takes(a, b):
+            return total.add_(self._product(a, b, None))
+        out: Tensor = self._addmm(total, a, b, beta=beta, alpha=alpha, out=total)
         return out
 
     def _product(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the linear layers, the embedding and the head over tp ranks.
+"""Tensor and sequence parallelism: the linear layers and the embedding over tp ranks.
 
 Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence. The
 parameters are DTensors cut over tp; what flows between the modules are plain local tensors, which
@@ -7,7 +7,7 @@ enter and leave by `borders`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -77,14 +77,5 @@ def together(borders: Borders, deferral: Deferral) -> Project:
     def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         weights, biases = [one.weight for one in layers], [one.bias for one in layers]
         return linears(x, weights, biases, deferral, borders)
-
-    return project
-
-
-def head(borders: Borders, deferral: Deferral) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what replaces the model's head product: its share `[..., vocab / ranks]` of logits."""
-
-    def project(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linears(hidden, (weight,), (None,), deferral, borders)[0]
 
     return project

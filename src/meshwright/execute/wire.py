@@ -166,7 +166,12 @@ def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 
 # Matrix products, and where the two factors are among the arguments.
-_PRODUCTS: Final[Mapping[str, int]] = {"aten::mm": 0, "aten::addmm": 1, "aten::linear": 0}
+_PRODUCTS: Final[Mapping[str, int]] = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::linear": 0,
+}
 # Batched ones occur in attention alone, where no kernel takes its mask.
 _BATCHED: Final[Mapping[str, int]] = {"aten::bmm": 0, "aten::baddbmm": 1}
 # PyTorch's kernels and our own operators: causal attention, and attention inside documents.

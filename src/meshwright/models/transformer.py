@@ -24,8 +24,7 @@ class Transformer(nn.Module):
     """A Llama or GPT-NeoX decoder with the parameters of `program.parts`, in that order.
 
     `layers` is keyed by the global layer number, so a stage keeps the names of the whole model.
-    Parallelisms may replace `mask_of`, which makes the blocks' mask, and `project`, which
-    multiplies hidden states by the head's matrix, tied or not.
+    Parallelisms may replace `mask_of`, which makes the blocks' mask.
     """
 
     embed: nn.Embedding | None
@@ -47,7 +46,6 @@ class Transformer(nn.Module):
         if not spec.tie_embeddings:
             self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.mask_of: MaskOf = causal_mask
-        self.project: Project = F.linear
 
     @property
     def blocks(self) -> list[Block]:
@@ -82,6 +80,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         places: Tensor | None = None,
+        project: Project = F.linear,
     ) -> Tensor:
         """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
 
@@ -89,10 +88,11 @@ class Transformer(nn.Module):
         final norm returns them. `segments` int `[batch, seq]`: attention stays among equal ones.
         `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
         0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
-        them. `keys` and `places` as in `Context`, for dropout.
+        them. `keys` and `places` as in `Context`, for dropout. `project` makes what is returned of
+        the last hidden states and the head's matrix, tied or not; logits are their product.
         """
         x = self.hidden(input_ids, segments, cache, positions, keys, places)
-        return x if self.norm is None else self.logits(x)
+        return x if self.norm is None else project(x, self.head_weight)
 
     def hidden(
         self,
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab]` of hidden states `[..., dim]` after the final norm."""
-        return self.project(hidden, self.head_weight)
+        return F.linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

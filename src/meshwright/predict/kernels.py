@@ -9,7 +9,7 @@ from meshwright.predict.catalogue import Device
 from meshwright.predict.network import Network
 from meshwright.predict.stacks import CAUSAL, Stack
 from meshwright.predict.work import LayoutWork, Product, Work
-from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD
+from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD, loss_rows
 
 # Kernels that a pass of a layer launches beside its products: norms, rotation, residuals, casts.
 _SMALL_KERNELS = 10
@@ -64,6 +64,7 @@ class Kernels:
         kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
         find = calibration.find
         self.network, self.stack, self.compile_gain = network, stack, compile_gain
+        self.on_cpu = device.kind == "cpu"
         self.peak = device.peaks[products.split("-")[0]] * find(f"products.{products}", *kinds)
         self.head_peak = device.peaks[precision] * find(f"products.{precision}", *kinds)
         self.half = find(f"products.half.{precision}", *kinds)
@@ -154,15 +155,24 @@ class Kernels:
         """Return the seconds of the first and of the last stage's own operations; see `layer`."""
         ends = []
         for work in (found.first, found.last):
+            rounds = self._rounds(found, work)
             products = sum(
-                self.product(shape, self.head_peak, found.sizes.element) for shape in work.products
+                rounds
+                * self.product(
+                    shape._replace(rows=-(-shape.rows // rounds)),
+                    self.head_peak,
+                    found.sizes.element,
+                )
+                for shape in work.products
             )
-            moved = self._moved(work) + self._loss(work)
+            moved, loss = self._moved(work), self._loss(work)
+            head = products + loss  # of the forward, where the backward doesn't make it
+            late = head if self.stack.fuses_loss else 0.0
             tp_forward, tp_backward, _ = self._borders(found, work, tp, self.head_peak, defers)
             ends.append(
                 Seconds(
-                    products + moved,
-                    PRODUCT_BACKWARD * products + _MOVED_BACKWARD * moved,
+                    moved + head - late,
+                    PRODUCT_BACKWARD * products + _MOVED_BACKWARD * (moved + loss) + late,
                     0.0,
                     tp_forward,
                     tp_backward,
@@ -171,6 +181,13 @@ class Kernels:
                 )
             )
         return ends[0], ends[1]
+
+    def _rounds(self, found: LayoutWork, work: Work) -> int:
+        """Return in how many rounds the backward makes the logits, 1 for what makes none."""
+        if not (self.stack.fuses_loss and work.loss_moved):
+            return 1
+        tokens = found.sizes.tokens
+        return -(-tokens // loss_rows(tokens, on_cpu=self.on_cpu))
 
     def _moved(self, work: Work) -> float:
         """Return the seconds of a forward beside products and attention."""
@@ -191,16 +208,19 @@ class Kernels:
         """
         sums = [0.0, 0.0, 0.0]
         columns = [shape for shape in work.products if shape.is_column]
-        room = sum(self.product(shape, peak, found.sizes.element) for shape in columns)
+        rounds = self._rounds(found, work)  # the gradient of their input travels beside the last
+        room = sum(self.product(shape, peak, found.sizes.element) for shape in columns) / rounds
         hides = self.overlap if self.stack.overlaps_tp else 0.0
         for message in work.messages:
             if message.axis != "tp" or (message.beside == "inputs" and not hides):
                 continue
-            each = self.network.seconds(message.kind, message.bytes, tp, 1)
+            often = rounds if message.phase.startswith("loss") else 1
+            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1)
             seconds = message.times * each * self.tp_exposed
             if message.beside == "inputs" or (message.beside and not defers):
                 seconds -= hides * min(seconds, room)
-            is_backward = message.beside or "gradient" in message.phase
+            is_late = self.stack.fuses_loss and message.phase.startswith(("head", "loss"))
+            is_backward = message.beside or "gradient" in message.phase or is_late
             sums[2 if message.phase.startswith("recompute") else bool(is_backward)] += seconds
         return sums[0], sums[1], sums[2]
 

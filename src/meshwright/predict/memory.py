@@ -10,7 +10,7 @@ from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.stacks import CAUSAL, Stack
 from meshwright.predict.work import LayoutWork, weights
-from meshwright.program.operations import Kind
+from meshwright.program.operations import Kind, loss_element, loss_rows
 from meshwright.program.shards import sums_in_place
 from meshwright.spec.model import ModelSpec
 
@@ -128,6 +128,8 @@ def activations(
     rank: int,
     microbatches: int,
     calibration: Calibration,
+    *,
+    on_cpu: bool = False,
 ) -> list[Term]:
     """Return what is kept for the backward, and the loss; `plain` is the work without recomputing.
 
@@ -152,12 +154,12 @@ def activations(
     # blocks as large as scores stay with the allocator, of no use to logits.
     at_work = _at_work(layout, stack, found, plain, calibration)
     loss = []
-    if held.has_head and stack.overwrites_logits:
+    if held.has_head and stack.fuses_loss:
         sizes = found.sizes
-        count, each = sizes.tokens * sizes.vocab, sizes.element
-        times = losses_in_flight(layout, microbatches)
-        told = "{:,} logits x {} B x {} in flight"
-        loss.append(Term("logits and loss", count * each * times, told, (count, each, times)))
+        rows = loss_rows(sizes.tokens, on_cpu=on_cpu)
+        size, each = rows * sizes.vocab, loss_element(sizes.element)
+        told = "{:,} logits of {:,} tokens x {} B"
+        loss.append(Term("logits and loss", size * each, told, (size, rows, each)))
     elif held.has_head:
         loss.append(_loss(stack, found, layout.tp, calibration))
     found_terms = [at_work, *loss] if at_work.bytes else loss
@@ -290,14 +292,6 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
     most = pp * virtual + (layout.schedule == "dualpipev")
     return float(min(most, virtual * microbatches))
-
-
-def losses_in_flight(layout: Layout, microbatches: int) -> int:
-    """Return the most microbatches whose loss waits for its backward, on the last stage.
-
-    A test holds it against the tables.
-    """
-    return microbatches if layout.pp > 1 and layout.schedule in ("gpipe", "looped_bfs") else 1
 
 
 def waiting(layout: Layout, rank: int, microbatches: int) -> int:

@@ -86,23 +86,27 @@ def _columns(
             yield Need(last, held + made, _of(last, biases), results[last])
         return
     first, grads = names[0], sum(results.values())
-    made, travelling = of_input(program, sizes, on_host, len(names))
+    again = gathers_again(program)
+    made, travelling = of_input(program, sizes, on_host, len(names), gathers=again)
     yield Need(f"{first}: input", grads + made)
     weights = tuple(of for name in names for of in _of(name, biases))
-    waits = whole - sizes.stream_bytes if gathers_again(program) else 0
+    waits = whole - sizes.stream_bytes if again else 0
     yield Need(first, grads + travelling, weights, grads + waits)
 
 
-def of_input(program: Program, sizes: Sizes, on_host: bool, summands: int = 1) -> tuple[int, int]:
+def of_input(
+    program: Program, sizes: Sizes, on_host: bool, summands: int = 1, *, gathers: bool
+) -> tuple[int, int]:
     """Return what the gradient of products' input needs as it is made, and then as it travels.
 
-    `summands` are its products. The sum over tp is in its own memory. With sp it is cut, which
-    copies several rows, and the rank's share is made of it; gloo (`on_host`) sums a copy.
+    `summands` are its products; with `gathers` the input itself is gathered for them. The sum over
+    tp is in its own memory. With sp it is cut, which copies several rows, and the rank's share is
+    made of it; gloo (`on_host`) sums a copy.
     """
     whole = sizes.whole_bytes
     if not (program.layout.sp and program.layout.tp > 1):
         return min(summands, 2) * whole, whole
-    gathered = whole if gathers_again(program) else 0
+    gathered = whole if gathers else 0
     sent = whole + (whole if sizes.rows > 1 else 0)
     made = gathered + sent + sizes.stream_bytes + (whole if on_host else 0)
     # Of what was sent, the copy that is cut is kept until it has arrived.

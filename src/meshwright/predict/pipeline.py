@@ -60,13 +60,15 @@ def _few(pp: int, microbatches: int) -> int:
 class Costs(NamedTuple):
     """Seconds of a pipeline's work: of each stage's forward and backward, of a message.
 
-    A rank waits for the share `exposed` of what it sends.
+    A rank waits for the share `exposed` of what it sends. `head` are those of the last stage's
+    backward that its first half has where it is split.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     transfer: float = 0.0
     exposed: float = 0.0
+    head: float = 0.0
 
 
 def action_times(
@@ -78,13 +80,17 @@ def action_times(
     """
     schedule, pp, virtual = layout.schedule, layout.pp, layout.virtual_stages
     splits = SCHEDULES[schedule].splits_backward
-    forward, backward, transfer, exposed = costs
+    forward, backward, transfer, exposed, head = costs
+    last = pp * virtual - 1
 
     def seconds(action: Action) -> float:
         if action.kind == "F":
             return forward[action.stage]
         whole = backward[action.stage]
-        return whole / 2 if splits and action.kind != "B" else whole
+        if not splits or action.kind == "B":
+            return whole
+        at_once = head if action.stage == last else 0.0
+        return (whole - at_once) / 2 + at_once * (action.kind == "I")
 
     return times(
         compute_tables(schedule, pp, virtual, microbatches),

@@ -61,6 +61,7 @@ def memory(setting: Setting, layout: Layout, rank: int) -> Memory:
         rank,
         count,
         setting.calibration,
+        on_cpu=setting.on_cpu,
     )
     allocated = sum(term.bytes for term in terms)
     device = setting.cluster.device

@@ -25,8 +25,8 @@ class Stack:
     `gathers_again`: with sp, what products took is gathered again in the backward, or only in that
     of layers which are not recomputed. `overlaps_tp`: the gradients of products' inputs are summed
     while those of weights are computed; else the fitted share of messages has it. `even_stages`:
-    layers are spread over stages by number rather than by cost. `overwrites_logits`: their gradient
-    takes their place, and nothing of the loss in fp32 is as large.
+    layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
+    the head's products and the loss, of some tokens at a time.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Stack:
     splits_loss: bool = True
     overlaps_tp: bool = False
     gathers_again: Literal["never", "always", "unless recomputed"] = "never"
-    overwrites_logits: bool = False
+    fuses_loss: bool = False
     source: str = ""
 
 
@@ -56,7 +56,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             fused_activation=True,
             overlaps_tp=True,
             gathers_again="unless recomputed",
-            overwrites_logits=True,
+            fuses_loss=True,
             source="meshwright.execute",
         ),
         Stack(

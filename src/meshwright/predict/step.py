@@ -100,6 +100,11 @@ class Pace:
         """The pipeline rank whose microbatches take longest."""
         return max(range(len(self.whole)), key=self.whole.__getitem__)
 
+    @property
+    def head(self) -> float:
+        """What the head and the loss take of the last stage's backward."""
+        return self.parts.last.backward
+
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
         """Return a stage's forward and backward; a backward has two thirds of cp and gathers."""
         held = Held(len(stage.layers), stage.is_first, stage.is_last)
@@ -197,6 +202,7 @@ def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: Pace) -> 
         [one.total for one in backward],
         pace.transfer,
         kernels.exposed_pp,
+        pace.head if setting.stack.fuses_loss else 0.0,
     )
 
 

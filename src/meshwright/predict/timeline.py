@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 from meshwright.predict.needs import Need, backward_needs, of_input
 from meshwright.predict.tally import Moment, Tally
-from meshwright.predict.units import Units
+from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
-from meshwright.program.operations import Operation, Sizes, loss_rows, operations
+from meshwright.program.operations import Operation, Sizes, loss_element, loss_rows, operations
 from meshwright.program.schedule import Action, Kind
 from meshwright.program.stages import Stage
 
@@ -145,23 +145,10 @@ class _Walk:
             tally.note(f"layer {stage.layers[index]}")
             units.leave(index)
         if stage.is_last:
-            self._keep(op for op in ops if op.name in ("norm", "head"))
-            logits = self._logits()
-            with tally.spike(LOSS, logits + self._widened()):
-                tally.note("loss")
-            self._keep(op for op in ops if op.name == "loss")
+            self._keep(op for op in ops if op.name in ("norm", "head", "loss"))
         else:
             tally.add(STREAM, self.sizes.stream_bytes)
         units.leave_root()
-
-    def _logits(self) -> int:
-        return self.sizes.tokens * self.sizes.vocab * self.sizes.element
-
-    def _widened(self) -> int:
-        """Return the bytes of logits in fp32 that the loss works on at a time."""
-        sizes = self.sizes
-        rows = min(sizes.tokens, loss_rows(sizes.tokens, sizes.vocab, on_cpu=self.on_host))
-        return rows * sizes.vocab * _WIDE * (2 if sizes.element < _WIDE else 1)
 
     def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
         key = stage.index, again
@@ -188,11 +175,11 @@ class _Walk:
         units, sizes = self.units[action.stage], self.sizes
         self._arrive("RECV_B", action)
         ops = self._operations(stage)
-        if stage.is_last:  # the loss is outside of what is gathered
-            self._loss(ops)
         units.begin_backward(is_last=action == self.ends[action.stage], defers=defers)
         if stage.is_last:
-            self._end(ops, units, action if defers else None)
+            self._loss(units)
+            self._free(op for op in ops if op.name in ("head", "loss"))
+            self._last_norm(ops)
         # The gradient of the stream goes down through the layers.
         tally.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         layer = [op for op in ops if op.name.startswith("layers.")]
@@ -224,32 +211,39 @@ class _Walk:
         if action.stage < self.last:
             tally.drop(STREAM, sizes.stream_bytes)
 
-    def _loss(self, ops: Sequence[Operation]) -> None:
-        """Go back through the loss, whose gradient takes the place of the logits."""
-        with self.tally.spike(LOSS, self._widened()):
-            self.tally.note("loss")
-        self._free(op for op in ops if op.name == "loss")
-
-    def _end(self, ops: Sequence[Operation], units: Units, deferred: Action | None) -> None:
-        """Go back through the head and the last norm."""
+    def _loss(self, units: Units) -> None:
+        """Make the loss and go back through the head, some rows at a time."""
         tally, sizes = self.tally, self.sizes
-        made, travelling = of_input(self.program, sizes, self.on_host)
-        with tally.spike(LOSS, self._logits()):
-            with tally.spike("gradients of activations", made):
-                tally.note("head: input")
-            with tally.spike("gradients of activations", travelling):
-                units.grow_root(("head.weight",))
-                tally.note("head")
-            tally.add("gradients of activations", sizes.stream_bytes)
-        if deferred is not None:
-            self._defer(deferred, self._logits() + self.sizes.whole_bytes)
-        self._free(op for op in ops if op.name == "head")
-        with tally.spike(
-            "gradients of activations", 3 * self.sizes.stream * self.sizes.dim * _WIDE
+        element, whole = sizes.element, sizes.whole_bytes
+        is_cut = self.program.layout.sp and self.program.layout.tp > 1
+        rows = loss_rows(sizes.tokens, on_cpu=self.on_host)
+        logits = rows * sizes.vocab
+        name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
+        weight = sizes.dim * sizes.vocab * element
+        made, travelling = of_input(self.program, sizes, self.on_host, gathers=is_cut)
+        held = whole * (2 if is_cut else 1)  # the gradient of all rows, and its input
+        before = weight if rows < sizes.tokens else 0
+        for what, size, rows_held, weight_held in (
+            ("loss", loss_element(element), held, before),
+            ("head: input", element, made, before),
+            ("head", element, travelling, weight),
         ):
-            tally.note("norm")
+            with (
+                tally.spike(LOSS, logits * size),
+                tally.spike("gradients of activations", rows_held),
+                tally.spike(GRADIENTS, weight_held),
+            ):
+                tally.note(what)
+        tally.add("gradients of activations", sizes.stream_bytes)
+        units.grow_root((name,))
+
+    def _last_norm(self, ops: Sequence[Operation]) -> None:
+        """Go back through the norm before the head."""
+        wide = self.sizes.stream * self.sizes.dim * _WIDE
+        with self.tally.spike("gradients of activations", 3 * wide):
+            self.tally.note("norm")
         self._free(op for op in ops if op.name == "norm")
-        tally.drop("gradients of activations", sizes.stream_bytes)
+        self.tally.drop("gradients of activations", self.sizes.stream_bytes)
 
     def _defer(self, action: Action, size: int) -> None:
         """Count what the weights' gradients wait with: products' inputs, gradients of results."""

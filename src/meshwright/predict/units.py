@@ -164,7 +164,7 @@ class Units:
         """Make the gradients of all products, and reduce where due."""
         self.is_last, self.defers = is_last, False
         for unit in self.all:
-            self._grow(unit, list(unit.numels))
+            self._grow(unit, [name for name in unit.numels if _waits(name)])
             self._close(unit)
         self._let_go()
 
@@ -217,7 +217,7 @@ class Units:
 
     def _grow(self, unit: _Unit, names: Sequence[str]) -> None:
         if self.defers:
-            names = [name for name in names if "norm" in name or name.endswith("bias")]
+            names = [name for name in names if not _waits(name)]
         size, widens = self.element, self.in_place and self.element < self.reduced
         names = [name for name in names if name in unit.numels]
         for name in names:  # they come together
@@ -281,3 +281,8 @@ class Units:
         if not unit.has_shard_gradient and self.offload != "params":
             tally.add(GRADIENTS, unit.shard * _FP32)
         unit.has_shard_gradient = True
+
+
+def _waits(name: str) -> bool:
+    """Whether a split backward makes a parameter's gradient in its second half."""
+    return name.startswith("layers.") and "norm" not in name and name.endswith("weight")

@@ -165,12 +165,19 @@ def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> P
 
 
 def _messages(program: Program) -> tuple[Message, ...]:
-    """Return the messages of one microbatch over tp and cp; data parallelism has its own terms."""
-    return tuple(
+    """Return the messages of one microbatch over tp and cp; data parallelism has its own terms.
+
+    Those of the loss are as one: how many they are depends on the device.
+    """
+    every = [
         Message(found.kind, found.axis, found.bytes, found.count, found.reason, found.beside)
         for found in collectives(program, 0)
         if found.axis in ("tp", "cp") and not found.reason.startswith("gradients of")
-    )
+    ]
+    loss = [message for message in every if message.phase.startswith("loss")]
+    size = sum(message.bytes * message.times for message in loss)
+    joined = [message._replace(bytes=size, times=1) for message in loss[:1]]
+    return (*(message for message in every if message not in loss), *joined)
 
 
 def _difference(more: tuple[Message, ...], less: tuple[Message, ...]) -> tuple[Message, ...]:

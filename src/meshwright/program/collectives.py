@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Table
 from meshwright.program.lower import Program
-from meshwright.program.operations import ELEMENT_BYTES, Sizes, gathers_again
+from meshwright.program.operations import ELEMENT_BYTES, Sizes, gathers_again, loss_rows
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place
 from meshwright.program.stages import Stage
 
@@ -55,14 +55,15 @@ class Collective:
 def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[Collective, ...]:
     """Return all that a rank sends and receives in one step, by purpose.
 
-    ZeRO-1 sums otherwise where ranks are on CPUs, see `program.shards.sums_in_place`.
+    ZeRO-1 sums otherwise where ranks are on CPUs, see `program.shards.sums_in_place`, and the loss
+    takes fewer tokens at a time.
     """
     at = program.layout.mesh.coordinates(rank)
     stages = program.held(at["pp"])
     sizes = Sizes.of(program)
     found = [
         *_targets(program),
-        *_borders(program, sizes, stages),
+        *_borders(program, sizes, stages, on_cpu),
         *_context(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
         *_gathers(program, stages),
@@ -87,7 +88,9 @@ def _targets(program: Program) -> Iterator[Collective]:
         yield Collective("all_reduce", "data", _WIDE, 1, "loss: count the targets")
 
 
-def _borders(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+def _borders(
+    program: Program, sizes: Sizes, stages: Iterable[Stage], on_cpu: bool
+) -> Iterator[Collective]:
     """Yield what crosses the borders of tensor parallelism.
 
     Megatron-LM, arXiv:1909.08053, section 3; with the sequence cut, arXiv:2205.05198, section 4.2.
@@ -105,12 +108,8 @@ def _borders(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
         if stage.is_first:
             yield from _embedding(layout.sp, whole, count)
         if stage.is_last:
-            yield from _head(program, whole, count)
-            each = sizes.tokens * _FP32
-            yield Collective("all_reduce", "tp", each, count, "loss: the largest logits")
-            yield Collective(
-                "all_reduce", "tp", 2 * each, count, "loss: sums of exponentials, target logits"
-            )
+            yield from _head(layout.sp, whole, count)
+            yield from _loss(layout.tp, sizes, count, on_cpu)
 
 
 def _left_again(program: Program) -> int:
@@ -161,17 +160,23 @@ def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:
     yield Collective("all_gather", "tp", whole, count, "embedding: gather the gradients")
 
 
-def _head(program: Program, whole: int, count: int) -> Iterator[Collective]:
-    if not program.layout.sp:
+def _head(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+    if not sp:
         reason = "head: sum the gradients of its input"
         yield Collective("all_reduce", "tp", whole, count, reason, "weights")
         return
     yield Collective("all_gather", "tp", whole, count, "head: gather the stream")
-    if gathers_again(program):
-        reason = "head: gather the stream again"
-        yield Collective("all_gather", "tp", whole, count, reason, "inputs")
     reason = "head: sum and cut its input's gradients"
     yield Collective("reduce_scatter", "tp", whole, count, reason, "weights")
+
+
+def _loss(tp: int, sizes: Sizes, count: int, on_cpu: bool) -> Iterator[Collective]:
+    """Yield three numbers a token, for as many tokens as have their logits at a time."""
+    each = loss_rows(sizes.tokens, on_cpu=on_cpu)
+    for rows, times in ((each, sizes.tokens // each), (sizes.tokens % each, 1)):
+        size = 3 * _FP32 * rows * tp
+        reason = "loss: largest logits, sums of exponentials, target logits"
+        yield Collective("all_gather", "tp", size, count * times * bool(rows), reason)
 
 
 def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
@@ -240,9 +245,8 @@ def _units(program: Program, stage: Stage, ranks: int) -> list[_Unit]:
         room, _, rest = name.partition(".")
         unit = "block" + rest.partition(".")[0] if room == "layers" else "rest"
         sharding = program.shardings[name]
-        # The last stage multiplies with the embedding's matrix, where it holds one.
-        is_product = sharding.part.is_product or (name == "embed.weight" and not stage.is_first)
-        sums.setdefault(unit, [0, 0])[0 if is_product else 1] += _padded(sharding, ranks)
+        waits = room == "layers" and sharding.part.is_product  # the head's comes with its input's
+        sums.setdefault(unit, [0, 0])[0 if waits else 1] += _padded(sharding, ranks)
     return [_Unit(name, *found) for name, found in sums.items()]
 
 

@@ -265,21 +265,25 @@ def _row_kept(program: Program, sizes: Sizes) -> int:
 
 
 def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
+    """Yield what comes after the layers; the backward computes all but the norm."""
     yield _norm(program, sizes, "norm")
-    kept = _input_kept(program, sizes)
-    yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), kept)
-    # The logits, and for each token the log-sum-exp, the local target and two masks.
-    logits = sizes.tokens * sizes.vocab * sizes.element
-    yield _Op("loss", "loss", saved=logits + sizes.tokens * (_WIDE + _INT64 + 2))
+    yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), sizes.stream_bytes)
+    yield _Op("loss", "loss", saved=_WIDE)  # where its sum will be
 
 
-def loss_rows(tokens: int, vocab: int, *, on_cpu: bool) -> int:
-    """Return how many rows of logits `[tokens, vocab]` the loss widens to fp32 at a time.
+def loss_rows(tokens: int, *, on_cpu: bool) -> int:
+    """Return of how many of a microbatch's tokens the logits are there together.
 
-    As many as a CPU's cache holds, or as keep a GPU busy, and a 64th of all at least.
+    Enough for the products of a CPU, or to keep a GPU busy, and a 16th of all at least: as often is
+    the gradient of the head's weight rounded to the dtype of products.
     """
-    at_once = 1 << 18 if on_cpu else 1 << 24
-    return max(1, at_once // vocab, -(-tokens // 64))
+    least = 256 if on_cpu else 1024
+    return -(-tokens // min(max(tokens // least, 1), 16))
+
+
+def loss_element(element: int) -> int:
+    """Return the bytes of a logit where products have `element` of them: as fp32, and rounded."""
+    return _WIDE if element == _WIDE else _WIDE + element
 
 
 def _head_ranks(program: Program) -> int:

@@ -51,7 +51,15 @@ def lightest_of(
     found, plain = work_of(setting, one), work_of(setting, one, "none")
     kept = [
         activations(
-            one, setting.stack, found, plain, held[rank], rank, microbatches, setting.calibration
+            one,
+            setting.stack,
+            found,
+            plain,
+            held[rank],
+            rank,
+            microbatches,
+            setting.calibration,
+            on_cpu=setting.on_cpu,
         )
         for rank in ends
     ]

@@ -289,6 +289,7 @@ class Search:
                     rank,
                     count,
                     setting.calibration,
+                    on_cpu=setting.on_cpu,
                 )
             )
             for rank in (0, layout.pp - 1)
