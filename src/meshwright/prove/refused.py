@@ -36,6 +36,11 @@ def refused(world: int) -> Iterator[Case]:
     yield from _pipeline(world)
     yield from _data(world)
     yield from _context(world)
+    yield _case(
+        f"layout.tp = {world} cuts linear layers, which train.fp8 = true needs whole",
+        f"tp{world} mb1",
+        {"precision": "bf16", "fp8": True},
+    )
 
 
 def _case(rule: str, layout: str, train: dict[str, Any] | None = None, **model: Any) -> Case:
