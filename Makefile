@@ -55,6 +55,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.overhead --out docs/benchmarks/overhead.json
 	$(BIN)/meshwright bench peers examples/peers.toml --systems meshwright native \
 		--out docs/benchmarks/modes-native.json
+	$(BIN)/meshwright bench layouts examples/peers.toml --layout "dp2 mb4" "tp2 mb4" --shares
+	$(BIN)/python -m benchmarks.attention --out docs/benchmarks/attention.json
 	$(BIN)/python -m benchmarks.data --out docs/benchmarks/data.json
 	$(BIN)/python -m benchmarks.memory --ranks 1 2 4 --out docs/benchmarks/memory.json
 	$(BIN)/python -m benchmarks.scale --out docs/benchmarks/scale.json

@@ -2,15 +2,18 @@
 
     python -m benchmarks.attention --rounds 15 --out docs/benchmarks/attention.json
 
-Forward and backward of both take turns in one process with one thread; medians in milliseconds, and
-the median of the rounds' ratios.
+Forward and backward of both take turns in one process with one thread, started as a rank is;
+medians in milliseconds, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshwright.launch.rank_environ import rank_environ
 from meshwright.models import blockwise
 
 # rows, heads, heads of keys, length, dim of a head
@@ -77,6 +81,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environ = rank_environ(os.environ)
+    if environ != os.environ:  # the allocator reads its settings as a process starts
+        command = [sys.executable, "-m", "benchmarks.attention", *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env=environ).returncode)
     torch.set_num_threads(1)
     rows = []
     for name, dtype in DTYPES.items():

@@ -1,9 +1,11 @@
 """Measurements: what is fitted to curves, the calibration that is written, layouts side by side."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from meshwright.bench import shares
 from meshwright.bench.device import saturation
 from meshwright.cli.main import main
 from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
@@ -84,6 +86,22 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     assert waits["pp2 1f1b mb2"][1]["waiting: bubble"] > 0
     # The last stage alone has the loss.
     assert waits["pp2 1f1b mb2"][1]["loss"] > waits["pp2 1f1b mb2"][0]["loss"] == 0
+
+
+def test_an_operation_is_of_the_kind_of_what_called_it():
+    def kind(*names):
+        event = None
+        for name in names:  # the outermost first
+            event = SimpleNamespace(name=name, cpu_parent=event)
+        return shares._kind(event)
+
+    assert kind("_RMSNormBackward", "aten::mul") == "norms"
+    assert kind("_LossBackward", "aten::mm") == "products"
+    assert kind("_LossBackward", "aten::exp_") == "loss"
+    assert kind("meshwright::attention", "aten::bmm") == "attention"
+    assert kind("Optimizer.step#AdamW.step", "aten::lerp_") == "optimizer"
+    assert kind("AddBackward0", "aten::sum") == "other operations"
+    assert kind("_Gather", "c10d::allgather_", "aten::empty") is None
 
 
 @pytest.mark.parametrize(

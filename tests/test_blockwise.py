@@ -108,3 +108,5 @@ def test_attention_takes_it_in_bf16_alone():
     assert not taken(torch.float16)
     assert not taken(torch.bfloat16, mask)
     assert not taken(torch.bfloat16, queries=1)  # generation, beside kept keys
+    long = torch.empty(1, 1, blockwise.LONGEST + 1, 8, dtype=torch.bfloat16)
+    assert not blockwise.takes(long, long)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from meshwright.bench.compiling import compiling
 from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.errors import EXIT_REFUSED, ConfigError
+from meshwright.launch import planned
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.planned import settled
 from meshwright.layout import Layout, Machine
@@ -72,6 +74,14 @@ def test_auto_is_off_and_says_why(measured, words, lacks, why):
     assert why in found.why
 
 
+def test_a_gpu_that_is_not_known_trains_uncompiled(measured, monkeypatch):
+    monkeypatch.setattr(planned, "gpu_name", lambda: "Quadro FX")
+    machine = Machine("cuda", 1, 4, "CUDA GPU", is_fixed=True)
+    found = settled(load_config(None, [measured]), machine)
+    assert found.train.compile is False
+    assert "Quadro FX is not in the catalogue" in found.origins["train.compile"]
+
+
 def test_what_slows_down_is_left_out(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text(as_toml({"cpu": {"compile.gain.fp32": 0.9}}, "", ""))
@@ -123,6 +133,11 @@ def test_what_a_compiler_lacks_is_told(tmp_path):
     lacks = lacks_compiler("cpu", {"PATH": str(tmp_path)})
     assert "g++ is not on the PATH" in lacks or "clang++" in lacks
     assert "mycc is not" in lacks_compiler("cpu", {"PATH": str(tmp_path), "CXX": "mycc"})
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert lacks_compiler("cuda", {}) == "triton is not installed"
+    with mock.patch("importlib.util.find_spec", return_value=object()):
+        found = lacks_compiler("cuda", {"PATH": str(tmp_path)})
+        assert "no C compiler: gcc and clang are not on the PATH" in found
     train = load_config(None, ["train.compile=true"]).train
     check_compiler(train, None)
     check_compiler(train.model_copy(update={"compile": "auto"}), lacks)

@@ -55,6 +55,17 @@ def test_loss_and_gradients_are_torchs(dtype, tolerance):
     assert not found[1][:, ::7].any()
 
 
+def test_a_small_loss_of_large_logits_keeps_its_digits():
+    hidden = torch.ones(1, 8, 2)
+    weight = torch.stack([torch.full((64,), 400.0), torch.zeros(64)], -1)
+    weight[0, 1] = 12  # the target is that far above the others
+    found, expected = (
+        each(hidden, weight, torch.zeros(1, 8, dtype=torch.int64))[0] for each in (ours, torchs)
+    )
+    # What is left is the rounding of a sum of exponentials near 1; that of a logit would be 8%.
+    assert abs(found.item() / expected.item() - 1) < 2e-3
+
+
 def test_rounds_change_nothing():
     given = drawn(torch.float32)
     for mine, whole in zip(ours(*given), ours(*given, at_once=TOKENS), strict=True):
@@ -140,9 +151,10 @@ def test_cut_over_ranks_it_is_the_same(world, sp, dtype):
 
 
 def test_rows_at_a_time():
-    assert loss_rows(1024, on_cpu=True) == 256
-    assert loss_rows(300, on_cpu=True) == 300
-    assert loss_rows(700, on_cpu=True) == 350
-    assert loss_rows(16384, on_cpu=True) == 1024  # no more than 16 rounds
-    assert loss_rows(4096, on_cpu=False) == 1024
-    assert loss_rows(1, on_cpu=True) == 1
+    assert loss_rows(1024, 4, on_cpu=True) == 256
+    assert loss_rows(300, 4, on_cpu=True) == 300
+    assert loss_rows(700, 2, on_cpu=True) == 350
+    assert loss_rows(16384, 4, on_cpu=True) == 1024  # no more than 16 rounds
+    assert loss_rows(16384, 2, on_cpu=True) == 4096  # each of which rounds
+    assert loss_rows(4096, 2, on_cpu=False) == 1024
+    assert loss_rows(1, 2, on_cpu=True) == 1

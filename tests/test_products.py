@@ -96,6 +96,8 @@ def test_what_onednn_does_not_take_is_torchs():
         a @ b[:5]
     with pytest.raises(RuntimeError, match="dtype"):
         a @ b.double()
+    with pytest.raises(RuntimeError, match="is not the shape of the product"):
+        torch.ones(1, 256).addmm_(a, b)
 
 
 @needs_onednn

@@ -20,6 +20,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train import loop
 from meshwright.train.loss_scale import LossScale
+from meshwright.train.metrics import DeviceLaps, StepClock
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.readings import Numbers
 from meshwright.train.run_folder import create, read_job
@@ -159,3 +160,25 @@ def test_steps_are_read_one_behind_and_say_the_same(config, overrides, expected)
     steps = [event for event in late_events if event["event"] == "step"]
     assert steps[-1]["step"] == 7
     assert all(event["step_time_s"] > 0 for event in steps)
+
+
+class Mark:
+    """An event of a device, at a time in milliseconds."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_a_device_says_what_its_steps_took_however_late_the_host_looks():
+    laps, clock = DeviceLaps(), StepClock()
+    laps.begin(lambda: Mark(100))
+    laps.begin(lambda: Mark(130))  # the second step begins before the first was read
+    assert [laps.until(Mark(at)) for at in (130, 160)] == [0.03, 0.03]
+    laps.rest()
+    laps.begin(lambda: Mark(500))  # after a pause
+    assert laps.until(Mark(530)) == 0.03
+    clock.start()
+    assert clock.lap(0.03).total_s == 0.03

@@ -40,7 +40,7 @@ class Stepper:
         self._shards = Shards(self._parallel.held, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(self._shards.leaves, OptimizerSpec())
         self._batch = mine(make_batch(case, 0), program, world)
-        self._scale = LossScale.of(case.train)
+        self._scale = LossScale.settled(case.train)
 
     def __call__(self) -> None:
         """Make a step."""

@@ -89,7 +89,7 @@ def measure(world: World, case: Case) -> Measured:
         with marked_gradients(parallel, shards):
             for step in range(STEPS):
                 with record_function("measured" if step else "first"):
-                    update(parallel, batch, world, shards, optimizer, LossScale.of(train), 1.0)
+                    update(parallel, batch, world, shards, optimizer, LossScale.settled(train), 1.0)
                 for kind, tensor in lasting(parallel, shards, optimizer):
                     mark(kind, tensor)
         world.ledger.tape = None

@@ -31,20 +31,20 @@ _KINDS: Final = tuple(
         ("embedding", r"embedding|^Embedding"),
         ("optimizer", r"^Optimizer\.|_fused_adam|^aten::_foreach|linalg_vector_norm"),
         ("sums of gradients", r"AccumulateGrad"),
-        ("other operations", r"^aten::"),
     )
 )
 # What is sent is told by the ledger's waits, which last as long.
 _MESSAGES: Final = re.compile(r"^c10d::|^gloo:|^nccl|_c10d_functional")
 # Waits, as a ledger names them by what is waited for.
 _WAITS: Final = ("tp", "cp", "data", "bubble")
+OTHER: Final = "other operations"
 REST: Final = "Python and what calls operations"
 
 
 def kinds() -> tuple[str, ...]:
     """Return all kinds in the order in which they are told."""
     waits = tuple(f"waiting: {cause}" for cause in _WAITS)
-    return (*(kind for kind, _ in _KINDS), *waits, REST)
+    return (*(kind for kind, _ in _KINDS), OTHER, *waits, REST)
 
 
 def shares(world: World, step: Any, *, pp: int, dp: int) -> dict[str, float]:
@@ -84,16 +84,19 @@ def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
             own = event.self_device_time_total
         else:
             own = event.self_cpu_time_total if event.thread == main else 0
-        kind = _kind(event) if own > 0 else None
+        # What is no operator is Python's time, and what it waits for.
+        kind = _kind(event) if own > 0 and "::" in event.name else None
         if kind is not None:
             yield kind, own / 1e6
 
 
 def _kind(event: Any) -> str | None:
-    """Return the kind of an operation, None for a message and for what is none."""
-    while event is not None and not _MESSAGES.search(event.name):
+    """Return the kind of an operation, None for a message."""
+    while event is not None:
+        if _MESSAGES.search(event.name):
+            return None
         for kind, pattern in _KINDS:
             if pattern.search(event.name):
                 return kind
         event = event.cpu_parent
-    return None
+    return OTHER

@@ -114,7 +114,8 @@ def materialise(
             trained = replicate_in_place(model, model.blocks, layout, train, groups)
         held += _held(program, index, trained)
     whole: dict[int, nn.Module] = dict(modules)
-    rows = loss_rows(Sizes.of(program).tokens, on_cpu=on_cpu)
+    sizes = Sizes.of(program)
+    rows = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
     parallel = Parallel(program, groups, device, whole, held, at, places, deferral, rows)
     fill(parallel, source)
     return parallel

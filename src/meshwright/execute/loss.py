@@ -133,7 +133,8 @@ def soften(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Softmax:
         tops, totals, each = begin_gather(sent, link)().view(link.size, 3, -1).unbind(1)
         largest, picked = tops.amax(0), each.sum(0)
         total = (totals * (tops - largest).exp_()).sum(0)
-    loss = ((total.log() + largest - picked) * counted).sum()
+    # The two logits first: the loss is small where both are large.
+    loss = ((total.log() + (largest - picked)) * counted).sum()
     return Softmax(loss, exponentials, (top - largest).exp_() / total, own, inside, counted)
 
 

@@ -121,6 +121,8 @@ class _Router:
         fits = total.shape == (*a.shape[:1], *b.shape[1:]) and total.dtype == torch.float32
         if beta == alpha == 1 and fits and self._takes(a, b):
             return total.add_(self._product(a, b, None))
+        if total.shape != (*a.shape[:1], *b.shape[1:]):  # `out` would be resized
+            raise RuntimeError(f"{tuple(total.shape)} is not the shape of the product it gets")
         out: Tensor = self._addmm(total, a, b, beta=beta, alpha=alpha, out=total)
         return out
 

@@ -18,15 +18,21 @@ def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
     """Return what compiling for a device, "cpu" or "cuda", lacks here, in words; None for nothing.
 
     On a CPU a C++ compiler, as torch looks for it (`cpp.cxx` of torch/_inductor/config.py), and
-    Python's headers; on CUDA Triton.
+    Python's headers; on CUDA Triton, a C compiler for what launches its kernels, and the headers.
     """
-    if device == "cuda":
-        return None if importlib.util.find_spec("triton") else "triton is not installed"
-    name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(name, path=environ.get("PATH", os.defpath)) is None:
-        return f"there is no C++ compiler: {name} is not on the PATH (CXX names another)"
+    if device == "cuda" and not importlib.util.find_spec("triton"):
+        return "triton is not installed"
+    word, language, names = "CC", "C", ["gcc", "clang"]
+    if device != "cuda":
+        word, language, names = "CXX", "C++", ["clang++" if sys.platform == "darwin" else "g++"]
+    if environ.get(word):
+        names = [environ[word]]
+    path = environ.get("PATH", os.defpath)
+    if not any(shutil.which(name, path=path) for name in names):
+        found = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not on the PATH"
+        return f"there is no {language} compiler: {found} ({word} names another)"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        return "Python's headers are not installed, which the C++ compiler needs"
+        return f"Python's headers are not installed, which the {language} compiler needs"
     return None
 
 

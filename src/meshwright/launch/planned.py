@@ -30,10 +30,14 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
     if config.train.compile == "auto" and config.cluster.calibration is not None:
-        from meshwright.search.compiling import choose, decided
+        from meshwright.search.compiling import Choice, choose, decided
 
         layout = resolve_layout(config, machine)
-        return decided(config, choose(setting_on(config, machine, layout), layout, lacks))
+        try:
+            setting = setting_on(config, machine, layout)
+        except ConfigError as error:  # a run with a layout needs no device that is known
+            return decided(config, Choice(False, str(error)))
+        return decided(config, choose(setting, layout, lacks))
     return config
 
 

@@ -288,7 +288,9 @@ def _train_joined(
     follow_parent(environ)
     config = on_nodes(config, at)
     machine = detect(config.cluster, environ, at)
-    resolve_layout(settled(config, machine), machine)
+    # Before the ranks meet: a layout that is not legal. What else is decided, rank 0 decides.
+    plain = config.train.model_copy(update={"compile": False})
+    resolve_layout(settled(config.model_copy(update={"train": plain}), machine), machine)
     world = join(at, machine.device, config.cluster.timeout)
     at = replace(at, rank=world.rank)  # its number in the mesh from here on
     with contextlib.ExitStack() as held:

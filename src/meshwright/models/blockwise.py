@@ -18,17 +18,20 @@ from torch import Tensor
 
 # Where torch.ops has the two operators.
 SPACE: Final = "meshwright"
+# Tokens of a row up to which it was measured to be faster: `python -m benchmarks.attention`.
+LONGEST: Final = 512
 # Rows of queries in a block, and the bytes that its scores may have: a core's second-level cache.
 QUERIES: Final = 64
 SCORES: Final = 1 << 20
 
 
 def takes(q: Tensor, k: Tensor) -> bool:
-    """Whether this is faster than PyTorch's kernel: in bf16 on a CPU; q and k as for `attention`.
+    """Whether this is faster than PyTorch's kernel; q and k as for `attention`.
 
-    In fp32 neither is everywhere: docs/benchmarks.
+    In bf16 on a CPU, of short rows. In fp32 neither is everywhere: docs/benchmarks.
     """
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-2] == k.shape[-2]
+    is_short = q.shape[-2] == k.shape[-2] <= LONGEST
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and is_short
 
 
 @torch.library.custom_op(f"{SPACE}::attention", mutates_args=(), device_types="cpu")

@@ -186,8 +186,8 @@ class Kernels:
         """Return in how many rounds the backward makes the logits, 1 for what makes none."""
         if not (self.stack.fuses_loss and work.loss_moved):
             return 1
-        tokens = found.sizes.tokens
-        return -(-tokens // loss_rows(tokens, on_cpu=self.on_cpu))
+        tokens, element = found.sizes.tokens, found.sizes.element
+        return -(-tokens // loss_rows(tokens, element, on_cpu=self.on_cpu))
 
     def _moved(self, work: Work) -> float:
         """Return the seconds of a forward beside products and attention."""

@@ -156,7 +156,7 @@ def activations(
     loss = []
     if held.has_head and stack.fuses_loss:
         sizes = found.sizes
-        rows = loss_rows(sizes.tokens, on_cpu=on_cpu)
+        rows = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
         size, each = rows * sizes.vocab, loss_element(sizes.element)
         told = "{:,} logits of {:,} tokens x {} B"
         loss.append(Term("logits and loss", size * each, told, (size, rows, each)))

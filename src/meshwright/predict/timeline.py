@@ -216,7 +216,7 @@ class _Walk:
         tally, sizes = self.tally, self.sizes
         element, whole = sizes.element, sizes.whole_bytes
         is_cut = self.program.layout.sp and self.program.layout.tp > 1
-        rows = loss_rows(sizes.tokens, on_cpu=self.on_host)
+        rows = loss_rows(sizes.tokens, sizes.element, on_cpu=self.on_host)
         logits = rows * sizes.vocab
         name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
         weight = sizes.dim * sizes.vocab * element

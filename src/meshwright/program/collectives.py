@@ -172,7 +172,7 @@ def _head(sp: bool, whole: int, count: int) -> Iterator[Collective]:
 
 def _loss(tp: int, sizes: Sizes, count: int, on_cpu: bool) -> Iterator[Collective]:
     """Yield three numbers a token, for as many tokens as have their logits at a time."""
-    each = loss_rows(sizes.tokens, on_cpu=on_cpu)
+    each = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
     for rows, times in ((each, sizes.tokens // each), (sizes.tokens % each, 1)):
         size = 3 * _FP32 * rows * tp
         reason = "loss: largest logits, sums of exponentials, target logits"

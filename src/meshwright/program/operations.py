@@ -271,14 +271,14 @@ def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
     yield _Op("loss", "loss", saved=_WIDE)  # where its sum will be
 
 
-def loss_rows(tokens: int, *, on_cpu: bool) -> int:
+def loss_rows(tokens: int, element: int, *, on_cpu: bool) -> int:
     """Return of how many of a microbatch's tokens the logits are there together.
 
-    Enough for the products of a CPU, or to keep a GPU busy, and a 16th of all at least: as often is
-    the gradient of the head's weight rounded to the dtype of products.
+    Enough for the products of a CPU, or to keep a GPU busy. In half a precision (`element` 2 bytes)
+    a quarter of all at least: as often is the gradient of the head's weight rounded to it.
     """
-    least = 256 if on_cpu else 1024
-    return -(-tokens // min(max(tokens // least, 1), 16))
+    least, rounds = 256 if on_cpu else 1024, 16 if element == _WIDE else 4
+    return -(-tokens // min(max(tokens // least, 1), rounds))
 
 
 def loss_element(element: int) -> int:

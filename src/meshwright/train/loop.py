@@ -65,7 +65,7 @@ def train(
             readings.drain()
         recording.begin(step)
         world.ledger.step(step)
-        readings.clock.start()
+        readings.start()
         batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
         readings.clock.data_done()
 

@@ -34,6 +34,12 @@ class LossScale:
             return cls(train.loss_scale, skips=True)
         return cls(START, is_dynamic=True, skips=True)
 
+    @classmethod
+    def settled(cls, train: TrainSpec) -> LossScale:
+        """Return one that stays, for measurements: under fp16 where a run's scale comes to rest."""
+        found = cls.of(train)
+        return cls(2.0**10, skips=True) if found.is_dynamic else found
+
     def update(self, *, overflowed: bool) -> None:
         """Take in whether a step's gradients overflowed on any rank."""
         if not self.is_dynamic:

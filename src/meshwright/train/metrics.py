@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,10 +48,10 @@ class StepClock:
         """The batch is here."""
         self._data_s += time.perf_counter() - self._started
 
-    def lap(self) -> Lap:
-        """End a step, after which the clock runs on."""
+    def lap(self, seconds: float | None = None) -> Lap:
+        """End a step, after which the clock runs on; `seconds` of it if a device has told them."""
         now = time.perf_counter()
-        found = Lap(now - self._since, self._data_s)
+        found = Lap(now - self._since if seconds is None else seconds, self._data_s)
         self._since, self._data_s = now, 0.0
         return found
 
@@ -74,6 +75,32 @@ class StepClock:
         mean, share = self.total_s / max(self.steps, 1), self.data_s / max(self.total_s, 1e-9)
         self.steps, self.total_s, self.data_s = 0, 0.0, 0.0
         return mean, share
+
+
+class DeviceLaps:
+    """Seconds between the ends of steps on a device, however late the host looks.
+
+    Marks are CUDA events that take the time.
+    """
+
+    def __init__(self) -> None:
+        self._since: torch.cuda.Event | None = None
+
+    def begin(self, mark: Callable[[], torch.cuda.Event]) -> None:
+        """A step begins: it is timed from here if none was under way."""
+        if self._since is None:
+            self._since = mark()
+
+    def until(self, end: torch.cuda.Event) -> float:
+        """Return the seconds since the last end, or since the beginning."""
+        assert self._since is not None
+        seconds: float = self._since.elapsed_time(end) / 1e3
+        self._since = end
+        return seconds
+
+    def rest(self) -> None:
+        """No step is under way."""
+        self._since = None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -18,28 +18,34 @@ from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.train.events import Emit
 from meshwright.train.loss_scale import LossScale
-from meshwright.train.metrics import Lap, StepClock, step_event
+from meshwright.train.metrics import DeviceLaps, Lap, StepClock, step_event
 from meshwright.train.run_folder import Job
 from meshwright.train.spikes import SpikeWatch
 from meshwright.train.update import Updated, overflowed
 
 
+def mark() -> torch.cuda.Event:
+    """Return an event that says when the device has come so far."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 class Numbers:
-    """fp64 numbers on their way to the host."""
+    """fp64 numbers on their way to the host; on CUDA an event says when they are `there`."""
 
     def __init__(self, numbers: Tensor) -> None:
         """Begin to copy them, after what the device is still to compute."""
-        self._numbers, self._there = numbers, None
+        self._numbers, self.there = numbers, None
         if numbers.is_cuda:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
+            self.there = mark()
 
     def read(self) -> list[float]:
         """Return them once they are here."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self.there is not None:
+            self.there.synchronize()
         found: list[float] = self._numbers.tolist()
         return found
 
@@ -79,8 +85,14 @@ class Readings:
         self._watch = SpikeWatch()
         self._begun: deque[_Step] = deque()
         self._read: deque[_Step] = deque()
-        self.clock = StepClock()
+        self.clock, self._laps = StepClock(), DeviceLaps()
         self.loss = math.nan
+
+    def start(self) -> None:
+        """A step begins."""
+        self.clock.start()
+        if self._world.device.type == "cuda":
+            self._laps.begin(mark)
 
     def add(self, step: int, lr: float, done: Updated) -> None:
         """A step has been handed to the device."""
@@ -95,8 +107,12 @@ class Readings:
         if stops and self._begun:
             self._take(0, stop)
         if not self._begun:
-            self.clock.rest()
+            self._rest()
         return stops
+
+    def _rest(self) -> None:
+        self.clock.rest()
+        self._laps.rest()
 
     def _take(self, left: int, stop: bool) -> bool:
         """Read all steps but the last `left`."""
@@ -104,7 +120,8 @@ class Readings:
         shares = []
         for one in due:
             share, one.norm, one.first = one.numbers.read()
-            one.lap = self.clock.lap()
+            there = one.numbers.there
+            one.lap = self.clock.lap(None if there is None else self._laps.until(there))
             shares.append(share)
         *losses, votes = self._world.sum_on_host([*shares, float(stop)])
         for one, one.loss in zip(due, losses, strict=True):
@@ -115,7 +132,7 @@ class Readings:
         """Read and tell all that was begun, so that the device has nothing to do."""
         if self._begun:
             self._take(0, False)
-            self.clock.rest()
+            self._rest()
             self.tell(last=False)
 
     def tell(self, *, last: bool) -> None:

@@ -91,8 +91,8 @@ def overflowed(
     tensor = _first_of_all(first, parallel, world)
     if not scale.skips:
         raise MeshwrightError(
-            f"the gradient of {tensor} is not finite; the weights are as they were before this "
-            "step. A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps helps "
+            f"the gradient of {tensor} is not finite; this step changed no weights. "
+            "A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps helps "
             'where training diverged; train.nonfinite = "skip" skips such steps'
         )
     scale.update(overflowed=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from litgpt import GPT, Config
 from litgpt.utils import chunked_cross_entropy
@@ -62,6 +63,8 @@ def run(task: Task) -> Clock:
         precision="bf16-mixed" if task.is_bf16 else "32-true",
     )
     fabric.launch()
+    if not dist.is_initialized():  # of one rank Fabric makes no group
+        dist.init_process_group("gloo")
     torch.manual_seed(0)
     net: Any = model(task)
     for parameter in net.parameters():
