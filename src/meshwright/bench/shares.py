@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -47,7 +47,7 @@ def kinds() -> tuple[str, ...]:
     return (*(kind for kind, _ in _KINDS), OTHER, *waits, REST)
 
 
-def shares(world: World, step: Any, *, pp: int, dp: int) -> dict[str, float]:
+def shares(world: World, step: Callable[[], None], *, pp: int, dp: int) -> dict[str, float]:
     """Return the seconds of a call of `step` by kind, on this rank; a collective.
 
     On a GPU an operation takes what its kernels take, and the rest has what the device idles. The

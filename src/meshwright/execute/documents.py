@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshwright.execute.block_attention import cpu_flash, has_cuda_flash, wide
 from meshwright.models.attention import attend
+from meshwright.models.blockwise import by_token
 
 # Few different sizes, since compiled code is made anew for each.
 _MULTIPLE: Final = 8
@@ -96,15 +97,6 @@ def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
                 yield slice(at, at + 1), slice(begin, end)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return memory for what is like x `[batch, heads, seq, dim]`, as `[batch, seq, heads, dim]`.
-
-    So the kernel gives its result, and the product after it takes it.
-    """
-    batch, heads, seq, dim = x.shape
-    return x.new_empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
-
-
 # One operation, so that compiled code and selective recomputation see one.
 @torch.library.custom_op(
     "meshwright::attend_documents",
@@ -124,7 +116,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple
 
 @_forward.register_fake
 def _empty(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return by_token(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
 
 
 @torch.library.custom_op(
@@ -144,7 +136,7 @@ def _backward(
     bounds: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    found = (_like(query), _like(key), _like(value))
+    found = (by_token(query), by_token(key), by_token(value))
     for rows, places in _documents(bounds, query.shape[2]):
         mine = [x[rows, :, places] for x in (grad, query, key, value, out, sums)]
         g, q, k, v, o, lse = mine
@@ -164,7 +156,7 @@ def _empty_grads(
     sums: Tensor,
     bounds: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
+    return by_token(query), by_token(key), by_token(value)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

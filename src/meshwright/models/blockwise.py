@@ -44,7 +44,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     """
     batch, heads, length, dim = query.shape
     groups = (key.shape[1], heads // key.shape[1])
-    out, sums = _by_token(query), query.new_empty(batch, *groups, length, dtype=torch.float32)
+    out, sums = by_token(query), query.new_empty(batch, *groups, length, dtype=torch.float32)
     rooms = _Rooms(query.dtype, length)
     for part in _parts(batch, *groups, length):
         qs = _rows(_grouped(query, groups)[part], torch.float32) * (1 / math.sqrt(dim))
@@ -71,7 +71,7 @@ def attention_backward(
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
     batch, heads, length, dim = query.shape
     groups, scale = (key.shape[1], heads // key.shape[1]), 1 / math.sqrt(dim)
-    q_grad, k_grad, v_grad = _by_token(query), _by_token(key), _by_token(value)
+    q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
     rooms = _Rooms(query.dtype, length)
     for part in _parts(batch, *groups, length):
         own, came = (_rows(_grouped(x, groups)[part], x.dtype) for x in (query, grad))
@@ -174,21 +174,21 @@ def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left.transpose(1, 2), right))
 
 
-def _by_token(x: Tensor) -> Tensor:
+def by_token(x: Tensor) -> Tensor:
     """Return an empty tensor as x `[batch, heads, seq, dim]` that has a token's heads together."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return _by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @attention_backward.register_fake
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _by_token(query), _by_token(key), _by_token(value)
+    return by_token(query), by_token(key), by_token(value)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
