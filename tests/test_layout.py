@@ -291,6 +291,20 @@ def test_a_microbatch_is_found_where_there_are_too_few_for_the_ranks():
         resolve_layout(load_config(None, ["layout.pp=4", "train.batch=2"]), CPU)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "rows"),
+    [
+        ([], 4),
+        (["layout.cp=2"], 8),
+        (["layout.tp=2", "layout.sp=true"], 8),
+        (["layout.tp=2"], 4),  # a token's row of the stream is whole on both
+    ],
+)
+def test_the_budget_of_a_microbatch_is_of_the_tokens_that_a_rank_has(degrees, rows):
+    config = load_config(None, [*degrees, "train.batch=32", "train.seq_len=256"])
+    assert resolve_layout(config, CPU).microbatch == rows
+
+
 def test_what_is_left_out():
     def resolved(*overrides):
         return resolve_layout(load_config(None, [*overrides, "model.n_kv_heads=4"]), GPUS)

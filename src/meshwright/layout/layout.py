@@ -16,7 +16,7 @@ from meshwright.spec.loading import Config
 from meshwright.spec.model import Spec
 from meshwright.spec.training import ContextKind, Offload, Recompute, Schedule, TrainSpec, Zero
 
-# Tokens of one microbatch where none is asked for. On a CPU few are a little faster and take half
+# Tokens of one microbatch on a rank where none is asked for. On a CPU few are a little faster and take half
 # of the memory (docs/log.md has the sweep); a GPU wants enough rows to fill its multiprocessors.
 MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
@@ -235,11 +235,13 @@ def _complete(
 def _microbatch(train: TrainSpec, layout: Layout, machine: Machine) -> int:
     """Return the largest divisor of a rank's share of the batch that stays within the budget.
 
+    The budget is of the tokens that a rank has itself, of a sequence cut over cp or sp its part.
     A pipeline gets as many microbatches as its schedule asks for, and four for each of its ranks if
     it can, which leaves a fifth to the bubble of 1F1B, or one for each.
     """
     local = max(train.batch // layout.dp, 1)
-    budget = max(1, MICROBATCH_TOKENS[machine.device] // train.seq_len)
+    cut = layout.cp * (layout.tp if layout.sp else 1)
+    budget = max(1, MICROBATCH_TOKENS[machine.device] * cut // train.seq_len)
     sizes = [size for size in reversed(divisors(local)) if size <= budget]
     if not layout.is_pipelined:
         return sizes[0]
