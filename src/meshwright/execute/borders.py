@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.execute.groups import Link
+from meshwright.execute.shared import operators
 
 # Waits for what was begun, and returns it.
 Arrival = Callable[[], Tensor]
@@ -22,22 +23,25 @@ Edge = Callable[[Tensor], Tensor]
 
 def all_reduce(x: Tensor, link: Link, op: str = "sum") -> Tensor:
     """Return the sum (or maximum) over the ranks of a link."""
-    out: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), op, link.name)
-    return _waited(out)
+    ops = operators(x, is_shared=link.is_shared)
+    out: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), op, link.name))
+    return out
 
 
 def begin_sum(x: Tensor, link: Link) -> Arrival:
     """Begin to sum over the ranks of a link, in the tensor's own memory where it is contiguous."""
-    out: Tensor = torch.ops._c10d_functional.all_reduce_(x.contiguous(), "sum", link.name)
-    return lambda: _waited(out)
+    ops = operators(x, is_shared=link.is_shared)
+    out: Tensor = ops.all_reduce_(x.contiguous(), "sum", link.name)
+    return partial(ops.wait_tensor, out)
 
 
 def begin_gather(x: Tensor, link: Link) -> Arrival:
     """Begin to make `[batch, seq, ...]` of the shards `[batch, seq / ranks, ...]`."""
-    parts = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), link.size, link.name)
+    ops = operators(x, is_shared=link.is_shared)
+    parts = ops.all_gather_into_tensor(x.contiguous(), link.size, link.name)
 
     def arrived() -> Tensor:
-        found = _waited(parts)
+        found: Tensor = ops.wait_tensor(parts)
         if x.shape[0] == 1:
             return found.view(1, -1, *x.shape[2:])
         return found.view(link.size, *x.shape).transpose(0, 1).flatten(1, 2)
@@ -48,15 +52,9 @@ def begin_gather(x: Tensor, link: Link) -> Arrival:
 def begin_scatter(x: Tensor, link: Link) -> Arrival:
     """Begin to make this rank's `[batch, seq / ranks, ...]` of the sum of `[batch, seq, ...]`."""
     cut = x.view(x.shape[0], link.size, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
-    out: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(
-        cut.contiguous(), "sum", link.size, link.name
-    )
-    return lambda: _waited(out)
-
-
-def _waited(x: Tensor) -> Tensor:
-    out: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return out
+    ops = operators(x, is_shared=link.is_shared)
+    out: Tensor = ops.reduce_scatter_tensor(cut.contiguous(), "sum", link.size, link.name)
+    return partial(ops.wait_tensor, out)
 
 
 class _Exit(torch.autograd.Function):

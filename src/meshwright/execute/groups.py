@@ -14,17 +14,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.execute.ledger import Ledger
+from meshwright.execute.shared import share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 
 
 @dataclass(frozen=True)
 class Link:
-    """The ranks along one axis or some, and this rank's place among them; `size` 1 has no group."""
+    """The ranks along one axis or some, and this rank's place among them; `size` 1 has no group.
+
+    `is_shared`: they are on one machine, and the group has a lane through its memory.
+    """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
+    is_shared: bool = False
 
     @property
     def size(self) -> int:
@@ -87,7 +92,8 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
             group = parameters.get_group(of) if of else opener.open(everyone)
-        return Link(group, ranks, ranks.index(world.rank))
+        is_shared = axes in (("tp",), ("cp",)) and _share(group, ranks, world, timeout_s)
+        return Link(group, ranks, ranks.index(world.rank), is_shared)
 
     groups = Groups(
         mesh.coordinates(world.rank),
@@ -101,6 +107,15 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     )
     _label(groups)
     return groups
+
+
+def _share(
+    group: dist.ProcessGroup | None, ranks: Sequence[int], world: World, timeout_s: float
+) -> bool:
+    """Open a lane where CPU ranks are on one machine; whether there is one, on all of them."""
+    if group is None or world.device.type != "cpu" or len({world.node(rank) for rank in ranks}) > 1:
+        return False
+    return "gloo" in dist.get_backend(group) and share(group, world.ledger, timeout_s)
 
 
 def _label(groups: Groups) -> None:

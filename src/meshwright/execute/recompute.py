@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwright.execute import shared
 from meshwright.models import blockwise
 
 # What selective recompute keeps: products, attention and what came from tp's collectives. The rest
@@ -38,12 +39,17 @@ KEPT = frozenset(
 )
 
 
-# Attention by documents, on CPUs and GPUs; by name, as torch registers its own when it is imported.
-_DOCUMENTS = ("meshwright::attend_documents", "torch_attn::_varlen_attn")
+# By name, as they are registered later: attention by documents, on CPUs and GPUs, and lanes.
+_LATER = (
+    "meshwright::attend_documents",
+    "torch_attn::_varlen_attn",
+    f"{shared.SPACE}::all_reduce",
+    f"{shared.SPACE}::reduce_scatter_tensor",
+)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = op in KEPT or op.name() in _DOCUMENTS
+    is_kept = op in KEPT or op.name() in _LATER
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.execute import shared
 from meshwright.execute.groups import Groups
 from meshwright.models import blockwise
 from meshwright.program.collectives import collectives
@@ -46,9 +47,11 @@ MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "_c10d_functional::all_reduce_": ("all_reduce", "input"),
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
 }
-_SPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+# A lane's operators are like the functional ones; a ring's sends and receives at once.
+_RING: Final = f"{shared.SPACE}::pass_on"
+_SPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", shared.SPACE)
 # Only waits for what was recorded when it began.
-_WAIT: Final = "_c10d_functional::wait_tensor"
+_WAITS: Final = ("_c10d_functional::wait_tensor", f"{shared.SPACE}::wait_tensor")
 
 
 class Message(NamedTuple):
@@ -96,15 +99,17 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, values: Mapping[str, Any], out: Any) -> None:
         name = func._schema.name
         group = _group(values)
-        if name == _WAIT or (group is not None and group.size() == 1):
+        if name in _WAITS or (group is not None and group.size() == 1):
             return
-        kind, message = MESSAGES.get(name, (name, ""))
+        like = name.replace(f"{shared.SPACE}::", "_c10d_functional::")
+        kind, message = MESSAGES.get(like, (name, ""))
         tensors: Any = dict(values)
-        if name in MESSAGES:
+        if like in MESSAGES:
             tensors = values[message] if message else out
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        self.messages[Message(kind, self._axis_of(group), size)] += 1
+        for one in ("send", "recv") if name == _RING else (kind,):
+            self.messages[Message(one, self._axis_of(group), size)] += 1
 
     def _axis_of(self, group: dist.ProcessGroup | None) -> str:
         if group is None:

@@ -16,8 +16,8 @@ from meshwright.spec.loading import Config
 from meshwright.spec.model import Spec
 from meshwright.spec.training import ContextKind, Offload, Recompute, Schedule, TrainSpec, Zero
 
-# Tokens of one microbatch on a rank where none is asked for. On a CPU few are a little faster and take half
-# of the memory (docs/log.md has the sweep); a GPU wants enough rows to fill its multiprocessors.
+# Tokens of a microbatch on a rank where none is asked for. On a CPU few are a little faster and
+# take half of the memory (docs/log.md); a GPU wants enough rows to fill its multiprocessors.
 MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
 

@@ -1,0 +1,106 @@
+"""Steps with messages through shared memory beside steps with gloo's, taking turns in one process.
+
+    python -m benchmarks.lanes --out docs/benchmarks/lanes.json
+
+Two CPU ranks with a core each train the model of `examples/peers.toml`. The ratio is the median of
+the pairs' ratios: above 1, lanes are faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.bench.layouts import Stepper
+from meshwright.execute import shared
+from meshwright.execute.products import take_route
+from meshwright.execute.world import World
+from meshwright.launch.rank_environ import ALLOCATOR
+from meshwright.layout import Layout
+from meshwright.prove.case import Case
+from meshwright.spec.loading import load_config
+
+RANKS = 2
+CASES = [
+    (precision, label)
+    for precision in ("fp32", "bf16")
+    for label in ("tp2 mb4", "tp2 mb8", "tp2 sp mb8", "cp2-ring mb8", "cp2-ulysses mb8")
+]
+
+
+def seconds(step: Stepper, largest: int) -> float:
+    """Return the seconds of a step, in which larger messages than `largest` bytes go by gloo."""
+    with mock.patch.object(shared, "LARGEST", largest):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        return time.perf_counter() - began
+
+
+def serve(rank: int, folder: str, precision: str, label: str, pairs: int) -> None:
+    """Time one case on a rank; rank 0 writes what it found."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    device = torch.device("cpu")
+    config = load_config(Path("examples/peers.toml"), [f"train.precision={precision}"])
+    take_route(config.train.matmul, device)
+    world = World(rank, RANKS, device, store)
+    step = Stepper(world, Case(config.model, config.train, Layout.parse(label)))
+    found: dict[int, list[float]] = {0: [], shared.LARGEST: []}
+    for largest in found:
+        seconds(step, largest)
+    for turn in range(pairs):
+        for largest in sorted(found, reverse=bool(turn % 2)):
+            found[largest].append(seconds(step, largest))
+    if rank == 0:
+        gloo, lane = found.values()
+        ratios = [before / after for before, after in zip(gloo, lane, strict=True)]
+        row = {
+            "precision": precision,
+            "layout": label,
+            "gloo_s": round(statistics.median(gloo), 3),
+            "lane_s": round(statistics.median(lane), 3),
+            "ratio": round(statistics.median(ratios), 3),
+            "least": round(min(ratios), 2),
+            "most": round(max(ratios), 2),
+            "pairs": pairs,
+        }
+        Path(folder, "row.json").write_text(json.dumps(row))
+
+
+def main() -> None:
+    """Run all cases; prints a row each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    # What `train` starts its ranks with.
+    os.environ.update(OMP_NUM_THREADS="1", GLIBC_TUNABLES=ALLOCATOR)
+    rows = []
+    for precision, label in CASES:
+        if args.only not in f"{precision} {label}":
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(serve, args=(folder, precision, label, args.pairs), nprocs=RANKS)  # type: ignore[no-untyped-call]
+            rows.append(json.loads(Path(folder, "row.json").read_text()))
+        print(json.dumps(rows[-1]), flush=True)
+    if args.out:
+        result = {"torch": torch.__version__, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""A `Lane`: messages between the ranks of one machine through memory that all of them see.
+
+gloo sends through sockets, in a thread of its own that takes the core from the products beside it.
+In a lane a rank leaves its part in its own room and goes on, and reads the parts of all when it
+needs the result: nothing has to run meanwhile, and each byte is copied once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.execute.world import exchange
+
+# Bytes of a rank's room, and of the largest message: those on their way must all fit.
+ROOM: Final = 1 << 24
+LARGEST: Final = ROOM // 4
+_FOLDER: Final = Path("/dev/shm")
+# A rank's words, of 8 bytes: how many parts it has left, how many it has read, and where the last
+# ones are in its room. Each rank has a page of its own.
+_PAGE: Final = mmap.PAGESIZE
+_LEFT, _READ, _PLACES, _TURNS = 0, 8, 16, 64
+_ALIGNED: Final = 64  # bytes of a cache line
+_SPINS, _YIELD_S, _NAP_S, _LOOK_S = 100, 0.002, 0.00005, 0.25
+
+# Makes a result of the parts of all ranks, by rank.
+Finish = Callable[[list[Tensor]], None]
+
+
+class Lane:
+    """The rooms of some ranks, of which this one is `rank`.
+
+    Every rank calls `leave` equally often, with parts of equal size. Parts are read in that order.
+    Only for processors that let others see writes in their order, as x86 does.
+    """
+
+    def __init__(self, file: int, rank: int, size: int, timeout_s: float) -> None:
+        """Map an open file that has `bytes_of(size)` bytes, and hold this rank's lock of it.
+
+        The system lets go of the lock when the process ends, however it does.
+        """
+        self._file, self._rank, self._size, self._timeout_s = file, rank, size, timeout_s
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        memory = torch.frombuffer(mmap.mmap(file, bytes_of(size)), dtype=torch.uint8)
+        words = memory[: size * _PAGE].view(torch.int64).view(size, -1).numpy()
+        self._words = list(words)
+        self._rooms = memory[size * _PAGE :].view(size, ROOM)
+        self._next, self._at = 0, 0
+        self._live: deque[tuple[int, int, int]] = deque()  # of this rank: number, start, stop
+        self._due: deque[tuple[int, torch.Size, torch.dtype, Finish]] = deque()
+
+    def leave(self, part: Tensor, finish: Finish) -> int:
+        """Leave this rank's part, contiguous, for the others; returns its number.
+
+        `finish` is called with the parts of all once `collect` wants it.
+        """
+        number, size = self._next, part.numel() * part.element_size()
+        start = self._place(size)
+        room = self._rooms[self._rank, start : start + size].view(part.dtype)
+        room.copy_(part.detach().view(-1))
+        mine = self._words[self._rank]
+        mine[_PLACES + number % _TURNS] = start
+        mine[_LEFT] = number + 1  # from here on the others may read it
+        self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
+        self._live.append((number, start, self._at))
+        self._due.append((number, part.shape, part.dtype, finish))
+        return number
+
+    def collect(self, number: int) -> None:
+        """Finish what was left up to a number, where it is not yet; waits for the others' parts.
+
+        Raises `torch.distributed.DistError` where a rank has ended or is too late.
+        """
+        while self._due and self._due[0][0] <= number:
+            self._collect_first()
+
+    def _collect_first(self) -> None:
+        number, shape, dtype, finish = self._due.popleft()
+        self._wait(lambda: all(words[_LEFT] > number for words in self._words))
+        size, parts = shape.numel() * dtype.itemsize, []
+        for words, room in zip(self._words, self._rooms, strict=True):
+            start = int(words[_PLACES + number % _TURNS])
+            parts.append(room[start : start + size].view(dtype).view(shape))
+        finish(parts)
+        self._words[self._rank][_READ] = number + 1
+
+    def _place(self, size: int) -> int:
+        """Return where a part of some bytes goes, once nobody reads what was there."""
+        assert size <= LARGEST, "a larger message goes another way"
+        start = self._at if self._at + size <= ROOM else 0
+        self._forget()
+        if not self._live:
+            return 0  # the same pages again, which are in the cache
+
+        def is_free() -> bool:
+            self._forget()
+            taken = any(first < start + size and start < stop for _, first, stop in self._live)
+            return not taken and len(self._live) < _TURNS
+
+        while not is_free():
+            if self._due:
+                self._collect_first()
+            else:
+                self._wait(is_free)
+        return start
+
+    def _forget(self) -> None:
+        """Forget the parts of this rank that all have read."""
+        if self._live:
+            read = min(int(words[_READ]) for words in self._words)
+            while self._live and self._live[0][0] < read:
+                self._live.popleft()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        for _ in range(_SPINS):
+            if ready():
+                return
+        began = looked = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if now - began < _YIELD_S:
+                os.sched_yield()
+                continue
+            time.sleep(_NAP_S)
+            if now - looked > _LOOK_S:
+                looked = now
+                self._look(now - began)
+
+    def _look(self, waited_s: float) -> None:
+        """Raise where there is nothing to wait for any more."""
+        for rank in set(range(self._size)) - {self._rank}:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            except OSError:
+                continue  # it holds its lock
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+            raise dist.DistError(f"rank {rank} of the ranks that share memory has ended")
+        if waited_s > self._timeout_s:
+            raise dist.DistError(f"waited {waited_s:.0f} s for the other ranks' parts of a message")
+
+
+def bytes_of(size: int) -> int:
+    """Return the bytes of a lane's file."""
+    return size * (_PAGE + ROOM)
+
+
+def open_lane(group: dist.ProcessGroup, timeout_s: float) -> Lane | None:
+    """Return a lane for a gloo group, or None on all its ranks where one can't have it.
+
+    A collective. No file is left behind, whatever happens to the ranks.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    path = exchange(_made(size) if rank == 0 else "", group)[0]
+    file = _opened(path)
+    works = exchange("" if file is None else "works", group)
+    if rank == 0 and path:
+        Path(path).unlink()
+    if file is None or not all(works):
+        if file is not None:
+            os.close(file)
+        return None
+    lane = Lane(file, rank, size, timeout_s)
+    exchange("", group)  # nobody looks for a lock before all have theirs
+    return lane
+
+
+def _made(size: int) -> str:
+    """Return the path of a new file with all its memory, or nothing where there can't be one."""
+    path = _FOLDER / f"meshwright-{uuid.uuid4().hex}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return ""
+    try:
+        os.posix_fallocate(file, 0, bytes_of(size))  # a page that isn't there would kill a rank
+    except OSError:
+        path.unlink()
+        return ""
+    finally:
+        os.close(file)
+    return str(path)
+
+
+def _opened(path: str) -> int | None:
+    if not path or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    try:
+        return os.open(path, os.O_RDWR)
+    except OSError:
+        return None

@@ -1,0 +1,160 @@
+"""Collectives through memory that ranks share: against gloo's, full rooms, ranks that end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.execute import lane, shared
+from meshwright.execute.groups import open_groups
+from meshwright.execute.lane import LARGEST, ROOM, open_lane
+from meshwright.layout import Layout
+from ranks import on_ranks, ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+
+
+def opened(world):
+    group = dist.group.WORLD
+    assert shared.share(group, world.ledger, 30.0)
+    return getattr(torch.ops, shared.SPACE), torch.ops._c10d_functional, group.group_name
+
+
+def drawn(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-50, 50, shape, generator=generator).to(dtype)  # sums are exact in bf16
+
+
+def pairs(ops, like, name, world, dtype, seed):
+    """Begin each collective in a lane and by torch; yields what waits for either."""
+    n, x = world.size, drawn((4 * world.size, 3 + seed % 7), dtype, seed + 1000 * world.rank)
+    for op in ("sum", "max"):
+        yield ops.all_reduce(x, op, name), like.all_reduce(x, op, name)
+        yield ops.all_reduce_(x.clone(), op, name), like.all_reduce_(x.clone(), op, name)
+    yield (
+        ops.reduce_scatter_tensor(x, "sum", n, name),
+        like.reduce_scatter_tensor(x, "sum", n, name),
+    )
+    yield ops.all_gather_into_tensor(x, n, name), like.all_gather_into_tensor(x, n, name)
+    even = [4] * n
+    yield ops.all_to_all_single(x, n, name), like.all_to_all_single(x, even, even, name)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_collectives_are_those_of_torch(n):
+    on_ranks(n, same_as_torch)
+
+
+def same_as_torch(world):
+    ops, like, name = opened(world)
+    for at, dtype in enumerate(DTYPES):
+        begun = []
+        for seed in range(5):
+            begun += pairs(ops, like, name, world, dtype, seed + 10 * at)
+        # Waited for out of order: a later one has those before it arrive, too.
+        for ours, theirs in reversed(begun):
+            assert torch.equal(ops.wait_tensor(ours), like.wait_tensor(theirs))
+    x = drawn((5, 2), torch.float32, world.rank)
+    got = ops.wait_tensor(ops.pass_on(x, name))
+    assert torch.equal(got, drawn((5, 2), torch.float32, (world.rank - 1) % world.size))
+
+
+@ranks(2)
+def test_rooms_are_used_again_by_ranks_that_are_ahead_of_each_other(world):
+    ops, _, name = opened(world)
+    sizes = torch.Generator().manual_seed(3)
+    for turn in range(60):
+        outs = []
+        for part in range(3):
+            count = int(torch.randint(1, LARGEST // 4 + 1, (), generator=sizes))
+            x = torch.full((count,), float(turn + 100 * part + world.rank))
+            outs.append(ops.all_reduce_(x, "sum", name))
+        if turn % 5 == world.rank:
+            time.sleep(0.01)
+        for part, out in enumerate(outs):
+            total = ops.wait_tensor(out)
+            assert total.min() == total.max() == 2 * (turn + 100 * part) + 1
+
+
+@ranks(2)
+def test_a_full_room_waits_for_the_readers(world):
+    ops, _, name = opened(world)
+    # Twice what a room holds is begun before anything is waited for.
+    outs = [
+        ops.all_reduce_(torch.full((LARGEST // 4,), float(at)), "sum", name)
+        for at in range(2 * ROOM // LARGEST)
+    ]
+    small = [ops.all_reduce_(torch.full((2,), float(at)), "sum", name) for at in range(200)]
+    for at, out in [*enumerate(outs), *enumerate(small)]:
+        assert torch.all(ops.wait_tensor(out) == 2 * at)
+
+
+@ranks(2)
+def test_what_does_not_fit_goes_by_torch(world):
+    opened(world)
+    small, large = torch.empty(LARGEST // 4), torch.empty(LARGEST // 4 + 1)
+    assert shared.lane_of(small, is_shared=True) is not None
+    for message, is_shared in ((large, True), (torch.empty(0), True), (small, False)):
+        assert shared.lane_of(message, is_shared=is_shared) is None
+    assert shared.operators(large, is_shared=True) is torch.ops._c10d_functional
+
+
+@ranks(2)
+def test_groups_have_lanes_along_tp_and_cp(world):
+    assert open_groups(Layout(tp=2), world).tp.is_shared
+    assert open_groups(Layout(cp=2), world).cp.is_shared
+    assert not open_groups(Layout(pp=2), world).pp.is_shared
+    two = mock.Mock(wraps=world, rank=world.rank, size=2, opened={}, device=world.device)
+    two.node = lambda rank: f"node {rank}"
+    assert not open_groups(Layout(tp=2), two).tp.is_shared
+
+
+@ranks(2)
+def test_without_memory_to_share_no_rank_has_a_lane_and_no_file_stays(world):
+    before = set(os.listdir("/dev/shm"))
+    dist.barrier()
+    with mock.patch.object(lane, "ROOM", 1 << 50):
+        assert open_lane(dist.group.WORLD, 5.0) is None
+    # One rank alone that can't open it.
+    with mock.patch.object(lane, "_opened", (lambda path: None) if world.rank else lane._opened):
+        assert open_lane(dist.group.WORLD, 5.0) is None
+    assert open_lane(dist.group.WORLD, 5.0) is not None
+    dist.barrier()
+    assert {name for name in os.listdir("/dev/shm") if "meshwright" in name} <= before
+
+
+def one_of_two(rank, port_file, ends):
+    store = dist.FileStore(port_file, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    shared.share(dist.group.WORLD, shared.Ledger(), 1.5)
+    ops, name = getattr(torch.ops, shared.SPACE), dist.group.WORLD.group_name
+    ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", name))
+    if rank == 1:
+        if ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20)
+    began = time.monotonic()
+    with pytest.raises(dist.DistError, match="has ended" if ends else "waited 2 s"):
+        ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", name))
+    Path(port_file + ".waited").write_text(str(time.monotonic() - began))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_that_ended_or_does_not_come_is_no_endless_wait(tmp_path, ends):
+    file = str(tmp_path / "store")
+    context = mp.get_context("spawn")
+    both = [context.Process(target=one_of_two, args=(r, file, ends), daemon=True) for r in (0, 1)]
+    for process in both:
+        process.start()
+    both[0].join(60)
+    both[1].kill()
+    assert both[0].exitcode == 0
+    assert float(Path(file + ".waited").read_text()) < (1.0 if ends else 4.0)
