@@ -34,7 +34,7 @@ RANKS = 2
 CASES = [
     (precision, label)
     for precision in ("fp32", "bf16")
-    for label in ("tp2 mb4", "tp2 mb8", "tp2 sp mb8", "cp2-ring mb8", "cp2-ulysses mb8")
+    for label in ("tp2 mb4", "tp2 mb8", "tp2 sp mb8")
 ]
 
 

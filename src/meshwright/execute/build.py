@@ -166,10 +166,8 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     """Replace the core of attention by one that sees the whole sequence from its shares."""
     if program.layout.cp == 1:
         return
-    group, is_shared = groups.cp.required, groups.cp.is_shared
-    core: Ring | Ulysses = Ulysses(group, attend_documents, is_shared=is_shared)
-    if program.layout.cp_kind == "ring":
-        core = Ring(group, ledger=groups.ledger, is_shared=is_shared)
+    group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
+    core = Ring(group, ledger=groups.ledger) if is_ring else Ulysses(group, attend_documents)
     for block in model.blocks:
         block.attn.core = core
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.block_attention import Block, choose, wide
 from meshwright.execute.ledger import Ledger, Pending
-from meshwright.execute.shared import lane_of
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
 
@@ -54,19 +52,14 @@ class Ring:
 
     arXiv:2310.01889, with the balanced order of arXiv:2311.09431 and Llama 3, section 3.3.2. It
     keeps nothing between calls. `block` is for tests; without it the device's fastest serves.
-    `ledger` is where this rank enters what it waits for; `is_shared`, whether the group has a lane.
+    `ledger` is where this rank enters what it waits for.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        block: Block | None = None,
-        ledger: Ledger | None = None,
-        *,
-        is_shared: bool = False,
+        self, group: dist.ProcessGroup, block: Block | None = None, ledger: Ledger | None = None
     ) -> None:
         size = dist.get_world_size(group)
-        self.place = _Place(group, dist.get_rank(group), size, ledger or Ledger(), is_shared)
+        self.place = _Place(group, dist.get_rank(group), size, ledger or Ledger())
         self.block = block
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -91,10 +84,8 @@ class Ulysses:
     the whole sequence, with what it gets of documents: without one, segments.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, core: Core | None = None, *, is_shared: bool = False
-    ) -> None:
-        self.group, self.core, self._is_shared = group, core or _by_mask, is_shared
+    def __init__(self, group: dist.ProcessGroup, core: Core | None = None) -> None:
+        self.group, self.core = group, core or _by_mask
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -106,13 +97,13 @@ class Ulysses:
         # [rank that gets the heads, batch, its heads of q, k and v, seq / cp, head_dim]
         shares = [x.reshape(batch, self.size, -1, length, head_dim) for x in (q, k, v)]
         parts = torch.cat(shares, dim=2).transpose(0, 1)
-        traded: Tensor = _Trade.apply(parts, self.group, self._is_shared)  # type: ignore[no-untyped-call]
+        traded: Tensor = _Trade.apply(parts, self.group)  # type: ignore[no-untyped-call]
         whole = traded.permute(1, 2, 0, 3, 4).flatten(2, 3)
         at_k = heads // self.size
         at_v = at_k + kv_heads // self.size
         out = self.core(whole[:, :at_k], whole[:, at_k:at_v], whole[:, at_v:], documents)
         by_owner = out.reshape(batch, -1, self.size, length, head_dim).permute(2, 0, 1, 3, 4)
-        back: Tensor = _Trade.apply(by_owner, self.group, self._is_shared)  # type: ignore[no-untyped-call]
+        back: Tensor = _Trade.apply(by_owner, self.group)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)
 
 
@@ -124,22 +115,18 @@ class _Trade(torch.autograd.Function):
     """Send x[i] to rank i and stack what each rank sends; that is its own inverse and transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, is_shared: bool) -> Tensor:
-        ctx.by = group, is_shared
-        return _trade(x, group, is_shared)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _trade(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _trade(grad, *ctx.by), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _trade(grad, ctx.group), None
 
 
-def _trade(x: Tensor, group: dist.ProcessGroup, is_shared: bool) -> Tensor:
+def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
-    ops = lane_of(x, is_shared=is_shared)
-    if ops is not None:
-        found: Tensor = ops.wait_tensor(ops.all_to_all_single(x, len(x), group.group_name))
-        return found
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)
     return received
@@ -153,7 +140,6 @@ class _Place:
     rank: int
     size: int
     ledger: Ledger
-    is_shared: bool = False
 
     def owner(self, step: int) -> int:
         """Return the rank whose keys are here after so many exchanges."""
@@ -167,9 +153,6 @@ class _Place:
         """
         if self.size == 1:
             return lambda: sent
-        ops = lane_of(sent, is_shared=self.is_shared)
-        if ops is not None:
-            return partial(ops.wait_tensor, ops.pass_on(sent, self.group.group_name))
         received = torch.empty_like(sent)
         after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)

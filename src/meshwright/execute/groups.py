@@ -92,7 +92,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
             group = parameters.get_group(of) if of else opener.open(everyone)
-        is_shared = axes in (("tp",), ("cp",)) and _share(group, ranks, world, timeout_s)
+        is_shared = axes == ("tp",) and _share(group, ranks, world, timeout_s)
         return Link(group, ranks, ranks.index(world.rank), is_shared)
 
     groups = Groups(

@@ -25,8 +25,6 @@ _SCHEMAS: Final = (
     "all_reduce_(Tensor input, str reduce_op, str group_name) -> Tensor",
     "all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor",
     "reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor",
-    "all_to_all_single(Tensor input, int group_size, str group_name) -> Tensor",
-    "pass_on(Tensor input, str group_name) -> Tensor",
     "wait_tensor(Tensor input) -> Tensor",
 )
 _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum}
@@ -40,7 +38,6 @@ class _Open:
     lane: Lane
     ledger: Ledger
     rank: int
-    ranks: tuple[int, ...]
     number: int
 
 
@@ -49,7 +46,7 @@ class _Process:
     """What a process has: lanes by the names of groups, and what was begun by its memory."""
 
     lanes: dict[str, _Open] = field(default_factory=dict)
-    begun: dict[int, tuple[_Open, int, tuple[int, ...]]] = field(default_factory=dict)
+    begun: dict[int, tuple[_Open, int, int]] = field(default_factory=dict)
 
 
 def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
@@ -59,26 +56,20 @@ def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
         lane = open_lane(group, timeout_s)
         if lane is None:
             return False
-        ranks = tuple(dist.get_process_group_ranks(group))
-        number = ledger.group(name, ranks)
-        known[name] = _Open(group, lane, ledger, dist.get_rank(group), ranks, number)
+        number = ledger.group(name, dist.get_process_group_ranks(group))
+        known[name] = _Open(group, lane, ledger, dist.get_rank(group), number)
     return True
 
 
-def lane_of(message: Tensor, *, is_shared: bool) -> Any:
-    """Return the operators of lanes where a message goes by them, else None.
+def operators(message: Tensor, *, is_shared: bool) -> Any:
+    """Return the operators that a message goes by: a lane's or torch's functional ones.
 
     Every rank must ask with as large a message. Code that is being compiled has torch's.
     """
     size = message.numel() * message.element_size()
     if is_shared and 0 < size <= LARGEST and not torch.compiler.is_compiling():
         return getattr(torch.ops, SPACE)
-    return None
-
-
-def operators(message: Tensor, *, is_shared: bool) -> Any:
-    """Return the operators that a message goes by: a lane's or torch's functional ones."""
-    return lane_of(message, is_shared=is_shared) or torch.ops._c10d_functional
+    return torch.ops._c10d_functional
 
 
 def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
@@ -91,7 +82,7 @@ def _all_reduce_(x: Tensor, op: str, group: str) -> Tensor:
 
 def _reduce(x: Tensor, out: Tensor, op: str, group: str) -> Tensor:
     found = _process().lanes[group]
-    return _begin(found, x, out, partial(_sum, out, op), _entries(found, "all_reduce", x))
+    return _begin(found, "all_reduce", x, out, x, partial(_sum, out, op))
 
 
 def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
@@ -101,7 +92,7 @@ def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
         for into, part in zip(out.chunk(ranks), parts, strict=True):
             into.copy_(part)
 
-    return _begin(found, x, out, finish, _entries(found, "all_gather", out))
+    return _begin(found, "all_gather", x, out, out, finish)
 
 
 def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
@@ -110,43 +101,16 @@ def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
     def finish(parts: list[Tensor]) -> None:
         _sum(out, op, [part.chunk(ranks)[found.rank] for part in parts])
 
-    return _begin(found, x, out, finish, _entries(found, "reduce_scatter", x))
-
-
-def _all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
-    found, out = _process().lanes[group], torch.empty_like(x)
-
-    def finish(parts: list[Tensor]) -> None:
-        for into, part in zip(out.chunk(ranks), parts, strict=True):
-            into.copy_(part.chunk(ranks)[found.rank])
-
-    return _begin(found, x, out, finish, _entries(found, "all_to_all", x))
-
-
-def _pass_on(x: Tensor, group: str) -> Tensor:
-    """Give the next rank a tensor, and get the one of the rank before."""
-    found, out = _process().lanes[group], torch.empty_like(x)
-    size = len(found.ranks)
-    before, after = (found.rank - 1) % size, (found.rank + 1) % size
-
-    def finish(parts: list[Tensor]) -> None:
-        out.copy_(parts[before])
-
-    sent = _entries(found, "send", x, found.ranks[after])
-    return _begin(found, x, out, finish, sent + _entries(found, "recv", x, found.ranks[before]))
-
-
-def _entries(found: _Open, kind: str, message: Tensor, peer: int = -1) -> tuple[int, ...]:
-    size = message.numel() * message.element_size()
-    return (found.ledger.begin(kind, found.number, size, peer),)
+    return _begin(found, "reduce_scatter", x, out, x, finish)
 
 
 def _begin(
-    found: _Open, x: Tensor, out: Tensor, finish: Finish, entries: tuple[int, ...]
+    found: _Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
 ) -> Tensor:
-    """Leave this rank's part of what `out` will be."""
-    number = found.lane.leave(x, finish)
-    _process().begun[out.data_ptr()] = (found, number, entries)
+    """Leave this rank's part `x` of what `out` will be; `message` is what the ledger counts."""
+    size = message.numel() * message.element_size()
+    entry = found.ledger.begin(kind, found.number, size)
+    _process().begun[out.data_ptr()] = (found, found.lane.leave(x, finish), entry)
     return out
 
 
@@ -154,10 +118,10 @@ def _wait(x: Tensor) -> Tensor:
     """Return a tensor with what it was begun for; one that was begun by none is as it is."""
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
-        found, number, entries = begun
-        found.ledger.wait(*entries)
+        found, number, entry = begun
+        found.ledger.wait(entry)
         found.lane.collect(number)
-        found.ledger.end(*entries)
+        found.ledger.end(entry)
     return x
 
 
@@ -191,7 +155,5 @@ _KERNELS: Final = {
     "all_reduce_": _all_reduce_,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
-    "all_to_all_single": _all_to_all,
-    "pass_on": _pass_on,
     "wait_tensor": _wait,
 }

@@ -47,8 +47,7 @@ MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "_c10d_functional::all_reduce_": ("all_reduce", "input"),
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
 }
-# A lane's operators are like the functional ones; a ring's sends and receives at once.
-_RING: Final = f"{shared.SPACE}::pass_on"
+# A lane's operators are like the functional ones.
 _SPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", shared.SPACE)
 # Only waits for what was recorded when it began.
 _WAITS: Final = ("_c10d_functional::wait_tensor", f"{shared.SPACE}::wait_tensor")
@@ -108,8 +107,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = values[message] if message else out
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        for one in ("send", "recv") if name == _RING else (kind,):
-            self.messages[Message(one, self._axis_of(group), size)] += 1
+        self.messages[Message(kind, self._axis_of(group), size)] += 1
 
     def _axis_of(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
