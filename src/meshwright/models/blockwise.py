@@ -1,67 +1,73 @@
 """Causal attention on a CPU by blocks of matrix products, forward and backward.
 
 PyTorch's CPU kernel (`_scaled_dot_product_flash_attention_for_cpu`) works head by head, with
-products too small for the library's best, which in bf16 cost more than in fp32. Here a block is
-some query rows of several heads at once: their scores stay in a core's cache, and each product is
-one batched call. What is kept for the backward is the kernel's: q, k, v, the result and the
-log-sum-exp. arXiv:2205.14135, algorithms 1 and 4, with all keys of a row in one block.
+products too small for the library's best. Here a block has some rows of several heads at once:
+its scores stay in a core's cache, and each product is one batched call. Queries that share a head
+of keys are rows of one matrix, token by token, so that those after a key are a slice of it. What
+is kept for the backward is the kernel's: q, k, v, the result and the log-sum-exp.
+arXiv:2205.14135, algorithms 1 and 4, with all keys of a query, or all queries of a key, in one
+block. Exponentials are powers of two, which PyTorch computes faster on a CPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 # Where torch.ops has the two operators.
 SPACE: Final = "meshwright"
-# Tokens of a row up to which it was measured to be faster: `python -m benchmarks.attention`.
-LONGEST: Final = 512
-# Rows of queries in a block, and the bytes that its scores may have: a core's second-level cache.
-QUERIES: Final = 64
+# Tokens of a row from which, in fp32, and up to which it was measured to be faster:
+# `python -m benchmarks.attention`.
+SHORTEST: Final = 192
+LONGEST: Final = 2048
+# Tokens in a block, and the bytes that its scores may have: a core's second-level cache.
+BLOCK: Final = 64
 SCORES: Final = 1 << 20
+_LOG2_E: Final = 1 / math.log(2)
 
 
 def takes(q: Tensor, k: Tensor) -> bool:
     """Whether this is faster than PyTorch's kernel; q and k as for `attention`.
 
-    In bf16 on a CPU, of short rows. In fp32 neither is everywhere: docs/benchmarks.
+    In bf16 and fp32 on a CPU, of rows that are not too long, nor short in fp32.
     """
-    is_short = q.shape[-2] == k.shape[-2] <= LONGEST
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and is_short
+    length = q.shape[-2]
+    if q.device.type != "cpu" or length != k.shape[-2] or length > LONGEST:
+        return False
+    is_small = 4 * q.shape[1] // k.shape[1] * BLOCK * length <= SCORES
+    if q.dtype == torch.float32:
+        return is_small and length >= SHORTEST
+    return is_small and q.dtype == torch.bfloat16
 
 
 @torch.library.custom_op(f"{SPACE}::attention", mutates_args=(), device_types="cpu")
 def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return causal attention and the log-sum-exp of its scores.
+    """Return causal attention and the log-sum-exp of its scores, in powers of two.
 
     query `[batch, heads, seq, head_dim]`, key and value `[batch, kv_heads, seq, head_dim]`, fp32 or
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
-    Scores are in fp32; probabilities are rounded before the second product, as the kernel does.
+    Scores are in fp32; exponentials are rounded before the second product, as the kernel does.
     """
-    batch, heads, length, dim = query.shape
-    groups = (key.shape[1], heads // key.shape[1])
-    out, sums = by_token(query), query.new_empty(batch, *groups, length, dtype=torch.float32)
-    rooms = _Rooms(query.dtype, length)
-    for part in _parts(batch, *groups, length):
-        qs = _rows(_grouped(query, groups)[part], torch.float32) * (1 / math.sqrt(dim))
-        keys = _rows(key[part], torch.float32).transpose(1, 2)
-        values = _rows(value[part], value.dtype)
-        into, lse = _grouped(out, groups)[part], sums[part]
-        for at in _blocks(length):
-            scores, shares = rooms.wide(len(qs), groups[1], at)
-            torch.bmm(_block(qs, at), keys[..., : at.stop], out=scores)
-            rooms.hide(scores, at, -math.inf)
-            top = scores.amax(-1)
-            torch.softmax(scores, -1, out=shares)
-            # The largest share is `exp(top - lse)`.
-            lse[..., at] = (top - shares.amax(-1).log_()).view_as(lse[..., at])
-            mixed = torch.bmm(rooms.rounded(shares), values[:, : at.stop])
-            into[..., at, :] = mixed.view_as(into[..., at, :])
-    return out, sums.flatten(1, 2)
+    cut = _Cut.of(query, key)
+    out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    queries, keys = cut.queries(), cut.keys()
+    values = cut.keys(dtype=query.dtype)
+    tops, totals = cut.queries(1), cut.queries(1)
+    blocks = _query_blocks(cut, queries, keys, values, tops, totals)
+    spread, back, sums = cut.by_key(query), cut.by_key(out), cut.by_key(lse.unsqueeze(-1))
+    for part in cut.parts(*key.shape[:2]):
+        cut.as_queries(queries).copy_(spread[part])
+        cut.as_keys(keys).copy_(key[part])
+        cut.as_keys(values).copy_(value[part])
+        into = back[part]
+        for block in blocks:
+            block(into)
+        sums[part] = cut.as_queries(totals.log2_().add_(tops))
+    return out, lse
 
 
 @torch.library.custom_op(f"{SPACE}::attention_backward", mutates_args=(), device_types="cpu")
@@ -69,109 +75,224 @@ def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
-    batch, heads, length, dim = query.shape
-    groups, scale = (key.shape[1], heads // key.shape[1]), 1 / math.sqrt(dim)
+    cut = _Cut.of(query, key)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
-    rooms = _Rooms(query.dtype, length)
-    for part in _parts(batch, *groups, length):
-        own, came = (_rows(_grouped(x, groups)[part], x.dtype) for x in (query, grad))
-        qs, wide = own.float() * scale, came.float()
-        rests = (wide * _rows(_grouped(out, groups)[part], out.dtype)).sum(-1, keepdim=True)
-        sums = _rows(_grouped(lse, groups)[part].unsqueeze(-1), lse.dtype)
-        plain = _rows(key[part], key.dtype)
-        keys = plain.float().transpose(1, 2)
-        values = _rows(value[part], torch.float32).transpose(1, 2)
-        to_keys, to_values = (qs.new_zeros(plain.shape) for _ in range(2))
-        into = _grouped(q_grad, groups)[part]
-        for at in _blocks(length):
-            shares, scores = rooms.wide(len(qs), groups[1], at)
-            torch.bmm(_block(qs, at), keys[..., : at.stop], out=shares)
-            rooms.hide(shares.sub_(_block(sums, at)).exp_(), at, 0.0)
-            torch.bmm(_block(wide, at), values[..., : at.stop], out=scores)
-            scores.sub_(_block(rests, at)).mul_(shares)
-            _add(to_values[:, : at.stop], rooms.rounded(shares), _block(came, at))
-            narrow = rooms.rounded(scores)
-            _add(to_keys[:, : at.stop], narrow, _block(own, at))
-            mixed = torch.bmm(narrow, plain[:, : at.stop]).mul_(scale)
-            into[..., at, :] = mixed.view_as(into[..., at, :])
-        k_grad[part] = to_keys.mul_(scale).view_as(k_grad[part])
-        v_grad[part] = to_values.view_as(v_grad[part])
+    queries, came = (_Both.of(cut.queries, query.dtype) for _ in range(2))
+    keys, values = (_Both.of(cut.keys, query.dtype) for _ in range(2))
+    total, sums, rests = cut.queries(), cut.queries(1), cut.queries(1)
+    blocks = _key_blocks(cut, queries, came, keys, values, total, sums, rests)
+    spread, grads, outs = (cut.by_key(x) for x in (query, grad, out))
+    kept, back = cut.by_key(lse.unsqueeze(-1)), cut.by_key(q_grad)
+    for part in cut.parts(*key.shape[:2]):
+        queries.fill(cut.as_queries, spread[part])
+        came.fill(cut.as_queries, grads[part])
+        keys.fill(cut.as_keys, key[part])
+        values.fill(cut.as_keys, value[part])
+        torch.mul(cut.as_queries(came.wide), outs[part], out=cut.as_queries(total))
+        torch.sum(total, -1, keepdim=True, out=rests)
+        cut.as_queries(sums).copy_(kept[part])
+        to_keys, to_values = k_grad[part], v_grad[part]
+        for block in blocks:
+            block(to_keys, to_values)
+        torch.mul(cut.as_queries(total), cut.scale, out=back[part])
     return q_grad, k_grad, v_grad
 
 
-class _Rooms:
-    """Memory for the scores of a block, used again by each, so that it stays in cache."""
+def _query_blocks(
+    cut: _Cut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
+) -> list[Callable[[Tensor], None]]:
+    """Return what writes blocks of a part's result, each of all keys up to its last query."""
+    scores = _Both.of(cut.scores, values.dtype)
+    results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
+    later = cut.hidden().transpose(0, 1)
 
-    def __init__(self, dtype: torch.dtype, length: int) -> None:
-        self._length = length
-        self._wide = torch.empty(2, 0)
-        self._narrow = torch.empty(0, dtype=dtype)
-        self._later = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu_(1)
+    def block(at: slice, size: int) -> Callable[[Tensor], None]:
+        rows = slice(at.start * cut.shared, at.stop * cut.shared)
+        q, k, v = queries[:, rows], keys[:, : at.stop].transpose(1, 2), values[:, : at.stop]
+        top, total = tops[:, rows], totals[:, rows]
+        wide, shares = scores.shaped(*q.shape[:2], at.stop)
+        corner, hidden = wide[..., at], later[: q.shape[1], :size]
+        mixed = _shaped(results, *q.shape)
+        ratio = cut.as_queries(mixed), cut.as_queries(total)
 
-    def wide(self, heads: int, shared: int, at: slice) -> tuple[Tensor, Tensor]:
-        """Return two in fp32 as `[heads, shared * block, keys]`."""
-        size = heads * shared * min(QUERIES, self._length) * self._length
-        if self._wide.shape[1] < size:
-            self._wide = torch.empty(2, size)
-            self._narrow = self._narrow.new_empty(size)
-        shape = (heads, shared * (at.stop - at.start), at.stop)
-        first, second = (room[: math.prod(shape)].view(shape) for room in self._wide)
-        return first, second
+        def run(into: Tensor) -> None:
+            torch.baddbmm(wide, q, k, beta=0, alpha=cut.scale * _LOG2_E, out=wide)
+            corner.add_(hidden)
+            torch.amax(wide, -1, keepdim=True, out=top)
+            torch.sum(wide.sub_(top).exp2_(), -1, keepdim=True, out=total)
+            if shares is not wide:
+                shares.copy_(wide)
+            torch.bmm(shares, v, out=mixed)
+            torch.div(*ratio, out=into[:, :, at])
 
-    def rounded(self, scores: Tensor) -> Tensor:
-        """Return scores in the dtype of products: in a room of their own, or as they are."""
-        if scores.dtype == self._narrow.dtype:
-            return scores
-        return self._narrow[: scores.numel()].view(scores.shape).copy_(scores)
+        return run
 
-    def hide(self, scores: Tensor, at: slice, value: float) -> None:
-        """Fill what comes after each query of a block."""
-        size = at.stop - at.start
-        here = _grouped(scores, (-1, size))[..., at]
-        here.masked_fill_(self._later[:size, :size], value)
-
-
-def _parts(batch: int, kv_heads: int, shared: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows and of key heads, so many that a block's scores stay in cache."""
-    heads = max(1, SCORES // (4 * shared * min(QUERIES, length) * length))
-    if heads >= kv_heads:
-        rows = heads // kv_heads
-        for start in range(0, batch, rows):
-            yield slice(start, start + rows), slice(0, kv_heads)
-        return
-    for row in range(batch):
-        for start in range(0, kv_heads, heads):
-            yield slice(row, row + 1), slice(start, start + heads)
+    return [block(at, size) for at, size in cut.blocks()]
 
 
-def _blocks(length: int) -> Iterator[slice]:
-    """Yield slices of queries; a causal block sees the keys up to its stop."""
-    for start in range(0, length, QUERIES):
-        yield slice(start, min(start + QUERIES, length))
+def _key_blocks(
+    cut: _Cut,
+    queries: _Both,
+    came: _Both,
+    keys: _Both,
+    values: _Both,
+    total: Tensor,
+    sums: Tensor,
+    rests: Tensor,
+) -> list[Callable[[Tensor, Tensor], None]]:
+    """Return what does blocks of a part's keys, each with all queries from its first key on.
+
+    They write their gradients, and add to `total`, that of the queries.
+    """
+    dtype = queries.narrow.dtype
+    first, second = (_Both.of(cut.scores, dtype) for _ in range(2))
+    grads = torch.empty(keys.narrow[:, :BLOCK].shape, dtype=dtype).flatten()
+    parts = torch.empty(queries.narrow.shape, dtype=dtype).flatten()
+    earlier = cut.hidden()
+
+    def block(at: slice, size: int) -> Callable[[Tensor, Tensor], None]:
+        rows = slice(at.start * cut.shared, None)
+        k, v = keys.wide[:, at], values.wide[:, at]
+        q, g = queries.wide[:, rows].transpose(1, 2), came.wide[:, rows].transpose(1, 2)
+        own_k, own_q, own_g = keys.narrow[:, at], queries.narrow[:, rows], came.narrow[:, rows]
+        shape = (*k.shape[:2], q.shape[2])
+        (shares, own_shares), (scores, own_scores) = first.shaped(*shape), second.shaped(*shape)
+        flipped = own_scores.transpose(1, 2)
+        wide = size * cut.shared
+        corner, hidden = shares[..., :wide], earlier[:size, :wide]
+        sum_, rest = sums[:, rows].transpose(1, 2), rests[:, rows].transpose(1, 2)
+        mixed, back, part = _shaped(grads, *k.shape), _shaped(parts, *own_q.shape), total[:, rows]
+        result = cut.as_keys(mixed)
+
+        def run(to_keys: Tensor, to_values: Tensor) -> None:
+            torch.baddbmm(shares, k, q, beta=0, alpha=cut.scale * _LOG2_E, out=shares)
+            corner.add_(hidden)
+            shares.sub_(sum_).exp2_()
+            torch.bmm(v, g, out=scores)
+            scores.sub_(rest).mul_(shares)
+            if own_scores is not scores:
+                own_shares.copy_(shares)
+                own_scores.copy_(scores)
+            torch.bmm(own_shares, own_g, out=mixed)
+            to_values[:, :, at] = result
+            torch.baddbmm(mixed, own_scores, own_q, beta=0, alpha=cut.scale, out=mixed)
+            to_keys[:, :, at] = result
+            torch.bmm(flipped, own_k, out=back)
+            if at.start:
+                part.add_(back)
+            else:
+                part.copy_(back)
+
+        return run
+
+    return [block(at, size) for at, size in cut.blocks()]
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x `[rows, heads, ...]` with one dim for both, contiguous, in a dtype."""
-    return x.to(dtype).flatten(0, 1).contiguous()
+class _Both(NamedTuple):
+    """Memory for a factor in fp32 and in the dtype of products: the same if that is fp32."""
+
+    wide: Tensor
+    narrow: Tensor
+
+    @classmethod
+    def of(cls, make: Callable[..., Tensor], dtype: torch.dtype) -> _Both:
+        """Return new memory."""
+        wide = make()
+        return cls(wide, wide if dtype == wide.dtype else make(dtype=dtype))
+
+    def fill(self, view: Callable[[Tensor], Tensor], source: Tensor) -> None:
+        """Copy `source` into what `view` makes of both."""
+        view(self.narrow).copy_(source)
+        if self.wide is not self.narrow:
+            self.wide.copy_(self.narrow)
+
+    def shaped(self, *shape: int) -> _Both:
+        """Return the start of both, flat memory, in a shape."""
+        wide = _shaped(self.wide, *shape)
+        same = self.wide is self.narrow
+        return _Both(wide, wide if same else _shaped(self.narrow, *shape))
 
 
-def _grouped(x: Tensor, groups: tuple[int, int]) -> Tensor:
-    """Return a view of x `[batch, heads, ...]` as `[batch, kv_heads, heads of each, ...]`."""
-    out: Tensor = x.unflatten(1, groups)  # type: ignore[no-untyped-call]
-    return out
+class _Cut(NamedTuple):
+    """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
+
+    All parts have one shape, so that memory, and the views of it, are made once for all of them.
+    """
+
+    rows: int
+    heads: int
+    shared: int
+    length: int
+    dim: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> _Cut:
+        """Return that whose scores stay in cache."""
+        batch, kv_heads, length, dim = key.shape
+        shared = query.shape[1] // kv_heads
+        most = max(1, SCORES // (4 * shared * min(BLOCK, length) * length))
+        heads = _divisor(kv_heads, most)
+        rows = _divisor(batch, most // heads) if heads == kv_heads else 1
+        return cls(rows, heads, shared, length, dim)
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return 1 / math.sqrt(self.dim)
+
+    def parts(self, batch: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
+        """Yield slices of rows and of heads of keys."""
+        for row in range(0, batch, self.rows):
+            for head in range(0, kv_heads, self.heads):
+                yield slice(row, row + self.rows), slice(head, head + self.heads)
+
+    def blocks(self) -> Iterator[tuple[slice, int]]:
+        """Yield slices of tokens, and how many they are."""
+        for start in range(0, self.length, BLOCK):
+            stop = min(start + BLOCK, self.length)
+            yield slice(start, stop), stop - start
+
+    def queries(self, dim: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory for a part's queries `[heads, seq * shared, dim]`."""
+        size = self.length * self.shared
+        return torch.empty(self.rows * self.heads, size, dim or self.dim, dtype=dtype)
+
+    def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory for a part's keys `[heads, seq, dim]`."""
+        return torch.empty(self.rows * self.heads, self.length, self.dim, dtype=dtype)
+
+    def scores(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory for a block's scores."""
+        each = self.shared * min(BLOCK, self.length) * self.length
+        return torch.empty(self.rows * self.heads * each, dtype=dtype)
+
+    def hidden(self) -> Tensor:
+        """Return `[keys, queries]` of a block on the diagonal: -inf where a key comes later."""
+        later = torch.full((BLOCK, BLOCK), -math.inf).tril_(-1)
+        return later.repeat_interleave(self.shared, 1)
+
+    def by_key(self, x: Tensor) -> Tensor:
+        """Return x `[batch, heads, seq, dim]` seen as `[batch, kv_heads, seq, shared, dim]`."""
+        out: Tensor = x.unflatten(1, (-1, self.shared))  # type: ignore[no-untyped-call]
+        return out.transpose(2, 3)
+
+    def as_queries(self, x: Tensor) -> Tensor:
+        """Return queries `[heads, tokens * shared, dim]` as a part of what `by_key` gives."""
+        return x.view(self.rows, self.heads, -1, self.shared, x.shape[-1])
+
+    def as_keys(self, x: Tensor) -> Tensor:
+        """Return keys `[heads, tokens, dim]` as a part of `[batch, kv_heads, seq, dim]`."""
+        return x.view(self.rows, self.heads, *x.shape[1:])
 
 
-def _block(x: Tensor, at: slice) -> Tensor:
-    """Return a block of x `[heads, shared, seq, dim]` as `[heads, shared * block, dim]`."""
-    return x[:, :, at].flatten(1, 2)
+def _divisor(whole: int, most: int) -> int:
+    """Return the largest divisor that is at most `most`, at least 1."""
+    return max(x for x in range(1, whole + 1) if whole % x == 0 and (x <= most or x == 1))
 
 
-def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left^T right` to a sum in fp32."""
-    if left.dtype == total.dtype:
-        total.baddbmm_(left.transpose(1, 2), right)
-    else:
-        total.add_(torch.bmm(left.transpose(1, 2), right))
+def _shaped(memory: Tensor, *shape: int) -> Tensor:
+    """Return the start of flat memory in a shape."""
+    return memory[: math.prod(shape)].view(shape)
 
 
 def by_token(x: Tensor) -> Tensor:
