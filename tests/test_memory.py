@@ -108,29 +108,24 @@ def test_what_each_stage_keeps(label):
             assert found["sharded"] == [WHOLE] * 2
             assert found["optimizer"] == 2 * WHOLE
             continue
-        if zero == 1:  # both stay whole; shards are cut of them when all is summed
-            assert early == late == between == after == blocks
-            assert 0 < early_grads <= (LAYERS - MIDDLE) * BLOCK
-            assert late_grads == between_grads == after_grads == blocks
-            assert found["sharded"] == [0, 0]
-            assert found["shards"] == found["optimizer"] // 2 == WHOLE // RANKS
-            assert found["left"] == found["whole left"] == 0
-            continue
         if zero == 3:  # the block itself, and the one that is gathered ahead
             assert BLOCK <= early <= 2 * BLOCK
             assert BLOCK <= late <= 2 * BLOCK
-            assert between == 0
-        else:  # all of them, until the last backward is over with each
-            assert early == between == blocks
-            assert (MIDDLE + 1) * BLOCK <= late <= (MIDDLE + 2) * BLOCK
-        # Gradients: the block's own; those behind it are reduced already.
-        assert 0 < early_grads <= BLOCK
-        assert 0 < late_grads <= BLOCK
-        assert between_grads == 0
-        assert found["sharded"] == [WHOLE // RANKS] * 2
-        assert (after, after_grads) == (0, 0)
-        assert found["left"] == 0
-        assert found["optimizer"] == 2 * WHOLE // RANKS
+            assert between == after == 0
+        else:  # all of them, always
+            assert early == late == between == after == blocks
+        if zero == 1:  # gradients stay whole until the last backward, which sends them off
+            assert 0 < early_grads <= (LAYERS - MIDDLE) * BLOCK
+            assert between_grads == blocks
+            assert MIDDLE * BLOCK < late_grads <= (MIDDLE + 1) * BLOCK
+            assert found["sharded"] == [0, WHOLE // RANKS]
+        else:  # the block's own; those behind it are reduced already
+            assert 0 < early_grads <= BLOCK
+            assert 0 < late_grads <= BLOCK
+            assert between_grads == 0
+            assert found["sharded"] == [WHOLE // RANKS] * 2
+        assert after_grads == found["left"] == found["whole left"] == 0
+        assert found["shards"] == found["optimizer"] // 2 == WHOLE // RANKS
 
 
 def peak(world, label):
@@ -141,19 +136,14 @@ def test_peaks_fall_with_the_stage():
     peaks = {label: on_ranks(RANKS, peak, label=label)[0] for label in LABELS}
     totals = [peaks[label].total for label in LABELS]
     none, first, second, third = peaks.values()
-    # On two ranks the whole weights and gradients of ZeRO-1 weigh as much as ZeRO-2's shards and
-    # what is gathered from them.
-    assert sorted(totals)[0] == third.total
-    assert sorted(totals)[-1] == none.total
-    assert first.total == pytest.approx(second.total, rel=0.05)
-    assert len(set(totals)) == len(LABELS)
-    for found, whole, ranks in ((none, 1, 1), (first, 1, 2), (second, 2, 2), (third, 2, 2)):
+    assert totals == sorted(set(totals), reverse=True)
+    for found, whole, ranks in ((none, 1, 1), (first, 1, 2), (second, 1, 2), (third, 2, 2)):
         assert found.parameters == 4 * WHOLE // whole
         # Beside the two moments AdamW counts its steps, a number for each parameter.
         assert found.optimizer == pytest.approx(8 * WHOLE // ranks, rel=0.01)
     assert none.gradients >= 4 * LAYERS * BLOCK
     assert first.gradients >= 4 * LAYERS * BLOCK
-    assert none.gathered == first.gathered == 0
+    assert none.gathered == first.gathered == second.gathered == 0
     assert second.gradients <= 4 * (WHOLE // RANKS + 2 * BLOCK)
     assert third.gathered <= 4 * (WHOLE - (LAYERS - 2) * BLOCK)
 

@@ -135,7 +135,7 @@ def test_messages_are_those_of_the_program(label):
     assert predicted == real
 
 
-def test_zero1_on_cpus_keeps_weights_whole():
+def test_zero_on_cpus_keeps_weights_whole():
     count, layout = parameter_count(SEVEN), Layout(dp_shard=8, zero=1)
     assert states(layout, 4, on_cpu=True) == {
         "weights": 4 * count,
@@ -145,12 +145,12 @@ def test_zero1_on_cpus_keeps_weights_whole():
     for element, where in ((4, {}), (2, {"on_cpu": True})):
         found = states(layout, element, **where)
         assert (found["weights"], found["gathered"]) == (4 * count // 8, element * count)
-    # What replicas sum, and a gather.
+    # What goes to the ranks that sum it, and a gather.
     ours, held = setting(device="cpu", precision="fp32"), Held(SEVEN.n_layers, True, True)
     kernels = ours.kernels()
     gather = kernels.network.seconds("all_gather", 4 * count, 8, 1)
-    replicas = data_messages(ours, kernels, Layout(dp_replicate=8), held)
-    assert data_messages(ours, kernels, layout, held) == pytest.approx(replicas + gather)
+    exchange = kernels.network.seconds("all_to_all", 4 * count, 8, 1)
+    assert data_messages(ours, kernels, layout, held) == pytest.approx(exchange + gather)
 
 
 @pytest.mark.parametrize("label", [label for label in LAYOUTS if "shard" in label])

@@ -77,6 +77,8 @@ def no_sum_of_tied(parallel):
 def no_data_reduction(parallel):
     """Replicas of shards keep the gradients of their own rows."""
     for module in parallel.modules.values():
+        if (replicas := replicas_of(module)) is not None:
+            replicas.replicas = None
         for inner in wrapped(module):
             setter = inner.set_requires_all_reduce
             inner.set_requires_all_reduce = lambda on, setter=setter: setter(False)
@@ -102,7 +104,8 @@ def stale_weights(parallel):
 
     def finish_unseen():
         finish()
-        replicas.stale = False
+        for unit in replicas.units:
+            unit.is_current = True
 
     replicas.finish = finish_unseen
 
@@ -191,8 +194,9 @@ SEEDED = [
         {"tensor": "embed.weight", "rank": 0, "stage": 0, **ROWS_OF_0},
         {"tie_embeddings": True},
     ),
-    Seeded(no_reduce_scatter, "shard2 zero2 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(no_reduce_scatter, "shard2 zero3 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
     Seeded(no_sum_in_place, "shard2 zero1 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(no_sum_in_place, "shard2 zero2 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
     Seeded(
         no_sum_in_place,
         "dp2 mb2",

@@ -26,7 +26,7 @@ def peaks(world, label, precision, model=MODEL):
 @pytest.mark.parametrize(
     ("label", "precision", "bound"),
     [
-        ("dp2 mb4", "fp32", 0.001),  # one microbatch: its peak is before anything is sent
+        ("dp2 mb4", "fp32", 0.015),  # gloo may be done with its copy of the head's gradient
         ("pp2 gpipe mb2 recompute-full", "fp32", 0.01),
         ("pp2 1f1b mb1 recompute-selective", "fp32", 0.01),
         # The gradient that waits with the MLP's last product is the stream's own: counted twice.

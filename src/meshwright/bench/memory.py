@@ -17,8 +17,8 @@ from meshwright.execute.allocations import (
     events_of,
     lasting,
     mark,
-    marked_by_fsdp,
     marked_gradients,
+    marked_in_data,
     pieces_of,
 )
 from meshwright.execute.build import build, seeded
@@ -79,7 +79,7 @@ def measure(world: World, case: Case) -> Measured:
     groups, program = open_groups(layout, world), lower(model, train, layout)
     batch = mine(make_batch(case, 0), program, world)
     with (
-        marked_by_fsdp(),
+        marked_in_data(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         parallel = build(program, groups, world.device, seeded(model, 0))

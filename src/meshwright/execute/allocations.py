@@ -24,7 +24,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.execute.data import replicas_of
+from meshwright.execute.exchange import Exchange
 from meshwright.execute.gradients import local_shard
+from meshwright.execute.masters import Weight
 from meshwright.execute.measured import Moment
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
@@ -62,10 +64,10 @@ def mark(kind: str, tensor: Tensor | None) -> None:
 
 
 @contextmanager
-def marked_by_fsdp() -> Iterator[None]:
-    """Mark what FSDP2 gathers, reduces and buffers, wherever it does."""
+def marked_in_data() -> Iterator[None]:
+    """Mark what data parallelism gathers, reduces and buffers: FSDP2's and our own."""
     gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
-    allocate = DefaultAllocMixin.allocate
+    allocate, begin = DefaultAllocMixin.allocate, Exchange.__init__
 
     def gathered(self: FSDPParam) -> None:
         gather(self)  # type: ignore[no-untyped-call]
@@ -90,7 +92,15 @@ def marked_by_fsdp() -> Iterator[None]:
         mark("buffers", buffer)
         return buffer
 
+    def exchanged(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
+        for weight in weights:
+            mark("gradients", weight.gradient)
+        begin(self, weights, *arguments)
+        for buffer in self.buffers:
+            mark("buffers", buffer)
+
     with (
+        mock.patch.object(Exchange, "__init__", exchanged),
         mock.patch.object(FSDPParam, "init_unsharded_param", gathered),
         mock.patch.object(FSDPParamGroup, "post_backward", reduced),
         mock.patch.object(DefaultAllocMixin, "allocate", buffered),
@@ -293,7 +303,7 @@ class StepProfile:
             storage = local_shard(tensor.detach()).untyped_storage()
             if storage.device.type == self._device and storage.data_ptr():
                 self._known[storage.data_ptr()] = Piece(storage.nbytes(), 0, None, kind, "")
-        self._contexts.enter_context(marked_by_fsdp())
+        self._contexts.enter_context(marked_in_data())
         self._contexts.enter_context(marked_gradients(parallel, shards))
         self._contexts.enter_context(self._profile)
         return self

@@ -111,7 +111,7 @@ def materialise(
         model.init_tables(device)
         trained = dict(model.named_parameters())
         if sums_in_place(layout, on_cpu=on_cpu):  # only now: the parameters are new ones
-            trained = replicate_in_place(model, model.blocks, layout, train, groups)
+            trained = replicate_in_place(model, layout, train, groups)
         held += _held(program, index, trained)
     whole: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)

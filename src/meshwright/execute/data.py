@@ -2,7 +2,7 @@
 
 ZeRO, arXiv:1910.02054, section 5: stage 1 shards the optimizer's state, 2 also gradients, 3 also
 parameters. What is gathered from FSDP2's shards, and how long it stays, makes the stage. Where
-weights and gradients stay whole, `Replicas` does without FSDP2.
+weights stay whole and ranks sum by themselves, `Replicas` does without FSDP2.
 """
 
 from __future__ import annotations
@@ -92,11 +92,7 @@ def distribute_data(
 
 
 def replicate_in_place(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    layout: Layout,
-    train: TrainSpec,
-    groups: Groups,
+    model: nn.Module, layout: Layout, train: TrainSpec, groups: Groups
 ) -> dict[str, nn.Parameter]:
     """Sum the gradients of a model over data without FSDP2; returns what is trained, by name.
 
@@ -104,15 +100,11 @@ def replicate_in_place(
     """
     if not needs_wrapping(layout, train):
         return dict(model.named_parameters())
-    group = groups.data.group if layout.zero else groups.parameters.get_group("replicate")
-    if layout.dp * layout.cp == 1:
-        group = None
     used = DTYPES[train.precision]
     summed = torch.float32 if train.reduce_dtype == "fp32" else used
-    mesh = groups.parameters["shard", "tp"]
     # Not the group's own word for it: rehearsals have groups that don't know.
     rank = shard_rank(layout, groups.at) % layout.shard_ranks
-    replicas = Replicas(model, blocks, group, mesh, rank, (used, summed), groups.ledger)
+    replicas = Replicas(model, groups, rank, layout.zero, (used, summed))
     object.__setattr__(model, "replicas", replicas)
     return {name: weight.master for name, weight in replicas.weights.items()}
 
@@ -145,7 +137,7 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
     """
     replicas = replicas_of(model)
     if replicas is not None:
-        replicas.due = is_last and not defers
+        replicas.begin(is_last=is_last, defers=defers)
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(is_last and not defers)
@@ -158,11 +150,11 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
 def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
     """Take in weight gradients that were computed outside of autograd, and reduce where due."""
     replicas = replicas_of(model)
+    prepare_backward(model, zero, is_last=is_last)
     if replicas is not None:
         replicas.take()
     if not isinstance(model, FSDPModule):
         return
-    prepare_backward(model, zero, is_last=is_last)
     # Rounds hold different parameters, as autograd's share runs ahead: none may wait for the last.
     model.set_requires_all_reduce(True)
     state = _state(model)
@@ -185,7 +177,7 @@ def reshard(model: nn.Module) -> None:
     """
     replicas = replicas_of(model)
     if replicas is not None:
-        replicas.stale = True
+        replicas.expire()
     for module in wrapped(model):
         module.reshard()
 

@@ -20,7 +20,7 @@ class Weight:
 
     `used` has the dtype of products and is whole but for tp, `master` has this rank's rows in fp32.
     They are the same memory where rows and dtype allow it. A gradient comes in `used.grad` and is
-    left in `master.grad` by `hand_on`.
+    left in `master.grad`, by `hand_on` or `add`. `rows` are those of each rank.
     """
 
     def __init__(
@@ -34,8 +34,11 @@ class Weight:
         self._ranks, self._rank = self._shards.size(), rank
         local = local_shard(parameter.detach())
         each = -(-len(local) // self._ranks)
-        start = min(self._rank * each, len(local))
-        self._rows = slice(start, min(start + each, len(local)))
+        self.rows = tuple(
+            slice(min(at * each, len(local)), min((at + 1) * each, len(local)))
+            for at in range(self._ranks)
+        )
+        self._rows = self.rows[rank]
         # The rows of all ranks are gathered in equal parts: the last ones may not be there.
         self._memory, self.used = local, parameter
         if dtype != local.dtype or each * self._ranks != len(local):
@@ -63,11 +66,6 @@ class Weight:
         )
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether other ranks have rows of it."""
-        return self._ranks > 1
-
-    @property
     def parts(self) -> tuple[Tensor, Tensor]:
         """The memory that an all-gather fills, and this rank's equal part of it."""
         return self._memory, self._memory.chunk(self._ranks)[self._rank]
@@ -86,20 +84,46 @@ class Weight:
         self.used.grad = None
 
     @property
+    def is_summing(self) -> bool:
+        """Whether there is a sum in another dtype."""
+        return self._sum is not None
+
+    @property
     def gradient(self) -> Tensor | None:
-        """The gradient of all microbatches so far, whole but for tp."""
+        """The gradient that is there, whole but for tp."""
         if self._sum is not None or self.used.grad is None:
             return self._sum
         return local_shard(self.used.grad)
 
+    def rows_of_gradient(self, rank: int) -> Tensor:
+        """Return the rows of the gradient that belong to a rank; there must be one."""
+        assert self.gradient is not None
+        return self.gradient[self.rows[rank]]
+
+    def clear(self) -> None:
+        """Let go of the gradient of all rows."""
+        self.used.grad = self._sum = None
+
+    def add(self, rows: Tensor) -> None:
+        """Add to the gradient of the master, where it has this rank's rows alone."""
+        found = self.shard_gradient
+        if found is None:
+            self.master.grad = self._cut(rows.to(self.master.dtype, copy=True))
+        else:
+            found.add_(rows)
+
+    @property
+    def shard_gradient(self) -> Tensor | None:
+        """What has been added up for the master's rows."""
+        return None if self.master.grad is None else local_shard(self.master.grad)
+
     def hand_on(self) -> None:
-        """Leave the gradient of the master's rows with it."""
+        """Leave the gradient of all rows with the master, where that has all of them."""
         found = self.gradient
         if found is None or self.used is self.master:
             return
-        part = found[self._rows].to(self.master.dtype)
-        self.master.grad = self._cut(part) if self.is_gathered else _like(self.used, part)
-        self.used.grad = self._sum = None
+        self.master.grad = _like(self.used, found.to(self.master.dtype))
+        self.clear()
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -1,99 +1,179 @@
-"""Data parallelism on whole weights, ZeRO-1 and mixed precision among it: sums where gradients are.
+"""Data parallelism on whole weights: replicas, ZeRO-1 and 2, and mixed precision.
 
-Each block's gradients are summed as soon as the last of them is there, beside the backward of the
-blocks before it (arXiv:2006.15704, section 3.2.3), in their own memory.
+Each unit's gradients are summed as soon as the last of them is there, beside the backward of the
+blocks before it (arXiv:2006.15704, section 3.2.3): where they are, or under ZeRO by an exchange of
+rows, after which a rank has the sums of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.execute.ledger import Ledger, Pending
+from meshwright.execute.exchange import Exchange
+from meshwright.execute.groups import Groups
+from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
+from meshwright.program.shards import unit_of
+
+
+class Unit:
+    """Weights that are gathered and summed together.
+
+    `is_current` says that products have what the masters are, or will when it has arrived. `left`
+    is how many gradients the backward has not brought yet. `has_met` says that the sums of this
+    rank's rows are on their way to those of its replicas.
+    """
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights, self.left = weights, len(weights)
+        self.is_current, self.has_met = False, False
+        self.arriving: list[Pending] = []
 
 
 class Replicas:
-    """Sums the gradients of a module over replicas, block by block and then the rest.
+    """Sums the gradients of a model over data, unit by unit, and gathers what ZeRO has updated.
 
-    `due` says that the backward to come is the last one before the update; those before it only
-    accumulate. `stale` says that weights may have changed since products' copies were made. `group`
-    are the ranks that sum, None where there are no others.
+    `weights` are by name. Gradients are summed with those of `group`: the ranks that share rows
+    under ZeRO, and then with those that have the same rows, `replicas`; else with these alone. None
+    where there are no others.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[nn.Module],
-        group: dist.ProcessGroup | None,
-        mesh: DeviceMesh,
+        groups: Groups,
         rank: int,
+        zero: int,
         dtypes: tuple[torch.dtype, torch.dtype],
-        ledger: Ledger,
     ) -> None:
         """Take over the parameters of a model, in fp32.
 
-        `mesh` has the ranks that share rows (`shard`) and those that cut the model (`tp`), and
-        `rank` is this one's place among the former. `dtypes` are those of products and of sums.
+        `rank` is this one's place among those that share rows. `dtypes` are those of products and
+        of sums.
         """
-        self.due, self.stale = False, True
-        self.group, self._ledger = group, ledger
-        self._shards = mesh.get_group("shard")
+        mesh, self._ledger = groups.parameters, groups.ledger
         used, self._summed = dtypes
-        self.weights = take_over(model, used, mesh, rank)
-        known = {weight.used: weight for weight in self.weights.values()}
-        units = [[known.pop(parameter) for parameter in block.parameters()] for block in blocks]
-        self._units = [unit for unit in (*units, list(known.values())) if unit]
-        self._left = [len(unit) for unit in self._units]
+        self._shards, self.replicas = mesh.get_group("shard"), None
+        if mesh["replicate"].size() > 1:
+            self.replicas = mesh.get_group("replicate")
+        self._rank, self._zero = rank, zero if mesh["shard"].size() > 1 else 0
+        self.group = self._shards if self._zero else self.replicas
+        self._due = self._is_last = False
+        # The last exchange: of which unit, and whether it completes its sums.
+        self._leaving: tuple[Exchange, Unit, bool] | None = None
         self._works: list[tuple[Pending, list[Tensor]]] = []
-        for index, unit in enumerate(self._units):
-            for weight in unit:
-                hook = partial(self._ready, index, weight)
+        self.weights = take_over(model, used, mesh["shard", "tp"], rank)
+        found: dict[str, list[Weight]] = {}
+        for name, weight in self.weights.items():
+            found.setdefault(unit_of(name, in_place=True), []).append(weight)
+        self.units = [Unit(weights) for weights in found.values()]
+        # The module that a unit is needed by first.
+        first = {"embed": "", "rest": "norm"}
+        for index, (name, unit) in enumerate(zip(found, self.units, strict=True)):
+            if self._zero or used != torch.float32:
+                need = partial(self._need, index)
+                before_forward(model.get_submodule(first.get(name, name)), need)
+            for weight in unit.weights:
+                hook = partial(self._ready, unit, weight)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        model.register_forward_pre_hook(lambda module, args: self._refresh())
+
+    def _need(self, index: int) -> None:
+        """Have a unit as it is now, and the one after it on its way."""
+        if index + 1 == len(self.units):
+            self._settle()  # before there are logits
+        for unit in self.units[index : index + 2]:
+            self._gather(unit)
+        arriving = self.units[index].arriving
+        while arriving:
+            arriving.pop().wait()
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        """Bring what products use up to date, where weights may have changed."""
-        if not self.stale:
+    def _gather(self, unit: Unit) -> None:
+        """Begin to bring what products use up to date, where weights may have changed."""
+        if unit.is_current:
             return
-        works = []
-        for unit in self._units:
-            for weight in unit:
-                weight.round()
-            if unit[0].is_gathered:
-                whole, mine = map(list, zip(*(weight.parts for weight in unit), strict=True))
-                work = self._shards.allgather_into_tensor_coalesced(whole, mine)
-                works.append(Pending(self._ledger, work))
-        for pending in works:
-            pending.wait()
-        self.stale = False
+        unit.is_current = True
+        for weight in unit.weights:
+            weight.round()
+        if self._zero:
+            whole, mine = map(list, zip(*(weight.parts for weight in unit.weights), strict=True))
+            work = self._shards.allgather_into_tensor_coalesced(whole, mine)
+            unit.arriving.append(Pending(self._ledger, work))
 
-    def _ready(self, index: int, weight: Weight, parameter: Tensor) -> None:
+    def expire(self) -> None:
+        """Take note that weights may have changed."""
+        for unit in self.units:
+            unit.is_current = False
+
+    def begin(self, *, is_last: bool, defers: bool) -> None:
+        """Take note of the backward to come: the last one before the update, or one of two halves.
+
+        ZeRO-2 sums the gradients of each, all others those of the last one alone.
+        """
+        self._is_last = is_last and not defers
+        self._due = (is_last or self._zero >= 2) and not defers
+        if self._due:
+            for unit in self.units:
+                unit.left = len(unit.weights)
+
+    def _ready(self, unit: Unit, weight: Weight, parameter: Tensor) -> None:
         """Take note that a gradient has come, and sum those of its unit when it is the last."""
-        weight.widen(self._summed)
-        if not self.due:
+        if not (self._due and self._zero) or weight.is_summing:  # else it is sent as it is
+            weight.widen(self._summed)
+        if not self._due:
             return
-        self._left[index] -= 1
-        if self._left[index] == 0:
-            self._sum(index)
+        unit.left -= 1
+        if unit.left == 0:
+            self._sum(unit)
 
     def take(self) -> None:
-        """Take in gradients that were computed outside of autograd."""
+        """Take in gradients that were computed outside of autograd, and sum them where due."""
         for weight in self.weights.values():
             weight.widen(self._summed)
+        if self._due:
+            for unit in reversed(self.units):
+                self._sum(unit)
 
-    def _sum(self, index: int) -> None:
-        found = (weight.gradient for weight in self._units[index])
-        gradients = [gradient for gradient in found if gradient is not None]
-        self._left[index] = 0
-        if gradients and self.group is not None:
-            work = self.group.allreduce_coalesced(gradients)
+    @torch.no_grad()
+    def _sum(self, unit: Unit) -> None:
+        unit.left = 0
+        weights = [weight for weight in unit.weights if weight.gradient is not None]
+        if not weights:
+            return
+        if self._zero:
+            self._settle()
+            sent = Exchange(weights, self.group, self._rank, self._summed, self._ledger)
+            self._leaving = (sent, unit, self._is_last)
+        else:
+            self._meet(self.group, [w.gradient for w in weights if w.gradient is not None])
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Add up what the last exchange has brought."""
+        if self._leaving is None:
+            return
+        exchange, unit, is_complete = self._leaving
+        self._leaving = None
+        exchange.settle()
+        if is_complete:
+            self._meet_again(unit)
+
+    def _meet_again(self, unit: Unit) -> None:
+        """Sum this rank's rows over replicas of it."""
+        unit.has_met = True
+        sums = [weight.shard_gradient for weight in unit.weights]
+        self._meet(self.replicas, [rows for rows in sums if rows is not None and rows.numel()])
+
+    def _meet(self, group: dist.ProcessGroup | None, gradients: list[Tensor]) -> None:
+        """Sum gradients where they are, with those of a group if there is one."""
+        if group is not None and gradients:
+            work = group.allreduce_coalesced(gradients)
             self._works.append((Pending(self._ledger, work), gradients))
 
     def finish(self) -> None:
@@ -101,13 +181,32 @@ class Replicas:
 
         Every replica calls it once for each update, after its last backward.
         """
-        for index, left in enumerate(self._left):
-            if left:
-                self._sum(index)
+        for unit in self.units:
+            if unit.left:
+                self._sum(unit)
+        self._settle()
+        for unit in self.units:
+            if self._zero and not unit.has_met:
+                self._meet_again(unit)
         for work, _ in self._works:
             work.wait()
         self._works = []
-        self._left = [len(unit) for unit in self._units]
-        for weight in self.weights.values():
-            weight.hand_on()
-        self.due, self.stale = False, True
+        for unit in self.units:
+            unit.left, unit.has_met = len(unit.weights), False
+            for weight in unit.weights:
+                weight.hand_on()
+        self.expire()
+
+
+def before_forward(module: nn.Module, act: Callable[[], None]) -> None:
+    """Have something done before a module's forwards, outside of what is compiled."""
+    compiled: Any = module._compiled_call_impl
+    if compiled is None:
+        module.register_forward_pre_hook(lambda *_: act())
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call

@@ -9,7 +9,7 @@ from meshwright.layout import Layout
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.pipeline import action_times
 from meshwright.predict.setting import Setting, stages_of, work_of
-from meshwright.predict.step import Pace, Pass, costs_of, has_table
+from meshwright.predict.step import Pace, Pass, costs_of, has_table, reduction
 from meshwright.program.actions import Action, receives, sends
 from meshwright.program.ledger import Span
 from meshwright.program.schedule import stage_ranks
@@ -75,7 +75,7 @@ class _Pen:
         self.kinds = {
             "tp": "all_gather" if layout.sp else "all_reduce",
             "cp": "all_to_all" if layout.cp_kind == "ulysses" else "recv",
-            "shard": "all_gather" if layout.zero == 3 else "reduce_scatter",
+            "shard": "all_gather" if layout.zero == 3 else reduction(setting, layout),
         }
 
     def spans(self, own: dict[Action, tuple[float, float]]) -> Iterator[Span]:

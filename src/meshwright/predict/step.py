@@ -13,6 +13,7 @@ from meshwright.predict.memory import Held
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.work import LayoutWork, weights
+from meshwright.program.collectives import CollectiveKind
 from meshwright.program.shards import sums_in_place
 from meshwright.program.stages import Stage
 
@@ -224,7 +225,13 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[f
     if zero == 3:
         gather = network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
     size = elements * setting.stack.reduced_bytes
-    return gather, network.seconds("reduce_scatter", size, ranks, layout.tp)
+    return gather, network.seconds(reduction(setting, layout), size, ranks, layout.tp)
+
+
+def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
+    """Return what sums gradients over the ranks that share rows."""
+    in_place = sums_in_place(layout, on_cpu=setting.on_cpu)
+    return "all_to_all" if in_place else "reduce_scatter"
 
 
 def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Parts) -> float:
@@ -240,13 +247,13 @@ def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Part
     forward = layer.forward + layer.tp_forward
     backward = layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute
     hidden = min(gather, forward) + min(gather + reduce, backward)
-    return 2 * gather + reduce - kernels.overlap * hidden + kernels.per_unit
+    own = sums_in_place(layout, on_cpu=setting.on_cpu)
+    wait = 2 * gather + reduce - kernels.overlap * hidden
+    return wait + (0.0 if own else kernels.per_unit)
 
 
 def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
     """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
-
-    Where ZeRO-1 sums in place, see `program.shards.sums_in_place`, its sum is for all.
 
     A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
     turn waits for the slowest of all nodes, each of which meets the messages of all others.
@@ -255,19 +262,18 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
     elements += found.head if held.has_head else 0
     network, reduced = kernels.network, setting.stack.reduced_bytes
-    ranks = shards = layout.shard_ranks
+    ranks = layout.shard_ranks
     replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
     turns = held.layers * (ranks * replicas - 1)
-    if layout.zero == 1 and sums_in_place(layout, on_cpu=setting.on_cpu):
-        replicas, shards = ranks * replicas, 1
     seconds = 0.0
     if ranks > 1 and layout.zero <= 2:
-        if layout.zero == 1 and shards > 1:
-            seconds += network.seconds("reduce_scatter", elements * reduced, ranks, layout.tp)
+        if layout.zero == 1:
+            kind = reduction(setting, layout)
+            seconds += network.seconds(kind, elements * reduced, ranks, layout.tp)
         seconds += network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
     if replicas > 1:
-        size = elements * reduced / shards
-        seconds += network.seconds("all_reduce", size, replicas, layout.tp * shards)
+        size = elements * reduced / ranks
+        seconds += network.seconds("all_reduce", size, replicas, layout.tp * ranks)
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
 
 

@@ -145,6 +145,7 @@ class _Walk:
             tally.note(f"layer {stage.layers[index]}")
             units.leave(index)
         if stage.is_last:
+            units.enter_head()
             self._keep(op for op in ops if op.name in ("norm", "head", "loss"))
         else:
             tally.add(STREAM, self.sizes.stream_bytes)
@@ -180,6 +181,7 @@ class _Walk:
             self._loss(units)
             self._free(op for op in ops if op.name in ("head", "loss"))
             self._last_norm(ops)
+            units.leave_head_backward()
         # The gradient of the stream goes down through the layers.
         tally.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         layer = [op for op in ops if op.name.startswith("layers.")]

@@ -1,6 +1,7 @@
 """`Units`: weights and gradients of a stage, as data parallelism gathers and reduces them.
 
-A unit is a block, or what is left of the stage: the embedding, the last norm and the head.
+A unit is a block, or what is left of the stage: the embedding, the last norm and the head. Where
+ranks sum by themselves, see `program.shards.sums_in_place`, the embedding is one of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 from meshwright.predict.tally import Tally
 from meshwright.program.lower import Program
 from meshwright.program.operations import ELEMENT_BYTES
-from meshwright.program.shards import Sharding, shard_rank, sums_in_place
+from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
 from meshwright.program.stages import Stage
 
 _FP32: Final = 4
@@ -43,7 +44,7 @@ class _Unit:
             start = min(at * part, rows)
             self.own += (min(start + part, rows) - start) * each
         self.whole = sum(self.numels.values())
-        self.grown: set[str] = set()
+        self.grown: dict[str, int] = {}  # bytes of an element of each gradient
         self.is_gathered = False
         self.accumulated = False
         self.has_shard_gradient = False
@@ -65,30 +66,32 @@ class Units:
         self.element = ELEMENT_BYTES[train.precision]
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
         self.in_place = sums_in_place(layout, on_cpu=on_host)
-        self.is_stale = True
+        self.exchanges = self.in_place and layout.shard_ranks > 1
+        self.sums = self.in_place and layout.zero == 0 and layout.dp * layout.cp > 1
         self.offload = layout.offload
-        # gloo works on a copy of what it gathers.
+        # gloo works on a copy of what it gathers, and of what it sums for all.
         self.copies = 2 if on_host else 1
         tp, place = layout.tp, shard_rank(layout, at) % layout.shard_ranks
-        names = program.parameters(stage)
-        found = {name: program.shardings[name] for name in names}
-
-        def unit(prefix: str) -> _Unit:
-            return _Unit({n: s for n, s in found.items() if n.startswith(prefix)}, tp, place)
-
+        found: dict[str, dict[str, Sharding]] = {}
+        for name in program.parameters(stage):
+            of_unit = found.setdefault(unit_of(name, in_place=self.in_place), {})
+            of_unit[name] = program.shardings[name]
         self.prefixes = [f"layers.{layer}." for layer in stage.layers]
-        self.blocks = [unit(prefix) for prefix in self.prefixes]
-        rest = {n: s for n, s in found.items() if not n.startswith("layers.")}
-        self.root = _Unit(rest, tp, place)
+        self.blocks = [_Unit(found[prefix[:-1]], tp, place) for prefix in self.prefixes]
+        # Without an embedding of its own it is a unit of nothing.
+        self.embed, self.root = (
+            _Unit(found.get(name, {}), tp, place) for name in ("embed", "rest")
+        )
         self.is_last = self.defers = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
         self._ahead: dict[int, int] = {}  # flat buffers that were gathered ahead, by unit
-        self._input = 0  # of the last reduction
+        self._input = 0  # of the last reduction, or all of the last exchange
 
     @property
     def all(self) -> list[_Unit]:
-        """Blocks, then the root."""
-        return [*self.blocks, self.root]
+        """The units in the order of the forward."""
+        units = [self.embed, *self.blocks, self.root]
+        return [unit for unit in units if unit.numels]
 
     def hold(self) -> None:
         """Count what lasts: weights and the optimizer's states."""
@@ -104,17 +107,35 @@ class Units:
             self.tally.add(OPTIMIZER, states * (self.offload == "none"))
 
     def enter_root(self) -> None:
-        """Gather the root for the forward, or once a step all units of whole weights."""
-        if self.in_place and self.is_stale and self.layout.shard_ranks > 1:
-            sent = sum((self.copies - 1) * unit.padded + unit.shard for unit in self.all)
-            with self.tally.spike(BUFFERS, sent * self.element):
-                self.tally.note("gather")
-        self.is_stale = False
+        """Gather the root for the forward; where ranks sum by themselves, the embedding."""
+        self._need(self.embed)
         self._gather(self.root, forward=True)
 
     def enter(self, index: int) -> None:
         """Gather a block for its forward."""
+        self._need(self.blocks[index])
         self._gather(self.blocks[index], forward=True)
+
+    def enter_head(self) -> None:
+        """Have the last norm and the head, where they are a unit of their own."""
+        self._need(self.root)
+
+    def _need(self, unit: _Unit) -> None:
+        """Gather whole weights once a step, and those of the next unit ahead."""
+        units = self.all
+        if not self.exchanges or unit not in units:
+            return
+        at = units.index(unit)
+        if at + 1 == len(units):
+            self._settle()
+        for each in units[at : at + 2]:
+            if not each.is_gathered:
+                each.is_gathered = True
+                flat = ((self.copies - 1) * each.padded + each.shard) * self.element
+                self.tally.add(BUFFERS, flat)
+                self._ahead[id(each)] = flat
+        self.tally.note("gather")
+        self.tally.drop(BUFFERS, self._ahead.pop(id(unit), 0))
 
     def leave(self, index: int) -> None:
         """Drop a block after its forward, where ZeRO-3 does."""
@@ -141,15 +162,21 @@ class Units:
         if index:
             self._gather_ahead(index - 1)
 
+    def leave_head_backward(self) -> None:
+        """Do with the last norm and the head as with blocks, where they are a unit."""
+        if self.in_place:
+            self._close(self.root)
+
     def leave_backward(self, index: int) -> None:
         """Accumulate or reduce the gradients of a block, and drop its weights where due."""
         self._close(self.blocks[index])
 
     def leave_root_backward(self) -> None:
-        """Do so with the root; the last reduction's input stays until the next one."""
-        names = [name for name in self.root.numels if name not in self.root.grown]
-        self._grow(self.root, [name for name in names if "embed" in name])
-        self._close(self.root)
+        """Do so with what is left; the last reduction's input stays until the next one."""
+        last = self.embed if self.in_place else self.root
+        names = [name for name in last.numels if name not in last.grown]
+        self._grow(last, [name for name in names if "embed" in name])
+        self._close(last)
         self._let_go()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
@@ -157,25 +184,36 @@ class Units:
         self._grow(self.blocks[index], [self.prefixes[index] + name for name in names])
 
     def grow_root(self, names: Sequence[str]) -> None:
-        """Do so with the root."""
-        self._grow(self.root, names)
+        """Do so with what is in no block."""
+        for unit in (self.embed, self.root):
+            self._grow(unit, names)
 
     def finish_deferred(self, is_last: bool) -> None:
         """Make the gradients of all products, and reduce where due."""
         self.is_last, self.defers = is_last, False
-        for unit in self.all:
-            self._grow(unit, [name for name in unit.numels if _waits(name)])
-            self._close(unit)
+        units = self.all
+        for unit in units:
+            self._grow(unit, [name for name in unit.numels if _waits(name)], joins=True)
+            if not self.in_place:
+                self._close(unit)
+        if self.in_place:
+            for unit in reversed(units):
+                self._close(unit)
         self._let_go()
 
     def _let_go(self) -> None:
         """Let go of the last reduction's input at the end of a stage's last backward."""
-        if self.is_last and not self.defers:
-            self.tally.drop(BUFFERS, self._input)
-            self._input = 0
+        if self.is_last and not self.defers and not self.in_place:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Let go of what the last reduction or exchange works with."""
+        self.tally.drop(BUFFERS, self._input)
+        self._input = 0
 
     def finish(self) -> None:
         """End the backwards of a step."""
+        self._settle()
 
     def _gather(self, unit: _Unit, forward: bool = False) -> None:
         if self.in_place or unit.is_gathered:
@@ -215,7 +253,8 @@ class Units:
             unit.is_gathered = False
             self.tally.drop(GATHERED, unit.padded * self.element)
 
-    def _grow(self, unit: _Unit, names: Sequence[str]) -> None:
+    def _grow(self, unit: _Unit, names: Sequence[str], *, joins: bool = False) -> None:
+        """Make gradients; those that come outside of autograd join its sums in any case."""
         if self.defers:
             names = [name for name in names if not _waits(name)]
         size, widens = self.element, self.in_place and self.element < self.reduced
@@ -223,15 +262,28 @@ class Units:
         for name in names:  # they come together
             self.tally.add(GRADIENTS, unit.numels[name] * size)
         for name in names:
-            if widens and name not in unit.grown:
-                self.tally.add(GRADIENTS, unit.numels[name] * self.reduced)
-            if widens or name in unit.grown:
+            count, held = unit.numels[name], unit.grown.get(name, 0)
+            to_be_wide = widens and (joins or held > 0 or not self._is_sent_at_once)
+            if to_be_wide and not held:
+                self.tally.add(GRADIENTS, count * self.reduced)
+            if to_be_wide or held:
                 self.tally.note("gradient")
-                self.tally.drop(GRADIENTS, unit.numels[name] * size)
-            unit.grown.add(name)
+                self.tally.drop(GRADIENTS, count * size)
+            unit.grown[name] = self.reduced if to_be_wide else size
+
+    @property
+    def _is_sent_at_once(self) -> bool:
+        """Whether the gradients of this backward are exchanged as soon as they are there."""
+        return self.exchanges and not self.defers and (self.is_last or self.layout.zero >= 2)
 
     def _close(self, unit: _Unit) -> None:
         if self.in_place:
+            if self._is_sent_at_once and unit.grown:
+                self._exchange(unit)
+            elif self.sums and self.is_last and not self.defers:
+                self._settle()
+                self._input = unit.whole * self.reduced * (self.copies - 1)
+                self.tally.add(BUFFERS, self._input)
             return
         zero = self.layout.zero
         if self.is_last or zero == 3:
@@ -243,6 +295,19 @@ class Units:
         elif self.element != self.reduced:
             self._widen(unit)
 
+    def _exchange(self, unit: _Unit) -> None:
+        """Send the rows of others, and receive those of one's own from each of them."""
+        tally = self.tally
+        self._settle()
+        others = (self.layout.shard_ranks - 1) * unit.own
+        self._input = (unit.whole - unit.own + others) * self.reduced
+        tally.add(BUFFERS, self._input)
+        if not unit.has_shard_gradient:
+            tally.add(GRADIENTS, unit.own * _FP32)
+            unit.has_shard_gradient = True
+        tally.note("reduce")
+        self._drop_grown(unit)
+
     def _widen(self, unit: _Unit) -> None:
         """Keep the gradients in the dtype of the reduction."""
         if not unit.accumulated:
@@ -252,8 +317,8 @@ class Units:
         self._drop_grown(unit)
 
     def _drop_grown(self, unit: _Unit) -> None:
-        size = sum(unit.numels[name] for name in unit.grown)
-        self.tally.drop(GRADIENTS, size * self.element)
+        size = sum(unit.numels[name] * each for name, each in unit.grown.items())
+        self.tally.drop(GRADIENTS, size)
         unit.grown.clear()
 
     def _reduce(self, unit: _Unit) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Table
 from meshwright.program.lower import Program
 from meshwright.program.operations import ELEMENT_BYTES, Sizes, gathers_again, loss_rows
-from meshwright.program.shards import Sharding, shard_rank, sums_in_place
+from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
 from meshwright.program.stages import Stage
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
@@ -32,9 +32,9 @@ class Collective:
     """One kind of message of a rank.
 
     `bytes` is the size of one message on this rank: of the gathered result, of the tensor to be
-    reduced (before it is scattered), of all that it trades in an all-to-all, its own share
-    included, of what is sent or received. What crosses a link depends on the algorithm and is left
-    to whom it concerns. `count` is how many there are in one optimizer step.
+    reduced (before it is scattered), of what it hands to an all-to-all (of Ulysses with its own
+    share, of ZeRO without), of what is sent or received. What crosses a link depends on the
+    algorithm and is left to whom it concerns. `count` is how many there are in one optimizer step.
 
     `beside` names the products of column-parallel layers that are computed while it travels: those
     that make the gradients of their inputs or of their weights.
@@ -55,7 +55,7 @@ class Collective:
 def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[Collective, ...]:
     """Return all that a rank sends and receives in one step, by purpose.
 
-    ZeRO-1 sums otherwise where ranks are on CPUs, see `program.shards.sums_in_place`, and the loss
+    ZeRO sums otherwise where ranks are on CPUs, see `program.shards.sums_in_place`, and the loss
     takes fewer tokens at a time.
     """
     at = program.layout.mesh.coordinates(rank)
@@ -66,8 +66,8 @@ def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[C
         *_borders(program, sizes, stages, on_cpu),
         *_context(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
-        *_gathers(program, stages),
-        *_reductions(program, at["pp"], stages, on_cpu),
+        *_gathers(program, stages, on_cpu),
+        *_reductions(program, at, stages, on_cpu),
         *_completion(program, stages, at["tp"], shard_rank(program.layout, at)),
     ]
     if program.layout.world > 1:
@@ -228,10 +228,10 @@ def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
 
 
 class _Unit(NamedTuple):
-    """What is gathered or reduced in one message: a block, or the rest of a stage.
+    """What is gathered or reduced in one message, see `program.shards.unit_of`.
 
-    Elements, padded so that the ranks that share them have equal parts: `deferred` of parameters
-    whose gradients may come in a backward of their own, `prompt` of the others.
+    Elements: `deferred` of parameters whose gradients may come in a backward of their own, `prompt`
+    of the others.
     """
 
     name: str
@@ -239,24 +239,27 @@ class _Unit(NamedTuple):
     prompt: int
 
 
-def _units(program: Program, stage: Stage, ranks: int) -> list[_Unit]:
+def _units(
+    program: Program, stage: Stage, elements: Callable[[Sharding], int], *, in_place: bool
+) -> list[_Unit]:
+    """Return the units of a stage; `elements` says what a parameter has in the message."""
     sums: dict[str, list[int]] = {}
     for name in program.parameters(stage):
-        room, _, rest = name.partition(".")
-        unit = "block" + rest.partition(".")[0] if room == "layers" else "rest"
+        unit = unit_of(name, in_place=in_place)
         sharding = program.shardings[name]
-        waits = room == "layers" and sharding.part.is_product  # the head's comes with its input's
-        sums.setdefault(unit, [0, 0])[0 if waits else 1] += _padded(sharding, ranks)
+        # The head's comes with its input's.
+        waits = unit.startswith("layers.") and sharding.part.is_product
+        sums.setdefault(unit, [0, 0])[0 if waits else 1] += elements(sharding)
     return [_Unit(name, *found) for name, found in sums.items()]
 
 
-def _padded(sharding: Sharding, ranks: int) -> int:
-    """Return the elements of a tp rank's part, its rows padded to a multiple of some ranks."""
+def _padded(sharding: Sharding) -> int:
+    """Return the elements of a tp rank's part, its rows padded for the ranks that share them."""
     rows, *rest = sharding.tp_shape
-    return -(-rows // ranks) * ranks * math.prod(rest)
+    return -(-rows // sharding.shard_ranks) * sharding.shard_ranks * math.prod(rest)
 
 
-def _gathers(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
+def _gathers(program: Program, stages: Iterable[Stage], on_cpu: bool) -> Iterator[Collective]:
     """Yield the all-gathers of ZeRO, arXiv:1910.02054, section 5.
 
     Stages 1 and 2 gather once and keep the compute copy for all microbatches; stage 3 gathers for
@@ -267,33 +270,34 @@ def _gathers(program: Program, stages: Iterable[Stage]) -> Iterator[Collective]:
         return
     element = ELEMENT_BYTES[program.train.precision]
     times = 2 * program.microbatches if layout.zero == 3 else 1
+    in_place = sums_in_place(layout, on_cpu=on_cpu)
     for stage in stages:
-        for unit in _units(program, stage, layout.shard_ranks):
+        for unit in _units(program, stage, _padded, in_place=in_place):
             size = (unit.deferred + unit.prompt) * element
-            what = "a block" if unit.name.startswith("block") else "the rest of the stage"
+            what = "a block" if unit.name.startswith("layers.") else "the rest of the stage"
             yield Collective("all_gather", "shard", size, times, f"ZeRO: the weights of {what}")
 
 
 def _reductions(
-    program: Program, pp_rank: int, stages: Iterable[Stage], on_cpu: bool
+    program: Program, at: Mapping[str, int], stages: Iterable[Stage], on_cpu: bool
 ) -> Iterator[Collective]:
     """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
 
-    Replicas meet once, after the last microbatch; where a backward is split, after each second
-    half, since what the rounds hold differs.
+    Replicas meet once, after the last microbatch; where FSDP2 has a backward that is split, after
+    each second half, since what the rounds hold differs.
     """
     layout = program.layout
-    element = ELEMENT_BYTES[program.train.precision]
-    if program.train.reduce_dtype == "fp32":
-        element = _FP32
+    in_place = sums_in_place(layout, on_cpu=on_cpu)
+    if in_place and layout.shard_ranks > 1:
+        yield from _exchanges(program, at, stages)
+        return
+    element = _reduced(program)
     replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
     ranks = layout.shard_ranks
-    axis: Axis = "replicate"
-    if layout.zero and sums_in_place(layout, on_cpu=on_cpu):
-        replicas, ranks, axis = replicas * ranks, 1, "data"
+    each = layout.zero >= 2 and not in_place
     for stage in stages:
-        units = _units(program, stage, ranks)
-        for has_deferred, has_prompt, meets in _rounds(program, pp_rank, stage):
+        units = _units(program, stage, _padded, in_place=in_place)
+        for has_deferred, has_prompt, meets in _rounds(program, at["pp"], stage, each):
             for unit in units:
                 size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
                 if not size:
@@ -303,15 +307,56 @@ def _reductions(
                     yield Collective("reduce_scatter", "shard", size, 1, reason)
                 if replicas > 1 and meets:
                     reason = "replicas: sum gradients"
-                    yield Collective("all_reduce", axis, size // ranks, 1, reason)
+                    yield Collective("all_reduce", "replicate", size // ranks, 1, reason)
 
 
-def _rounds(program: Program, pp_rank: int, stage: Stage) -> Iterator[tuple[bool, bool, bool]]:
+def _reduced(program: Program) -> int:
+    """Return the bytes of an element of the dtype in which gradients travel."""
+    widens = program.train.reduce_dtype == "fp32"
+    return _FP32 if widens else ELEMENT_BYTES[program.train.precision]
+
+
+def _exchanges(
+    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
+) -> Iterator[Collective]:
+    """Yield how rows of gradients reach the ranks that they belong to, which sum them in fp32.
+
+    What a reduce-scatter is without the sums on the way, arXiv:1910.02054, section 5.
+    """
+    place, tp_rank = shard_rank(program.layout, at), at["tp"]
+    each = program.layout.zero >= 2
+
+    def own(sharding: Sharding) -> int:
+        return math.prod(sharding.shape(tp_rank, place))
+
+    def others(sharding: Sharding) -> int:
+        return math.prod(sharding.tp_shape) - own(sharding)
+
+    for stage in stages:
+        sent = _units(program, stage, others, in_place=True)
+        for has_deferred, has_prompt, _ in _rounds(program, at["pp"], stage, each):
+            for unit in sent:
+                count = has_deferred * unit.deferred + has_prompt * unit.prompt
+                if count:
+                    reason = "ZeRO: rows of gradients to the ranks that sum them"
+                    size = count * _reduced(program)
+                    yield Collective("all_to_all", "shard", size, 1, reason)
+        if program.layout.dp_replicate > 1:
+            for unit in _units(program, stage, own, in_place=True):
+                size = (unit.deferred + unit.prompt) * _FP32
+                if size:
+                    reason = "replicas: sum gradients"
+                    yield Collective("all_reduce", "replicate", size, 1, reason)
+
+
+def _rounds(
+    program: Program, pp_rank: int, stage: Stage, each: bool
+) -> Iterator[tuple[bool, bool, bool]]:
     """Yield the reductions of a stage's gradients: of deferred, of prompt ones, among replicas.
 
-    After each microbatch under ZeRO 2 and 3, else after the last one. A split backward reduces with
-    its second half, and then also what later microbatches' first halves have left by then: theirs
-    is missing in the reductions after it.
+    After each microbatch, as ZeRO 2 and 3 do, else after the last one. A split backward reduces
+    with its second half, and then also what later microbatches' first halves have left by then:
+    theirs is missing in the reductions after it.
     """
     table = [action for action in program.compute_tables[pp_rank] if action.stage == stage.index]
     last = max(place for place, action in enumerate(table) if action.kind in ("B", "W"))
@@ -319,7 +364,7 @@ def _rounds(program: Program, pp_rank: int, stage: Stage) -> Iterator[tuple[bool
     for place, action in enumerate(table):
         has_prompt |= action.kind in ("B", "I")
         has_deferred |= action.kind in ("B", "W")
-        if action.kind in ("B", "W") and (program.layout.zero >= 2 or place == last):
+        if action.kind in ("B", "W") and (each or place == last):
             yield has_deferred, has_prompt, action.kind == "W" or place == last
             has_deferred = has_prompt = False
 

@@ -99,12 +99,24 @@ def shard(part: Part, layout: Layout) -> Sharding:
 
 
 def sums_in_place(layout: Layout, *, on_cpu: bool) -> bool:
-    """Whether ranks keep weights and gradients whole and sum them where they are, without FSDP2.
+    """Whether ranks keep weights whole and sum gradients by themselves, without FSDP2.
 
-    ZeRO-1 does so on a CPU, where a reduce-scatter is no cheaper than a sum for all and needs
-    copies; elsewhere it moves half as much.
+    Up to ZeRO-2 they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
+    and gloo's reduce-scatter is a sum for all; elsewhere it moves half as much.
     """
-    return layout.zero == 0 or (layout.zero == 1 and on_cpu and layout.offload != "params")
+    return layout.zero == 0 or (layout.zero <= 2 and on_cpu and layout.offload != "params")
+
+
+def unit_of(name: str, *, in_place: bool) -> str:
+    """Return the unit that a parameter is gathered and summed with, of a stage.
+
+    A block, or the rest of the stage. Where ranks sum by themselves the embedding is one of its
+    own: its gradient comes last, the others of the rest come first.
+    """
+    room, _, rest = name.partition(".")
+    if room == "layers":
+        return f"layers.{rest.partition('.')[0]}"
+    return "embed" if in_place and room == "embed" else "rest"
 
 
 def shard_rank(layout: Layout, at: Mapping[str, int]) -> int:

@@ -1,8 +1,8 @@
-"""Tells the tracker what FSDP2's memory is for, which its own structures alone know."""
+"""Tells the tracker what memory of data parallelism is for, which its structures alone know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,13 +11,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from meshwright.execute.exchange import Exchange
+from meshwright.execute.masters import Weight
 from meshwright.simulate.fake import replaced
 from meshwright.simulate.memory import Memory
 
 
 @contextmanager
-def marked_by_fsdp(memory: Memory) -> Iterator[None]:
-    """Mark what FSDP2 gathers, accumulates, reduces and buffers, wherever it does."""
+def marked_in_data(memory: Memory) -> Iterator[None]:
+    """Mark what FSDP2 gathers, accumulates, reduces and buffers, and what exchanges do."""
 
     def gathering(gather: Any) -> Any:
         def run(parameter: FSDPParam) -> None:
@@ -43,8 +45,19 @@ def marked_by_fsdp(memory: Memory) -> Iterator[None]:
 
         return run
 
+    def exchanging(begin: Any) -> Any:
+        def run(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
+            for weight in weights:
+                memory.mark("gradients", weight.gradient)
+            begin(self, weights, *arguments)
+            for buffer in self.buffers:
+                memory.mark("buffers", buffer)
+
+        return run
+
     with ExitStack() as stack:
         for owner, name, make in (
+            (Exchange, "__init__", exchanging),
             (FSDPParam, "init_unsharded_param", gathering),
             (FSDPParamGroup, "post_backward", reducing),
             (DefaultAllocMixin, "allocate", buffering),

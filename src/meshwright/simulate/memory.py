@@ -25,7 +25,7 @@ from meshwright.execute.gradients import local_shard
 from meshwright.simulate.fake import replaced
 
 # What a storage is for. `activations` outlive the action that made them, `temporary` do not;
-# `buffers` are what FSDP2 sends from and receives in; `inputs` are the batch and the
+# `buffers` are what data parallelism sends from and receives in; `inputs` are the batch and the
 # model's tables.
 CATEGORIES: Final = (
     "weights",

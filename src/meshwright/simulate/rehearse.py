@@ -22,7 +22,7 @@ from meshwright.program.actions import Action
 from meshwright.program.lower import Program
 from meshwright.program.shards import Region
 from meshwright.simulate.fake import fake_tensors, fake_world
-from meshwright.simulate.marks import marked_by_fsdp
+from meshwright.simulate.marks import marked_in_data
 from meshwright.simulate.memory import HOST, START, Breach, Memory, Phase
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
@@ -112,7 +112,7 @@ def rehearse(
     """
     started, memory = time.perf_counter(), Memory()
     ledger = _Phases(memory)
-    with fake_world(rank, program.layout.world, ledger) as world, marked_by_fsdp(memory):
+    with fake_world(rank, program.layout.world, ledger) as world, marked_in_data(memory):
         groups, deferral = open_groups(program.layout, world), Deferral()
         modules = describe(program, groups, deferral, on_cpu=on_cpu)
         with fake_tensors(), memory:
