@@ -93,6 +93,46 @@ def test_a_full_room_waits_for_the_readers(world):
 
 
 @ranks(2)
+def test_many_messages_under_way_do_not_wait_for_a_rank_that_is_elsewhere(world):
+    ops, _, name = opened(world)
+    small = ops.all_reduce_(torch.ones(2), "sum", name)
+    if world.rank == 0:
+        time.sleep(0.05)
+    ops.wait_tensor(small)  # the rooms are laid out differently from here on
+    outs = [ops.all_reduce_(torch.ones(LARGEST // 4), "sum", name) for _ in range(7)]
+    dist.all_reduce(torch.ones(1))
+    assert all(torch.all(ops.wait_tensor(out) == 2) for out in outs)
+
+
+@ranks(2)
+def test_parts_of_unequal_size_are_refused(world):
+    lane_of_two = open_lane(dist.group.WORLD, 5.0)
+    lane_of_two.leave(torch.ones(3 + world.rank), lambda parts: None)
+    with pytest.raises(dist.DistError, match="ranks left"):
+        lane_of_two.collect(0)
+    dist.barrier()
+
+
+@ranks(2)
+def test_lanes_of_groups_that_are_no_more_give_their_memory_back(world):
+    def held():
+        return sum("meshwright-" in os.readlink(f"/proc/self/fd/{n}") for n in fds())
+
+    def fds():
+        return [n for n in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{n}")]
+
+    opened(world)
+    before = held()
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        assert shared.share(group, world.ledger, 5.0)
+        assert held() > before
+        dist.destroy_process_group(group)
+    opened(world)
+    assert held() == before
+
+
+@ranks(2)
 def test_what_does_not_fit_goes_by_torch(world):
     opened(world)
     small, large = torch.empty(LARGEST // 4), torch.empty(LARGEST // 4 + 1)

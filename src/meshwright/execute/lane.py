@@ -13,6 +13,7 @@ import os
 import platform
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +30,9 @@ ROOM: Final = 1 << 24
 LARGEST: Final = ROOM // 4
 _FOLDER: Final = Path("/dev/shm")
 # A rank's words, of 8 bytes: how many parts it has left, how many it has read, and where the last
-# ones are in its room. Each rank has a page of its own.
+# ones are in its room, with their bytes. Each rank has a page of its own.
 _PAGE: Final = mmap.PAGESIZE
-_LEFT, _READ, _PLACES, _TURNS = 0, 8, 16, 64
+_LEFT, _READ, _PLACES, _SIZES, _TURNS = 0, 8, 16, 80, 64
 _ALIGNED: Final = 64  # bytes of a cache line
 _SPINS, _YIELD_S, _NAP_S, _LOOK_S = 100, 0.002, 0.00005, 0.25
 
@@ -60,22 +61,30 @@ class Lane:
         self._next, self._at = 0, 0
         self._live: deque[tuple[int, int, int]] = deque()  # of this rank: number, start, stop
         self._due: deque[tuple[int, torch.Size, torch.dtype, Finish]] = deque()
+        self._due_bytes = 0
+        weakref.finalize(self, os.close, file)
 
     def leave(self, part: Tensor, finish: Finish) -> int:
         """Leave this rank's part, contiguous, for the others; returns its number.
 
-        `finish` is called with the parts of all once `collect` wants it.
+        `finish` is called with the parts of all once `collect` wants it, or before: what is due
+        takes half of a room at most. So a rank waits here for no more than that the others come
+        to where it is, whatever they do between.
         """
         number, size = self._next, part.numel() * part.element_size()
+        assert size <= LARGEST, "a larger message goes another way"
+        if self._due_bytes + size > ROOM // 2 or len(self._due) >= _TURNS // 2:
+            self.collect(number)
         start = self._place(size)
         room = self._rooms[self._rank, start : start + size].view(part.dtype)
         room.copy_(part.detach().view(-1))
         mine = self._words[self._rank]
-        mine[_PLACES + number % _TURNS] = start
+        mine[_PLACES + number % _TURNS], mine[_SIZES + number % _TURNS] = start, size
         mine[_LEFT] = number + 1  # from here on the others may read it
         self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
         self._due.append((number, part.shape, part.dtype, finish))
+        self._due_bytes += size
         return number
 
     def collect(self, number: int) -> None:
@@ -90,15 +99,17 @@ class Lane:
         number, shape, dtype, finish = self._due.popleft()
         self._wait(lambda: all(words[_LEFT] > number for words in self._words))
         size, parts = shape.numel() * dtype.itemsize, []
+        self._due_bytes -= size
         for words, room in zip(self._words, self._rooms, strict=True):
-            start = int(words[_PLACES + number % _TURNS])
+            start, theirs = (int(words[at + number % _TURNS]) for at in (_PLACES, _SIZES))
+            if theirs != size:
+                raise dist.DistError(f"ranks left {theirs} and {size} bytes for one message")
             parts.append(room[start : start + size].view(dtype).view(shape))
         finish(parts)
         self._words[self._rank][_READ] = number + 1
 
     def _place(self, size: int) -> int:
         """Return where a part of some bytes goes, once nobody reads what was there."""
-        assert size <= LARGEST, "a larger message goes another way"
         start = self._at if self._at + size <= ROOM else 0
         self._forget()
         if not self._live:
@@ -109,11 +120,7 @@ class Lane:
             taken = any(first < start + size and start < stop for _, first, stop in self._live)
             return not taken and len(self._live) < _TURNS
 
-        while not is_free():
-            if self._due:
-                self._collect_first()
-            else:
-                self._wait(is_free)
+        self._wait(is_free)
         return start
 
     def _forget(self) -> None:
@@ -136,9 +143,9 @@ class Lane:
             time.sleep(_NAP_S)
             if now - looked > _LOOK_S:
                 looked = now
-                self._look(now - began)
+                self._look(ready, now - began)
 
-    def _look(self, waited_s: float) -> None:
+    def _look(self, ready: Callable[[], bool], waited_s: float) -> None:
         """Raise where there is nothing to wait for any more."""
         for rank in set(range(self._size)) - {self._rank}:
             try:
@@ -146,6 +153,8 @@ class Lane:
             except OSError:
                 continue  # it holds its lock
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+            if ready():  # it ended after it had come
+                return
             raise dist.DistError(f"rank {rank} of the ranks that share memory has ended")
         if waited_s > self._timeout_s:
             raise dist.DistError(f"waited {waited_s:.0f} s for the other ranks' parts of a message")
@@ -159,14 +168,16 @@ def bytes_of(size: int) -> int:
 def open_lane(group: dist.ProcessGroup, timeout_s: float) -> Lane | None:
     """Return a lane for a gloo group, or None on all its ranks where one can't have it.
 
-    A collective. No file is left behind, whatever happens to the ranks.
+    A collective. The file has no name any more when it returns.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    path = exchange(_made(size) if rank == 0 else "", group)[0]
-    file = _opened(path)
-    works = exchange("" if file is None else "works", group)
-    if rank == 0 and path:
-        Path(path).unlink()
+    made = _made(size) if rank == 0 else ""
+    try:
+        file = _opened(exchange(made, group)[0])
+        works = exchange("" if file is None else "works", group)
+    finally:
+        if made:
+            Path(made).unlink()
     if file is None or not all(works):
         if file is not None:
             os.close(file)

@@ -50,8 +50,13 @@ class _Process:
 
 
 def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
-    """Open a lane for a gloo group, unless there is one; whether it has one. A collective."""
+    """Open a lane for a gloo group, unless there is one; whether it has one. A collective.
+
+    Lanes of groups that are no more are let go of.
+    """
     name, known = group.group_name, _process().lanes
+    for other in [other for other, one in known.items() if not _is_open(one.group)]:
+        del known[other]
     if name not in known or known[name].group is not group:  # names come again with new worlds
         lane = open_lane(group, timeout_s)
         if lane is None:
@@ -59,6 +64,10 @@ def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
         number = ledger.group(name, dist.get_process_group_ranks(group))
         known[name] = _Open(group, lane, ledger, dist.get_rank(group), number)
     return True
+
+
+def _is_open(group: dist.ProcessGroup) -> bool:
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
@@ -82,7 +91,7 @@ def _all_reduce_(x: Tensor, op: str, group: str) -> Tensor:
 
 def _reduce(x: Tensor, out: Tensor, op: str, group: str) -> Tensor:
     found = _process().lanes[group]
-    return _begin(found, "all_reduce", x, out, x, partial(_sum, out, op))
+    return _begin(found, "all_reduce", x, out, x, partial(_sum, out, _REDUCTIONS[op]))
 
 
 def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
@@ -97,9 +106,10 @@ def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
     found, out = _process().lanes[group], x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    reduced = _REDUCTIONS[op]
 
     def finish(parts: list[Tensor]) -> None:
-        _sum(out, op, [part.chunk(ranks)[found.rank] for part in parts])
+        _sum(out, reduced, [part.chunk(ranks)[found.rank] for part in parts])
 
     return _begin(found, "reduce_scatter", x, out, x, finish)
 
@@ -125,9 +135,8 @@ def _wait(x: Tensor) -> Tensor:
     return x
 
 
-def _sum(out: Tensor, op: str, parts: list[Tensor]) -> None:
+def _sum(out: Tensor, reduced: Callable[..., Tensor], parts: list[Tensor]) -> None:
     """Reduce the parts of all ranks, on each in the same order: they get the same bits."""
-    reduced = _REDUCTIONS[op]
     reduced(parts[0], parts[1], out=out)
     for part in parts[2:]:
         reduced(out, part, out=out)
