@@ -54,8 +54,9 @@ def held_by(case, rank):
 
 def keeps_whole(case):
     """How many ranks' rows the trained weights are views of memory with."""
-    is_own = sums_in_place(case.layout, on_cpu=True) and case.train.precision == "fp32"
-    return case.layout.shard_ranks if is_own else 1
+    layout = case.layout
+    is_own = sums_in_place(layout, on_cpu=True) and layout.zero < 3
+    return layout.shard_ranks if is_own and case.train.precision == "fp32" else 1
 
 
 # Each parallelism alone, then together; a rank of each.

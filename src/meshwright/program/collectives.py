@@ -263,18 +263,20 @@ def _gathers(program: Program, stages: Iterable[Stage], on_cpu: bool) -> Iterato
     """Yield the all-gathers of ZeRO, arXiv:1910.02054, section 5.
 
     Stages 1 and 2 gather once and keep the compute copy for all microbatches; stage 3 gathers for
-    each forward and each backward.
+    each forward and each backward, but where ranks sum by themselves blocks alone.
     """
     layout = program.layout
     if layout.shard_ranks == 1:
         return
     element = ELEMENT_BYTES[program.train.precision]
-    times = 2 * program.microbatches if layout.zero == 3 else 1
     in_place = sums_in_place(layout, on_cpu=on_cpu)
     for stage in stages:
         for unit in _units(program, stage, _padded, in_place=in_place):
             size = (unit.deferred + unit.prompt) * element
-            what = "a block" if unit.name.startswith("layers.") else "the rest of the stage"
+            is_block = unit.name.startswith("layers.")
+            what = "a block" if is_block else "the rest of the stage"
+            is_dropped = layout.zero == 3 and (is_block or not in_place)
+            times = 2 * program.microbatches if is_dropped else 1
             yield Collective("all_gather", "shard", size, times, f"ZeRO: the weights of {what}")
 
 
