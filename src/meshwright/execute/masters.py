@@ -47,12 +47,10 @@ class Weight:
             for at in range(self._ranks)
         )
         self._rows = self.rows[rank]
-        # The rows of all ranks are gathered in equal parts: the last ones may not be there.
         self._memory, self.used = local, parameter
-        if sheds or dtype != local.dtype or each * self._ranks != len(local):
-            self._memory = local.new_empty((each * self._ranks, *local.shape[1:]), dtype=dtype)
-            used = self._memory[: len(local)]
-            self.used = nn.Parameter(_like(parameter, used))
+        if sheds or dtype != local.dtype:
+            self._memory = torch.empty_like(local, dtype=dtype)
+            self.used = nn.Parameter(_like(parameter, self._memory))
         self.sheds, self.is_copy = sheds, sheds or dtype != torch.float32
         self.master = parameter
         if self._ranks > 1:
@@ -79,10 +77,9 @@ class Weight:
             rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """The memory that an all-gather fills, and this rank's equal part of it."""
-        return self._memory, self._memory.chunk(self._ranks)[self._rank]
+    def rows_used(self, rank: int) -> Tensor:
+        """Return the memory of the rows of a rank as products use them."""
+        return self._memory[self.rows[rank]]
 
     def make_room(self) -> None:
         """Have memory for what is gathered."""
@@ -97,7 +94,7 @@ class Weight:
     def round(self) -> None:
         """Bring what products use of this rank's rows up to date with the master."""
         if self.is_copy:
-            self._memory[self._rows].copy_(local_shard(self.master.detach()))
+            self.rows_used(self._rank).copy_(local_shard(self.master.detach()))
 
     def widen(self, dtype: torch.dtype) -> None:
         """Add the gradient of a microbatch to a sum in another dtype."""

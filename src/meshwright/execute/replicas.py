@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.execute.exchange import Exchange
+from meshwright.execute.exchange import Exchange, gather
 from meshwright.execute.groups import Groups
 from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
@@ -147,9 +147,7 @@ class Replicas:
             weight.make_room()
             weight.round()
         if self._zero:
-            whole, mine = map(list, zip(*(weight.parts for weight in unit.weights), strict=True))
-            work = self._shards.allgather_into_tensor_coalesced(whole, mine)
-            unit.arriving.append(Pending(self._ledger, work))
+            unit.arriving = gather(unit.weights, self._shards, self._rank, self._ledger)
 
     def expire(self) -> None:
         """Take note that weights may have changed."""

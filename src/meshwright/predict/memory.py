@@ -75,11 +75,16 @@ def model_states(
     def add(category: str, count: int, size: int, what: str) -> None:
         terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
 
-    if stack.keeps == "shards" and element == _FP32 and sums_in_place(layout, on_cpu=on_cpu):
+    in_place = stack.keeps == "shards" and sums_in_place(layout, on_cpu=on_cpu)
+    if in_place and zero < 3 and element == _FP32:
         add("weights", whole, _FP32, "whole")
     elif stack.keeps == "shards":
         add("weights", part, _FP32, "fp32 shards")
-        if zero == 3:
+        if zero == 3 and in_place:
+            blocks = min(held.layers, 2) * unit.layer
+            rest = whole - held.layers * unit.layer
+            add("gathered", blocks + rest, element, "two blocks, and what is in none of them")
+        elif zero == 3:
             add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
         elif ranks > 1 or element != _FP32:
             add("gathered", whole, element, "compute copy, kept through the step")

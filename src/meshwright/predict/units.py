@@ -70,7 +70,7 @@ class Units:
         self.sheds = self.exchanges and layout.zero == 3
         self.sums = self.in_place and layout.zero == 0 and layout.dp * layout.cp > 1
         self.offload = layout.offload
-        # gloo works on a copy of what it gathers, and of what it sums for all.
+        # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
         self.copies = 2 if on_host else 1
         tp, place = layout.tp, shard_rank(layout, at) % layout.shard_ranks
         found: dict[str, dict[str, Sharding]] = {}
@@ -101,9 +101,9 @@ class Units:
             if self.in_place and self.sheds:
                 weights = unit.own
             elif self.in_place and self.element == _FP32:
-                weights = unit.padded
+                weights = unit.whole
             elif self.in_place:  # beside the copy that products use
-                self.tally.add(GATHERED, unit.padded * self.element)
+                self.tally.add(GATHERED, unit.whole * self.element)
                 weights = unit.own
             self.tally.add(WEIGHTS, weights * _FP32 * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
@@ -133,21 +133,14 @@ class Units:
             self._settle()
         for each in units[at : at + 2]:
             self._begin(each)
-        self._arrive(unit)
 
     def _begin(self, unit: _Unit) -> None:
         """Begin to gather a unit, where ranks sum by themselves."""
         if unit.is_gathered:
             return
         unit.is_gathered = True
-        self.tally.add(GATHERED, unit.padded * self.element * self.sheds)
-        flat = ((self.copies - 1) * unit.padded + unit.shard) * self.element
-        self.tally.add(BUFFERS, flat)
-        self._ahead[id(unit)] = flat
-
-    def _arrive(self, unit: _Unit) -> None:
+        self.tally.add(GATHERED, unit.whole * self.element * self.sheds)
         self.tally.note("gather")
-        self.tally.drop(BUFFERS, self._ahead.pop(id(unit), 0))
 
     def leave(self, index: int) -> None:
         """Drop a block after its forward, where ZeRO-3 does."""
@@ -178,7 +171,6 @@ class Units:
             self._begin(self.blocks[index])
             if index:
                 self._begin(self.blocks[index - 1])
-            self._arrive(self.blocks[index])
         self._gather(self.blocks[index])
         if index:
             self._gather_ahead(index - 1)
@@ -276,7 +268,8 @@ class Units:
     def _reshard(self, unit: _Unit) -> None:
         if unit.is_gathered:
             unit.is_gathered = False
-            self.tally.drop(GATHERED, unit.padded * self.element)
+            elements = unit.whole if self.in_place else unit.padded
+            self.tally.drop(GATHERED, elements * self.element)
 
     def _grow(self, unit: _Unit, names: Sequence[str], *, joins: bool = False) -> None:
         """Make gradients; those that come outside of autograd join its sums in any case."""
