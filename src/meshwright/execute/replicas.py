@@ -1,8 +1,8 @@
-"""Data parallelism on whole weights: replicas, ZeRO-1 and 2, and mixed precision.
+"""Data parallelism without FSDP2: replicas and mixed precision anywhere, ZeRO on CPUs.
 
 Each unit's gradients are summed as soon as the last of them is there, beside the backward of the
 blocks before it (arXiv:2006.15704, section 3.2.3): where they are, or under ZeRO by an exchange of
-rows, after which a rank has the sums of its own.
+rows, after which a rank has the sums of its own. ZeRO-3 has a block's weights while it computes.
 """
 
 from __future__ import annotations
