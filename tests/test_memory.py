@@ -10,6 +10,7 @@ from meshwright.execute.batch import Batch
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data import _param_groups, _state, replicas_of, wrapped
 from meshwright.execute.deferred import Deferral, linear
+from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.layout import Layout
@@ -42,7 +43,8 @@ def held_whole(parallel):
     replicas = replicas_of(parallel.modules[0])
     for name, weight in {} if replicas is None else replicas.weights.items():
         if name.startswith("layers.") and weight.used is not weight.master:
-            weights += weight.used.numel()
+            local = local_shard(weight.used.detach())
+            weights += local.untyped_storage().nbytes() // local.itemsize
             gradients += 0 if weight.gradient is None else weight.gradient.numel()
     for block in parallel.modules[0].blocks:
         for module in wrapped(block):

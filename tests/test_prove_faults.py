@@ -194,7 +194,10 @@ SEEDED = [
         {"tensor": "embed.weight", "rank": 0, "stage": 0, **ROWS_OF_0},
         {"tie_embeddings": True},
     ),
-    Seeded(no_reduce_scatter, "shard2 zero3 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
+    Seeded(
+        no_reduce_scatter, "shard2 zero3 mb2 offload-params", {"tensor": "head.weight", **ROWS_OF_0}
+    ),
+    Seeded(no_sum_in_place, "shard2 zero3 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
     Seeded(no_sum_in_place, "shard2 zero1 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
     Seeded(no_sum_in_place, "shard2 zero2 mb2", {"tensor": "head.weight", **ROWS_OF_0}),
     Seeded(
@@ -273,7 +276,8 @@ def prove_adam_with(world, label, fault):
     [
         ("tp2 sp mb2", no_sum_of_norms),
         ("tp2 mb2", no_reduce_in_backward),
-        ("shard2 zero3 mb2", no_reduce_scatter),
+        ("shard2 zero3 mb2 offload-params", no_reduce_scatter),
+        ("shard2 zero3 mb2", no_sum_in_place),
         ("shard2 zero1 mb2", no_sum_in_place),
         ("shard2 zero1 mb2", stale_weights),
         ("shard2 zero1 mb2", None),

@@ -54,8 +54,9 @@ def held_by(case, rank):
 
 def keeps_whole(case):
     """How many ranks' rows the trained weights are views of memory with."""
-    is_own = sums_in_place(case.layout, on_cpu=True) and case.train.precision == "fp32"
-    return case.layout.shard_ranks if is_own else 1
+    layout = case.layout
+    is_own = sums_in_place(layout, on_cpu=True) and layout.zero < 3
+    return layout.shard_ranks if is_own and case.train.precision == "fp32" else 1
 
 
 # Each parallelism alone, then together; a rank of each.
@@ -186,7 +187,7 @@ def test_the_peak_is_that_of_real_ranks(label):
         held = worst.peak
         assert held["weights"] == real.parameters
         assert held["optimizer"] == real.optimizer
-        said = timeline(program, rank, on_host=False).peak
+        said = timeline(program, rank, on_host=True).peak
         assert worst.total == pytest.approx(said.total, rel=0.01)
         # Where the peak is differs by a little: gloo has buffers of its own.
         assert worst.total == pytest.approx(real.total, rel=0.05)

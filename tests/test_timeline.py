@@ -80,6 +80,7 @@ def test_what_a_step_takes_it_gives_back(world):
             start, end = found.moments[0].held, found.moments[-1].held
             # Whole weights of one's own are not gathered, but have a copy in half precision.
             has_copy = sums_in_place(case.layout, on_cpu=True) and case.train.precision != "fp32"
+            has_copy = has_copy and (case.layout.zero < 3 or case.layout.shard_ranks == 1)
             assert set(end) <= LASTING | ({"gathered"} if has_copy else set()), (case.label, end)
             for lasts in ("weights", "optimizer", *(["gathered"] if has_copy else [])):
                 assert start.get(lasts) == end.get(lasts), case.label

@@ -133,7 +133,7 @@ def lasting(
     for module in parallel.modules.values():
         replicas = replicas_of(module)
         for weight in [] if replicas is None else replicas.weights.values():
-            if weight.is_copy:  # products use it
+            if weight.is_copy and not weight.sheds:  # products use it
                 yield "gathered", weight.used
         for buffer in module.buffers():
             yield REST, buffer

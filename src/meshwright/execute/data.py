@@ -138,6 +138,7 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.begin(is_last=is_last, defers=defers)
+        replicas.look_ahead()
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(is_last and not defers)
@@ -147,14 +148,22 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
     model.set_reshard_after_backward(is_last or zero == 3)
 
 
+def end_backward(model: nn.Module) -> None:
+    """Let go of what a backward has left of gathered parameters."""
+    replicas = replicas_of(model)
+    if replicas is not None:
+        replicas.end()
+
+
 def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
     """Take in weight gradients that were computed outside of autograd, and reduce where due."""
     replicas = replicas_of(model)
-    prepare_backward(model, zero, is_last=is_last)
     if replicas is not None:
+        replicas.begin(is_last=is_last, defers=False)
         replicas.take()
     if not isinstance(model, FSDPModule):
         return
+    prepare_backward(model, zero, is_last=is_last)
     # Rounds hold different parameters, as autograd's share runs ahead: none may wait for the last.
     model.set_requires_all_reduce(True)
     state = _state(model)

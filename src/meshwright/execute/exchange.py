@@ -1,4 +1,5 @@
-"""`Exchange`: gradients of a unit, whose rows travel to the ranks that they belong to.
+"""`Exchange`: gradients of a unit, whose rows travel to the ranks that they belong to; `gather`:
+rows of weights, which travel to all others.
 
 What a reduce-scatter is without sums on the way: each rank receives the others' gradients of its
 own rows, and adds them up in fp32. It sends half of what a sum for all does, and copies no more.
@@ -7,6 +8,7 @@ own rows, and adds them up in fp32. It sends half of what a sum for all does, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from torch import Tensor
 
 from meshwright.execute.ledger import Ledger, Pending
 from meshwright.execute.masters import Weight
+
+# Not that of a ring, whose ranks may be the same: what arrives first is taken first.
+_TAG: Final = 2**16
 
 
 class Exchange:
@@ -67,6 +72,27 @@ class Exchange:
             ):
                 weight.add(rows)
         return self._weights
+
+
+def gather(
+    weights: Sequence[Weight], group: dist.ProcessGroup, rank: int, ledger: Ledger
+) -> list[Pending]:
+    """Have each rank's rows of weights on their way, from where they lie to where they belong.
+
+    An all-gather without copies, which gloo's makes of all that it gathers. `rank` is this one's
+    place in the group.
+    """
+    works: list[Pending] = []
+    for weight in weights:
+        ranks = len(weight.rows)
+        for step in range(1, ranks):  # no two of them to the same one at a time
+            after, before = (rank + step) % ranks, (rank - step) % ranks
+            mine, theirs = weight.rows_used(rank), weight.rows_used(before)
+            if mine.numel():
+                works.append(Pending(ledger, group.send([mine], after, _TAG)))
+            if theirs.numel():
+                works.append(Pending(ledger, group.recv([theirs], before, _TAG)))
+    return works
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

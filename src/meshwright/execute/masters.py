@@ -24,11 +24,19 @@ class Weight:
     """
 
     def __init__(
-        self, parameter: nn.Parameter, dtype: torch.dtype, mesh: DeviceMesh, rank: int
+        self,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        rank: int,
+        *,
+        sheds: bool = False,
     ) -> None:
         """Take over a parameter in fp32.
 
         `mesh` has the axes `shard`, which cuts rows, and `tp`; `rank` is this one's along `shard`.
+        One that `sheds` has no memory of its own for what is gathered, but between `make_room` and
+        `shed`.
         """
         self._mesh, self._shards = mesh, mesh["shard"]
         self._ranks, self._rank = self._shards.size(), rank
@@ -39,17 +47,21 @@ class Weight:
             for at in range(self._ranks)
         )
         self._rows = self.rows[rank]
-        # The rows of all ranks are gathered in equal parts: the last ones may not be there.
         self._memory, self.used = local, parameter
-        if dtype != local.dtype or each * self._ranks != len(local):
-            self._memory = local.new_empty((each * self._ranks, *local.shape[1:]), dtype=dtype)
-            used = self._memory[: len(local)]
-            self.used = nn.Parameter(_like(parameter, used))
-        self.is_copy = dtype != torch.float32
+        if sheds or dtype != local.dtype:
+            self._memory = torch.empty_like(local, dtype=dtype)
+            self.used = nn.Parameter(_like(parameter, self._memory))
+        self.sheds, self.is_copy = sheds, sheds or dtype != torch.float32
         self.master = parameter
         if self._ranks > 1:
             rows = local_shard(self.used.detach())[self._rows]
-            self.master = nn.Parameter(self._cut(rows.float() if self.is_copy else rows))
+            rows = torch.empty_like(rows, dtype=torch.float32) if self.is_copy else rows
+            self.master = nn.Parameter(self._cut(rows))
+        # Unknown to autograd, for which a weight that is gathered again is the one it has saved.
+        self._memory = self._memory.data
+        self._size = self._memory.untyped_storage().nbytes()
+        if sheds:
+            self.shed()
         self._sum: Tensor | None = None
 
     def _cut(self, rows: Tensor) -> DTensor:
@@ -65,15 +77,24 @@ class Weight:
             rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """The memory that an all-gather fills, and this rank's equal part of it."""
-        return self._memory, self._memory.chunk(self._ranks)[self._rank]
+    def rows_used(self, rank: int) -> Tensor:
+        """Return the memory of the rows of a rank as products use them."""
+        return self._memory[self.rows[rank]]
+
+    def make_room(self) -> None:
+        """Have memory for what is gathered."""
+        storage = self._memory.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._size)
+
+    def shed(self) -> None:
+        """Let go of the memory of what has been gathered."""
+        self._memory.untyped_storage().resize_(0)
 
     def round(self) -> None:
         """Bring what products use of this rank's rows up to date with the master."""
         if self.is_copy:
-            local_shard(self.used.detach())[self._rows].copy_(local_shard(self.master.detach()))
+            self.rows_used(self._rank).copy_(local_shard(self.master.detach()))
 
     def widen(self, dtype: torch.dtype) -> None:
         """Add the gradient of a microbatch to a sum in another dtype."""
@@ -134,7 +155,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def take_over(
-    model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, rank: int
+    model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, rank: int, *, sheds: bool = False
 ) -> dict[str, Weight]:
     """Replace the parameters of a model by those that products use; returns them by name.
 
@@ -144,7 +165,7 @@ def take_over(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in weights:
-                weights[parameter] = Weight(parameter, dtype, mesh, rank)
+                weights[parameter] = Weight(parameter, dtype, mesh, rank, sheds=sheds)
             setattr(module, name, weights[parameter].used)
     of = {weight.used: weight for weight in weights.values()}
     return {name: of[used] for name, used in model.named_parameters()}

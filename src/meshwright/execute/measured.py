@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Final, NamedTuple, get_args
 
 from meshwright.execute.tape import Sent, Tape, Turn
-from meshwright.program.collectives import Axis
 from meshwright.program.ledger import CAUSES, MemoryPoint, Span, Traffic
+from meshwright.program.messages import Axis
 
 COMPUTE: Final = ("F", "B", "I", "W")
 # Phases as a ledger of a step names them.

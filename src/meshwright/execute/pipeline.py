@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import finish_backward, prepare_backward
+from meshwright.execute.data import end_backward, finish_backward, prepare_backward
 from meshwright.execute.deferred import Deferral, Work
 from meshwright.execute.groups import Link
 from meshwright.execute.ledger import Ledger, Pending
@@ -183,6 +183,7 @@ class Pipeline:
             arrived = self._arriving.pop(Action("RECV_B", stage, index), None)
             gradient = self._arrived(arrived) if arrived else self._gradients.pop((stage, index))
         torch.autograd.backward((self._edges.pop(key),), (gradient,))
+        end_backward(self.stages.modules[stage])
         if stage > 0:
             leaf = self._inputs.pop(key)
             assert leaf.grad is not None

@@ -1,8 +1,8 @@
-"""Data parallelism on whole weights: replicas, ZeRO-1 and 2, and mixed precision.
+"""Data parallelism without FSDP2: replicas and mixed precision anywhere, ZeRO on CPUs.
 
 Each unit's gradients are summed as soon as the last of them is there, beside the backward of the
 blocks before it (arXiv:2006.15704, section 3.2.3): where they are, or under ZeRO by an exchange of
-rows, after which a rank has the sums of its own.
+rows, after which a rank has the sums of its own. ZeRO-3 has a block's weights while it computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.execute.exchange import Exchange
+from meshwright.execute.exchange import Exchange, gather
 from meshwright.execute.groups import Groups
 from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
@@ -27,13 +27,32 @@ class Unit:
 
     `is_current` says that products have what the masters are, or will when it has arrived. `left`
     is how many gradients the backward has not brought yet. `has_met` says that the sums of this
-    rank's rows are on their way to those of its replicas.
+    rank's rows are on their way to those of its replicas. One that `sheds` is dropped when nothing
+    computes with it.
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self.weights, self.left = weights, len(weights)
+    def __init__(self, weights: Sequence[Weight], *, sheds: bool) -> None:
+        self.weights, self.left, self.sheds = weights, len(weights), sheds
         self.is_current, self.has_met = False, False
         self.arriving: list[Pending] = []
+
+    def arrive(self) -> None:
+        """Wait until it has been gathered."""
+        while self.arriving:
+            self.arriving.pop().wait()
+
+    def drop(self) -> None:
+        """Let go of what has been gathered, where it does not stay for the step."""
+        if self.sheds and self.is_current:
+            self.expire()
+
+    def expire(self) -> None:
+        """Take note that weights may have changed."""
+        self.arrive()
+        self.is_current = False
+        for weight in self.weights:
+            if weight.sheds:
+                weight.shed()
 
 
 class Replicas:
@@ -68,17 +87,23 @@ class Replicas:
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
         self._works: list[tuple[Pending, list[Tensor]]] = []
-        self.weights = take_over(model, used, mesh["shard", "tp"], rank)
+        sheds = self._zero == 3
+        self.weights = take_over(model, used, mesh["shard", "tp"], rank, sheds=sheds)
         found: dict[str, list[Weight]] = {}
         for name, weight in self.weights.items():
             found.setdefault(unit_of(name, in_place=True), []).append(weight)
-        self.units = [Unit(weights) for weights in found.values()]
+        # What is in no block stays for a step.
+        self.units = [
+            Unit(weights, sheds=sheds and name.startswith("layers."))
+            for name, weights in found.items()
+        ]
         # The module that a unit is needed by first.
         first = {"embed": "", "rest": "norm"}
         for index, (name, unit) in enumerate(zip(found, self.units, strict=True)):
             if self._zero or used != torch.float32:
-                need = partial(self._need, index)
-                before_forward(model.get_submodule(first.get(name, name)), need)
+                module = model.get_submodule(first.get(name, name))
+                leave = partial(self._leave, index) if unit.sheds else None
+                around_forward(module, partial(self._need, index), leave)
             for weight in unit.weights:
                 hook = partial(self._ready, unit, weight)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -89,9 +114,28 @@ class Replicas:
             self._settle()  # before there are logits
         for unit in self.units[index : index + 2]:
             self._gather(unit)
-        arriving = self.units[index].arriving
-        while arriving:
-            arriving.pop().wait()
+        self.units[index].arrive()
+
+    def _leave(self, index: int, out: Tensor) -> None:
+        """Drop a unit after its forward; its backward is to have it again."""
+        self.units[index].drop()
+        if out.requires_grad:
+            out.register_hook(lambda _: self._need_again(index))  # type: ignore[no-untyped-call]
+
+    def _need_again(self, index: int) -> None:
+        """Have a unit for its backward and the one before it on its way, and drop the one after."""
+        units = self.units
+        if index + 1 < len(units):
+            units[index + 1].drop()
+        self._gather(units[index])
+        if index and units[index - 1].sheds:
+            self._gather(units[index - 1])
+        units[index].arrive()
+
+    def end(self) -> None:
+        """Take note that a backward is over."""
+        for unit in self.units:
+            unit.drop()
 
     @torch.no_grad()
     def _gather(self, unit: Unit) -> None:
@@ -100,16 +144,21 @@ class Replicas:
             return
         unit.is_current = True
         for weight in unit.weights:
+            weight.make_room()
             weight.round()
         if self._zero:
-            whole, mine = map(list, zip(*(weight.parts for weight in unit.weights), strict=True))
-            work = self._shards.allgather_into_tensor_coalesced(whole, mine)
-            unit.arriving.append(Pending(self._ledger, work))
+            unit.arriving = gather(unit.weights, self._shards, self._rank, self._ledger)
 
     def expire(self) -> None:
         """Take note that weights may have changed."""
         for unit in self.units:
-            unit.is_current = False
+            unit.expire()
+
+    def look_ahead(self) -> None:
+        """Begin to gather what a backward needs first."""
+        blocks = [unit for unit in self.units if unit.sheds]
+        if blocks:
+            self._gather(blocks[-1])
 
     def begin(self, *, is_last: bool, defers: bool) -> None:
         """Take note of the backward to come: the last one before the update, or one of two halves.
@@ -198,15 +247,22 @@ class Replicas:
         self.expire()
 
 
-def before_forward(module: nn.Module, act: Callable[[], None]) -> None:
-    """Have something done before a module's forwards, outside of what is compiled."""
+def around_forward(
+    module: nn.Module, before: Callable[[], None], after: Callable[[Tensor], None] | None
+) -> None:
+    """Have something done before and after a module's forwards, outside of what is compiled."""
     compiled: Any = module._compiled_call_impl
     if compiled is None:
-        module.register_forward_pre_hook(lambda *_: act())
+        module.register_forward_pre_hook(lambda *_: before())
+        if after is not None:
+            module.register_forward_hook(lambda _, args, out: after(out))
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        act()
-        return compiled(*args, **kwargs)
+        before()
+        out = compiled(*args, **kwargs)
+        if after is not None:
+            after(out)
+        return out
 
     module._compiled_call_impl = call

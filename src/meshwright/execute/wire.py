@@ -30,7 +30,6 @@ _AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
 MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "c10d::_allgather_base_": ("all_gather", "output_tensor"),
     "c10d::allgather_": ("all_gather", "output_tensors"),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
     "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
     "c10d::allreduce_": ("all_reduce", "tensors"),

@@ -75,19 +75,21 @@ def model_states(
     def add(category: str, count: int, size: int, what: str) -> None:
         terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
 
-    if stack.keeps == "shards" and element == _FP32 and sums_in_place(layout, on_cpu=on_cpu):
+    in_place = stack.keeps == "shards" and sums_in_place(layout, on_cpu=on_cpu)
+    blocks = whole - max(held.layers - 2, 0) * unit.layer
+    if stack.keeps != "shards" and zero < 3:
+        add("weights", whole, element, "whole")
+    elif in_place and zero < 3 and element == _FP32:
         add("weights", whole, _FP32, "whole")
-    elif stack.keeps == "shards":
-        add("weights", part, _FP32, "fp32 shards")
-        if zero == 3:
+    else:
+        shards = stack.keeps == "shards"
+        add("weights", part, _FP32 if shards else element, "fp32 shards" if shards else "shards")
+        if zero == 3 and in_place:
+            add("gathered", blocks, element, "two blocks, and what is in none of them")
+        elif zero == 3:
             add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
         elif ranks > 1 or element != _FP32:
             add("gathered", whole, element, "compute copy, kept through the step")
-    elif zero == 3:
-        add("weights", part, element, "shards")
-        add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
-    else:
-        add("weights", whole, element, "whole")
     sharded_gradients = zero >= 2
     if sharded_gradients:
         add("gradients", part, stack.gradient_bytes, "sums, in shards")
@@ -96,12 +98,8 @@ def model_states(
         add("gradients", whole, stack.gradient_bytes, "accumulated whole")
     states = _MOMENTS + (0 if stack.keeps == "shards" or element == _FP32 else _FP32)
     if layout.offload == "none":
-        add(
-            "optimizer",
-            part,
-            states,
-            "Adam's moments" + (" and fp32 weights" if states > 8 else ""),
-        )
+        what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
+        add("optimizer", part, states, what)
     if layout.offload == "params":
         # Shards lie on the host; what is gathered or accumulated whole does not.
         on_host = ("weights", "gradients" if sharded_gradients else "")

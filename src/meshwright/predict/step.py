@@ -13,7 +13,7 @@ from meshwright.predict.memory import Held
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.work import LayoutWork, weights
-from meshwright.program.collectives import CollectiveKind
+from meshwright.program.messages import CollectiveKind
 from meshwright.program.shards import sums_in_place
 from meshwright.program.stages import Stage
 

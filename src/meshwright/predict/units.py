@@ -67,9 +67,10 @@ class Units:
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
         self.in_place = sums_in_place(layout, on_cpu=on_host)
         self.exchanges = self.in_place and layout.shard_ranks > 1
+        self.sheds = self.exchanges and layout.zero == 3
         self.sums = self.in_place and layout.zero == 0 and layout.dp * layout.cp > 1
         self.offload = layout.offload
-        # gloo works on a copy of what it gathers, and of what it sums for all.
+        # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
         self.copies = 2 if on_host else 1
         tp, place = layout.tp, shard_rank(layout, at) % layout.shard_ranks
         found: dict[str, dict[str, Sharding]] = {}
@@ -97,10 +98,12 @@ class Units:
         """Count what lasts: weights and the optimizer's states."""
         for unit in self.all:
             weights = unit.shard
-            if self.in_place and self.element == _FP32:
-                weights = unit.padded
+            if self.in_place and self.sheds:
+                weights = unit.own
+            elif self.in_place and self.element == _FP32:
+                weights = unit.whole
             elif self.in_place:  # beside the copy that products use
-                self.tally.add(GATHERED, unit.padded * self.element)
+                self.tally.add(GATHERED, unit.whole * self.element)
                 weights = unit.own
             self.tally.add(WEIGHTS, weights * _FP32 * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
@@ -121,7 +124,7 @@ class Units:
         self._need(self.root)
 
     def _need(self, unit: _Unit) -> None:
-        """Gather whole weights once a step, and those of the next unit ahead."""
+        """Gather a unit whose weights are not there, and the next one ahead."""
         units = self.all
         if not self.exchanges or unit not in units:
             return
@@ -129,35 +132,45 @@ class Units:
         if at + 1 == len(units):
             self._settle()
         for each in units[at : at + 2]:
-            if not each.is_gathered:
-                each.is_gathered = True
-                flat = ((self.copies - 1) * each.padded + each.shard) * self.element
-                self.tally.add(BUFFERS, flat)
-                self._ahead[id(each)] = flat
+            self._begin(each)
+
+    def _begin(self, unit: _Unit) -> None:
+        """Begin to gather a unit, where ranks sum by themselves."""
+        if unit.is_gathered:
+            return
+        unit.is_gathered = True
+        self.tally.add(GATHERED, unit.whole * self.element * self.sheds)
         self.tally.note("gather")
-        self.tally.drop(BUFFERS, self._ahead.pop(id(unit), 0))
 
     def leave(self, index: int) -> None:
         """Drop a block after its forward, where ZeRO-3 does."""
-        if self.layout.zero == 3:
+        if self.sheds or (self.layout.zero == 3 and not self.in_place):
             self._reshard(self.blocks[index])
 
     def leave_root(self) -> None:
         """End the forward of a stage."""
         self.tally.drop(BUFFERS, self._kept)
         self._kept = 0
-        if self.layout.zero == 3:
+        if self.layout.zero == 3 and not self.in_place:
             self._reshard(self.root)
 
     def begin_backward(self, is_last: bool, defers: bool) -> None:
         """Gather the root for the backward, and the last block ahead."""
         self.is_last, self.defers = is_last, defers
+        if self.sheds and self.blocks:
+            self._begin(self.blocks[-1])
         self._gather(self.root)
         if self.blocks:
             self._gather_ahead(len(self.blocks) - 1)
 
     def enter_backward(self, index: int) -> None:
         """Take a block that was gathered ahead, and gather the one before it."""
+        if self.sheds:
+            if index + 1 < len(self.blocks):
+                self._reshard(self.blocks[index + 1])
+            self._begin(self.blocks[index])
+            if index:
+                self._begin(self.blocks[index - 1])
         self._gather(self.blocks[index])
         if index:
             self._gather_ahead(index - 1)
@@ -173,6 +186,8 @@ class Units:
 
     def leave_root_backward(self) -> None:
         """Do so with what is left; the last reduction's input stays until the next one."""
+        if self.sheds and self.blocks:
+            self._reshard(self.blocks[0])
         last = self.embed if self.in_place else self.root
         names = [name for name in last.numels if name not in last.grown]
         self._grow(last, [name for name in names if "embed" in name])
@@ -214,6 +229,8 @@ class Units:
     def finish(self) -> None:
         """End the backwards of a step."""
         self._settle()
+        for unit in self.all if self.sheds else ():
+            self._reshard(unit)
 
     def _gather(self, unit: _Unit, forward: bool = False) -> None:
         if self.in_place or unit.is_gathered:
@@ -251,7 +268,8 @@ class Units:
     def _reshard(self, unit: _Unit) -> None:
         if unit.is_gathered:
             unit.is_gathered = False
-            self.tally.drop(GATHERED, unit.padded * self.element)
+            elements = unit.whole if self.in_place else unit.padded
+            self.tally.drop(GATHERED, elements * self.element)
 
     def _grow(self, unit: _Unit, names: Sequence[str], *, joins: bool = False) -> None:
         """Make gradients; those that come outside of autograd join its sums in any case."""

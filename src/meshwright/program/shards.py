@@ -101,10 +101,10 @@ def shard(part: Part, layout: Layout) -> Sharding:
 def sums_in_place(layout: Layout, *, on_cpu: bool) -> bool:
     """Whether ranks keep weights whole and sum gradients by themselves, without FSDP2.
 
-    Up to ZeRO-2 they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
+    Under ZeRO they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
     and gloo's reduce-scatter is a sum for all; elsewhere it moves half as much.
     """
-    return layout.zero == 0 or (layout.zero <= 2 and on_cpu and layout.offload != "params")
+    return layout.zero == 0 or (on_cpu and layout.offload != "params")
 
 
 def unit_of(name: str, *, in_place: bool) -> str:
