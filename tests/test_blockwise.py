@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from meshwright.models import attention as models_attention
 from meshwright.models import blockwise
+from meshwright.program import attention as program_attention
+from meshwright.program.attention import LONGEST, Cut
 
 # rows, heads, heads of keys, length, dim of a head
 SHAPES = [
@@ -52,7 +54,7 @@ def test_it_is_exact_in_fp32_however_it_is_cut(shape, scores):
     leaves, grad = inputs(shape, torch.float32)
     before = [x.detach().clone() for x in leaves]
     expected, sums = exact(leaves, grad)
-    with mock.patch.object(blockwise, "SCORES", scores):
+    with mock.patch.object(program_attention, "SCORES", scores):
         out, lse = blockwise.attention(*leaves)
         found = (out, *torch.autograd.grad(out, leaves, grad))
     for one, other in zip(found, expected, strict=True):
@@ -114,8 +116,27 @@ def test_attention_takes_it_where_it_is_faster():
     assert taken(torch.bfloat16, queries=16, length=16)
     assert not taken(torch.float32, queries=16, length=16)
     assert not taken(torch.float16)
-    long = torch.empty(1, 8, blockwise.LONGEST + 1, 8)
+    long = torch.empty(1, 8, LONGEST + 1, 8)
     assert not blockwise.takes(long, long)
     # Eight heads that share one of keys: a block of their scores is eight times as large.
     assert blockwise.takes(long[:, :, :1024], long[:, :, :1024])
     assert not blockwise.takes(long[:, :, :1024], long[:, :1, :1024])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 128, 32), (3, 8, 8, 256, 64), (1, 8, 1, 500, 80)])
+def test_what_the_backward_takes_for_itself_is_predicted(shape, dtype):
+    batch, heads, kv_heads, length, dim = shape
+    q = torch.randn(batch, heads, length, dim, dtype=dtype)
+    k = torch.randn(batch, kv_heads, length, dim, dtype=dtype)
+    out, lse = blockwise.attention(q, k, k)
+    made, empty = [], torch.empty
+
+    def counted(*args, **kwargs):
+        made.append(empty(*args, **kwargs))
+        return made[-1]
+
+    with mock.patch.object(torch, "empty", counted):
+        blockwise.attention_backward(out, q, k, k, out, lse)
+    expected = Cut.of(*shape).backward_bytes(dtype.itemsize)
+    assert sum(x.numel() * x.element_size() for x in made) == expected

@@ -18,16 +18,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.program.attention import BLOCK, Cut, by_blocks
+
 # Where torch.ops has the two operators.
 SPACE: Final = "meshwright"
-# Tokens of a row from which, in fp32, and up to which it was measured to be faster:
-# `python -m benchmarks.attention`.
-SHORTEST: Final = 192
-LONGEST: Final = 2048
-# Tokens in a block, and the bytes that its scores may have: a core's second-level cache.
-BLOCK: Final = 64
-SCORES: Final = 1 << 20
 _LOG2_E: Final = 1 / math.log(2)
+_PRECISIONS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def takes(q: Tensor, k: Tensor) -> bool:
@@ -35,13 +31,10 @@ def takes(q: Tensor, k: Tensor) -> bool:
 
     In bf16 and fp32 on a CPU, of rows that are not too long, nor short in fp32.
     """
-    length = q.shape[-2]
-    if q.device.type != "cpu" or length != k.shape[-2] or length > LONGEST:
+    precision = _PRECISIONS.get(q.dtype, "")
+    if q.device.type != "cpu" or q.shape[-2] != k.shape[-2]:
         return False
-    is_small = 4 * q.shape[1] // k.shape[1] * BLOCK * length <= SCORES
-    if q.dtype == torch.float32:
-        return is_small and length >= SHORTEST
-    return is_small and q.dtype == torch.bfloat16
+    return by_blocks(q.shape[1], k.shape[1], q.shape[-2], precision)
 
 
 @torch.library.custom_op(f"{SPACE}::attention", mutates_args=(), device_types="cpu")
@@ -52,7 +45,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
     Scores are in fp32; exponentials are rounded before the second product, as the kernel does.
     """
-    cut = _Cut.of(query, key)
+    cut = _Cut.for_(query, key)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     queries, keys = cut.queries(), cut.keys()
     values = cut.keys(dtype=query.dtype)
@@ -75,7 +68,7 @@ def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
-    cut = _Cut.of(query, key)
+    cut = _Cut.for_(query, key)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
     queries, came = (_Both.of(cut.queries, query.dtype) for _ in range(2))
     keys, values = (_Both.of(cut.keys, query.dtype) for _ in range(2))
@@ -102,7 +95,7 @@ def _query_blocks(
     cut: _Cut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
 ) -> list[Callable[[Tensor], None]]:
     """Return what writes blocks of a part's result, each of all keys up to its last query."""
-    scores = _Both.of(cut.scores, values.dtype)
+    scores = _Both.of(cut.room, values.dtype)
     results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
     later = cut.hidden().transpose(0, 1)
 
@@ -145,7 +138,7 @@ def _key_blocks(
     They write their gradients, and add to `total`, that of the queries.
     """
     dtype = queries.narrow.dtype
-    first, second = (_Both.of(cut.scores, dtype) for _ in range(2))
+    first, second = (_Both.of(cut.room, dtype) for _ in range(2))
     grads = torch.empty(keys.narrow[:, :BLOCK].shape, dtype=dtype).flatten()
     parts = torch.empty(queries.narrow.shape, dtype=dtype).flatten()
     earlier = cut.hidden()
@@ -213,27 +206,14 @@ class _Both(NamedTuple):
         return _Both(wide, wide if same else _shaped(self.narrow, *shape))
 
 
-class _Cut(NamedTuple):
-    """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
-
-    All parts have one shape, so that memory, and the views of it, are made once for all of them.
-    """
-
-    rows: int
-    heads: int
-    shared: int
-    length: int
-    dim: int
+class _Cut(Cut):
+    """A cut with its memory and the views of tensors that follow from it."""
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor) -> _Cut:
-        """Return that whose scores stay in cache."""
+    def for_(cls, query: Tensor, key: Tensor) -> _Cut:
+        """Return that of a call."""
         batch, kv_heads, length, dim = key.shape
-        shared = query.shape[1] // kv_heads
-        most = max(1, SCORES // (4 * shared * min(BLOCK, length) * length))
-        heads = _divisor(kv_heads, most)
-        rows = _divisor(batch, most // heads) if heads == kv_heads else 1
-        return cls(rows, heads, shared, length, dim)
+        return cls(*Cut.of(batch, query.shape[1], kv_heads, length, dim))
 
     @property
     def scale(self) -> float:
@@ -261,10 +241,9 @@ class _Cut(NamedTuple):
         """Return memory for a part's keys `[heads, seq, dim]`."""
         return torch.empty(self.rows * self.heads, self.length, self.dim, dtype=dtype)
 
-    def scores(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def room(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return memory for a block's scores."""
-        each = self.shared * min(BLOCK, self.length) * self.length
-        return torch.empty(self.rows * self.heads * each, dtype=dtype)
+        return torch.empty(self.scores, dtype=dtype)
 
     def hidden(self) -> Tensor:
         """Return `[keys, queries]` of a block on the diagonal: -inf where a key comes later."""
@@ -283,11 +262,6 @@ class _Cut(NamedTuple):
     def as_keys(self, x: Tensor) -> Tensor:
         """Return keys `[heads, tokens, dim]` as a part of `[batch, kv_heads, seq, dim]`."""
         return x.view(self.rows, self.heads, *x.shape[1:])
-
-
-def _divisor(whole: int, most: int) -> int:
-    """Return the largest divisor that is at most `most`, at least 1."""
-    return max(x for x in range(1, whole + 1) if whole % x == 0 and (x <= most or x == 1))
 
 
 def _shaped(memory: Tensor, *shape: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+from meshwright.program.attention import Cut, by_blocks
 from meshwright.program.lower import Program
 from meshwright.program.operations import Sizes, gathers_again, is_joint
 
@@ -28,15 +29,18 @@ class Need(NamedTuple):
     deferred: int = 0
 
 
-def backward_needs(program: Program, sizes: Sizes, *, on_host: bool = False) -> tuple[Need, ...]:
+def backward_needs(
+    program: Program, sizes: Sizes, *, on_host: bool = False, packed: bool = False
+) -> tuple[Need, ...]:
     """Return the needs of a layer's operations in the order of the backward.
 
     The gradient of the stream itself is not among them. Products of one input that are computed
     together have two needs, the second by the name of the first of them: while they make the
-    input's gradient, and while it travels and they make those of the weights. `on_host`: gloo
-    carries messages.
+    input's gradient, and while it travels and they make those of the weights. `on_host`: a CPU
+    computes, and gloo carries messages. `packed`: rows have several documents.
     """
-    return (*_mlp(program, sizes, on_host), *_attention(program, sizes, on_host))
+    blocks = 0 if packed or not on_host else _blocks(program, sizes)
+    return (*_mlp(program, sizes, on_host), *_attention(program, sizes, on_host, blocks))
 
 
 def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
@@ -55,7 +59,18 @@ def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
     yield Need("mlp_norm", _norm(program, sizes), ("mlp_norm.weight",))
 
 
-def _attention(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
+def _blocks(program: Program, sizes: Sizes) -> int:
+    """Return what attention by blocks needs beside gradients."""
+    model, train = program.model, program.train
+    length = sizes.tokens // sizes.rows
+    is_whole = program.layout.cp == 1
+    if not (is_whole and by_blocks(sizes.heads, sizes.kv_heads, length, train.precision)):
+        return 0
+    cut = Cut.of(sizes.rows, sizes.heads, sizes.kv_heads, length, model.head_dim)
+    return cut.backward_bytes(sizes.element)
+
+
+def _attention(program: Program, sizes: Sizes, on_host: bool, blocks: int) -> Iterator[Need]:
     of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
@@ -65,7 +80,7 @@ def _attention(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
         "attn.o", masked + gathered + of_heads, _of("attn.o", biases), sizes.whole_bytes + of_heads
     )
     # Attention keeps its result, which is the input of that product.
-    yield Need("attn.core", 2 * of_heads + 2 * of_kv)
+    yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
     if program.model.rotary_dim:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}

@@ -186,7 +186,7 @@ class _Walk:
         tally.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         layer = [op for op in ops if op.name.startswith("layers.")]
         whole = [op for op in self._operations(stage, again=True) if op.name.startswith("layers.")]
-        needs = backward_needs(self.program, sizes, on_host=self.on_host)
+        needs = backward_needs(self.program, sizes, on_host=self.on_host, packed=self.packed)
         for index in reversed(range(len(stage.layers))):
             units.enter_backward(index)
             if self.program.layout.recompute != "none":

@@ -1,0 +1,66 @@
+"""How causal attention on a CPU is cut into blocks, and what these need: `models.blockwise`."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+# Tokens of a row from which, in fp32, and up to which blocks were measured to be faster than
+# PyTorch's kernel: `python -m benchmarks.attention`.
+SHORTEST: Final = 192
+LONGEST: Final = 2048
+# Tokens in a block, and the bytes that its scores may have: a core's second-level cache.
+BLOCK: Final = 64
+SCORES: Final = 1 << 20
+_WIDE: Final = 4
+
+
+class Cut(NamedTuple):
+    """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
+
+    All parts have one shape. `shared` queries share a head of keys; `length` is in tokens, `dim` of
+    a head.
+    """
+
+    rows: int
+    heads: int
+    shared: int
+    length: int
+    dim: int
+
+    @classmethod
+    def of(cls, batch: int, heads: int, kv_heads: int, length: int, dim: int) -> Cut:
+        """Return that whose scores stay in cache."""
+        shared = heads // kv_heads
+        most = max(1, SCORES // (_WIDE * shared * min(BLOCK, length) * length))
+        parts = _divisor(kv_heads, most)
+        rows = _divisor(batch, most // parts) if parts == kv_heads else 1
+        return cls(rows, parts, shared, length, dim)
+
+    @property
+    def scores(self) -> int:
+        """Elements of a block's scores."""
+        return self.rows * self.heads * self.shared * min(BLOCK, self.length) * self.length
+
+    def backward_bytes(self, element: int) -> int:
+        """Return the bytes that the backward needs for itself; `element` is in bytes."""
+        both = _WIDE + (element if element != _WIDE else 0)  # in fp32, and as products take it
+        keys = self.rows * self.heads * self.length
+        queries = keys * self.shared
+        # Queries and their gradient in both, the sum of gradients, what a block adds to it.
+        found = queries * self.dim * (2 * both + _WIDE + element)
+        # Keys and values in both, gradients of a block's keys; two scores; log-sum-exp and rest.
+        block = keys // self.length * min(BLOCK, self.length)
+        found += keys * self.dim * 2 * both + block * self.dim * element
+        return found + 2 * self.scores * both + 2 * queries * _WIDE
+
+
+def by_blocks(heads: int, kv_heads: int, length: int, precision: str) -> bool:
+    """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32."""
+    is_small = _WIDE * heads // kv_heads * BLOCK * length <= SCORES
+    shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision, LONGEST + 1)
+    return is_small and shortest <= length <= LONGEST
+
+
+def _divisor(whole: int, most: int) -> int:
+    """Return the largest divisor that is at most `most`, at least 1."""
+    return max(x for x in range(1, whole + 1) if whole % x == 0 and (x <= most or x == 1))
