@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.execute import shared
 from meshwright.execute.borders import Borders
 from meshwright.execute.deferred import Deferral, linears
 from meshwright.execute.groups import open_groups
@@ -28,7 +29,8 @@ class Order(TorchDispatchMode):
         self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found += [NAMES[func._schema.name]] if func._schema.name in NAMES else []
+        name = func._schema.name.replace(f"{shared.SPACE}::", "_c10d_functional::")
+        self.found += [NAMES[name]] if name in NAMES else []
         return func(*args, **(kwargs or {}))
 
 

@@ -36,9 +36,9 @@ class _Open:
 
     group: dist.ProcessGroup
     lane: Lane
-    ledger: Ledger
     rank: int
-    number: int
+    ledger: Ledger
+    number: int = 0
 
 
 @dataclass
@@ -61,8 +61,9 @@ def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
         lane = open_lane(group, timeout_s)
         if lane is None:
             return False
-        number = ledger.group(name, dist.get_process_group_ranks(group))
-        known[name] = _Open(group, lane, ledger, dist.get_rank(group), number)
+        known[name] = _Open(group, lane, dist.get_rank(group), ledger)
+    known[name].ledger = ledger  # another world may have opened it
+    known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
     return True
 
 
