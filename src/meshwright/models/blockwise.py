@@ -45,7 +45,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
     Scores are in fp32; exponentials are rounded before the second product, as the kernel does.
     """
-    cut = _Cut.for_(query, key)
+    cut = _Cut.of_call(query, key)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     queries, keys = cut.queries(), cut.keys()
     values = cut.keys(dtype=query.dtype)
@@ -68,7 +68,7 @@ def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
-    cut = _Cut.for_(query, key)
+    cut = _Cut.of_call(query, key)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
     queries, came = (_Both.of(cut.queries, query.dtype) for _ in range(2))
     keys, values = (_Both.of(cut.keys, query.dtype) for _ in range(2))
@@ -210,7 +210,7 @@ class _Cut(Cut):
     """A cut with its memory and the views of tensors that follow from it."""
 
     @classmethod
-    def for_(cls, query: Tensor, key: Tensor) -> _Cut:
+    def of_call(cls, query: Tensor, key: Tensor) -> _Cut:
         """Return that of a call."""
         batch, kv_heads, length, dim = key.shape
         return cls(*Cut.of(batch, query.shape[1], kv_heads, length, dim))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from meshwright.layout.rules import divisors
+
 # Tokens of a row from which, in fp32, and up to which blocks were measured to be faster than
 # PyTorch's kernel: `python -m benchmarks.attention`.
 SHORTEST: Final = 192
@@ -32,8 +34,9 @@ class Cut(NamedTuple):
         """Return that whose scores stay in cache."""
         shared = heads // kv_heads
         most = max(1, SCORES // (_WIDE * shared * min(BLOCK, length) * length))
-        parts = _divisor(kv_heads, most)
-        rows = _divisor(batch, most // parts) if parts == kv_heads else 1
+        parts = max(size for size in divisors(kv_heads) if size <= most)
+        fits = [size for size in divisors(batch) if size <= most // parts]
+        rows = max(fits) if parts == kv_heads else 1
         return cls(rows, parts, shared, length, dim)
 
     @property
@@ -59,8 +62,3 @@ def by_blocks(heads: int, kv_heads: int, length: int, precision: str) -> bool:
     is_small = _WIDE * heads // kv_heads * BLOCK * length <= SCORES
     shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision, LONGEST + 1)
     return is_small and shortest <= length <= LONGEST
-
-
-def _divisor(whole: int, most: int) -> int:
-    """Return the largest divisor that is at most `most`, at least 1."""
-    return max(x for x in range(1, whole + 1) if whole % x == 0 and (x <= most or x == 1))
