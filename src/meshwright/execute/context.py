@@ -7,7 +7,7 @@ lists, of q, k and v alike. `Ring` passes keys and values round and merges what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,44 +91,84 @@ class Ulysses:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the attention of this rank's queries; shapes as in `Ring`."""
-        batch, heads, length, head_dim = q.shape
-        kv_heads = k.shape[1]
-        assert kv_heads % self.size == 0, "each rank gets whole heads of keys"
-        # [rank that gets the heads, batch, its heads of q, k and v, seq / cp, head_dim]
-        shares = [x.reshape(batch, self.size, -1, length, head_dim) for x in (q, k, v)]
-        parts = torch.cat(shares, dim=2).transpose(0, 1)
-        traded: Tensor = _Trade.apply(parts, self.group)  # type: ignore[no-untyped-call]
-        whole = traded.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        at_k = heads // self.size
-        at_v = at_k + kv_heads // self.size
-        out = self.core(whole[:, :at_k], whole[:, at_k:at_v], whole[:, at_v:], documents)
-        by_owner = out.reshape(batch, -1, self.size, length, head_dim).permute(2, 0, 1, 3, 4)
-        back: Tensor = _Trade.apply(by_owner, self.group)  # type: ignore[no-untyped-call]
-        return back.transpose(0, 1).flatten(1, 2)
+        assert k.shape[1] % self.size == 0, "each rank gets whole heads of keys"
+        q, k, v = _ToHeads.apply(self.group, self.size, q, k, v)  # type: ignore[no-untyped-call]
+        out = self.core(q, k, v, documents)
+        back: Tensor = _ToPositions.apply(self.group, self.size, out)  # type: ignore[no-untyped-call]
+        return back
 
 
 def _by_mask(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
     return attend(q, k, v, causal_mask(q, segments, None))
 
 
-class _Trade(torch.autograd.Function):
-    """Send x[i] to rank i and stack what each rank sends; that is its own inverse and transpose."""
+class _ToHeads(torch.autograd.Function):
+    """Some heads of all positions for all heads of some positions, of several tensors at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _trade(x, group)
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, size: int, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.size = group, size
+        return _to_heads(given, group, size)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _trade(grad, ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_to_positions(grads, ctx.group, ctx.size)
+
+
+class _ToPositions(torch.autograd.Function):
+    """The inverse of `_ToHeads`, and its transpose, of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, size: int, given: Tensor) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _to_positions((given,), group, size)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_to_heads((grad,), ctx.group, ctx.size)
+
+
+# Both have a token's heads together in memory, as the products on both sides do: what is traded is
+# copied once before and once after, in rows of several heads.
+
+
+def _to_heads(given: Sequence[Tensor], group: dist.ProcessGroup, size: int) -> tuple[Tensor, ...]:
+    """Return `[batch, heads / size, seq, head_dim]` of each `[batch, heads, seq / size, head_dim]`.
+
+    Rank i gets the i-th share of the heads, from all ranks in their order.
+    """
+    shares = [_cut(x.transpose(1, 2), 2, size) for x in given]
+    sent = torch.cat([share.permute(2, 0, 1, 3, 4) for share in shares], 3)
+    received = _trade(sent, group).transpose(0, 1).flatten(1, 2).transpose(1, 2)
+    return torch.split(received, [share.shape[3] for share in shares], 1)
+
+
+def _to_positions(
+    given: Sequence[Tensor], group: dist.ProcessGroup, size: int
+) -> tuple[Tensor, ...]:
+    """Return `[batch, heads, seq / size, head_dim]` of each `[batch, heads / size, seq, head_dim]`.
+
+    Rank i gets the i-th share of the positions, of the heads of all ranks in their order.
+    """
+    shares = [_cut(x.transpose(1, 2), 1, size) for x in given]
+    sent = torch.cat([share.transpose(0, 1) for share in shares], 3)
+    received = torch.split(_trade(sent, group), [share.shape[3] for share in shares], 3)
+    return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in received)
+
+
+def _cut(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return x with a dim as two, of which the first has `size`; a view."""
+    return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
 
 
 def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
+    """Return what each rank sends here, stacked; x[i] goes to rank i."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
     return received
 
 
@@ -264,9 +304,8 @@ class _RingAttention(torch.autograd.Function):
         place: _Place = ctx.place
         block: Block = ctx.block
         kv = torch.stack((k, v))
-        grad_q = torch.zeros_like(q, dtype=wide(q.dtype))
-        grad_kv = torch.zeros_like(kv, dtype=wide(q.dtype))
-        home: Callable[[], Tensor] | None = None
+        grad_q = own_k = own_v = q  # set in step 0
+        sums: Callable[[], Tensor] | None = None
         for step in range(place.size):
             last = step == place.size - 1
             arrived = None if last else place.pass_on(kv, tag=0)
@@ -282,16 +321,20 @@ class _RingAttention(torch.autograd.Function):
                 piece.mask,
                 piece.causal,
             )
-            grad_q[:, :, piece.queries] += parts[0]
-            # The sum follows the keys one step behind, under the next block's work, and takes one
-            # exchange more: then it is back with the keys' owner.
-            if home is not None:
-                grad_kv = home()
-            grad_kv[0, :, :, piece.keys] += parts[1]
-            grad_kv[1, :, :, piece.keys] += parts[2]
-            home = place.pass_on(grad_kv, tag=1)
+            if step == 0:  # what its own queries give its keys stays
+                grad_q, own_k, own_v = (part.to(wide(q.dtype)) for part in parts)
+            else:
+                grad_q[:, :, piece.queries] += parts[0]
+                # The sum of the other ranks' follows the keys, one step behind.
+                total = torch.zeros_like(kv, dtype=wide(q.dtype)) if sums is None else sums()
+                total[0, :, :, piece.keys] += parts[1]
+                total[1, :, :, piece.keys] += parts[2]
+                sums = place.pass_on(total, tag=1)
             if arrived is not None:
                 kv = arrived()
-        assert home is not None
-        grad_kv = home().to(k.dtype)
-        return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None
+        if sums is not None:
+            back = sums()
+            own_k += back[0]
+            own_v += back[1]
+        grads = (one.to(q.dtype) for one in (grad_q, own_k, own_v))
+        return *grads, None, None, None

@@ -113,10 +113,18 @@ def _accumulate(owner: Tensor, rows: Tensor, inputs: Tensor) -> None:
     The product belongs in here: outside, the gradient would have a graph of its own, which keeps
     both of its factors until the next microbatch.
     """
+    if owner.grad is not None:
+        total = local(owner.grad)
+        # The product adds by itself: its result is not written, read and dropped again.
+        if total.dtype == rows.dtype:
+            total.addmm_(rows.t(), inputs)
+        else:
+            total.add_(_weight_grad(rows, inputs))
+        return
     grad = _weight_grad(rows, inputs)
     if isinstance(owner, DTensor):
         grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
-    owner.grad = grad if owner.grad is None else owner.grad + grad
+    owner.grad = grad
 
 
 def linears(

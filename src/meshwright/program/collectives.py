@@ -155,9 +155,9 @@ def _loss(tp: int, sizes: Sizes, count: int, on_cpu: bool) -> Iterator[Collectiv
 def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
     """Yield what context parallelism sends.
 
-    Ring: arXiv:2310.01889; the keys visit each other rank, the sums of their gradients in fp32 go
-    round and come home. Ulysses: arXiv:2309.14509. A second forward sends its part again, with
-    the selective policy too.
+    Ring: arXiv:2310.01889; the keys visit each other rank, and the sums of what those ranks give to
+    their gradients, in fp32, follow on the way home. Ulysses: arXiv:2309.14509. A second forward
+    sends its part again, with the selective policy too.
     """
     layout = program.layout
     if layout.cp == 1:
@@ -187,7 +187,7 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
             f"ring, backward: keys and values {way}",
         )
         yield Collective(
-            kind, "cp", of_keys * _FP32, layout.cp * passes, f"ring: the keys' gradients {way}"
+            kind, "cp", of_keys * _FP32, steps * passes, f"ring: the keys' gradients {way}"
         )
 
 
