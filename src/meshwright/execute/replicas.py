@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.execute.exchange import Exchange, gather
-from meshwright.execute.groups import Groups
+from meshwright.execute.groups import Groups, Link
 from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
+from meshwright.execute.shared import Left
 from meshwright.program.shards import unit_of
 
 
@@ -34,12 +35,13 @@ class Unit:
     def __init__(self, weights: Sequence[Weight], *, sheds: bool) -> None:
         self.weights, self.left, self.sheds = weights, len(weights), sheds
         self.is_current, self.has_met = False, False
-        self.arriving: list[Pending] = []
+        self.arriving: Sequence[Pending | Left] = ()
 
     def arrive(self) -> None:
         """Wait until it has been gathered."""
-        while self.arriving:
-            self.arriving.pop().wait()
+        for work in self.arriving:
+            work.wait()
+        self.arriving = ()
 
     def drop(self) -> None:
         """Let go of what has been gathered, where it does not stay for the step."""
@@ -78,11 +80,9 @@ class Replicas:
         """
         mesh, self._ledger = groups.parameters, groups.ledger
         used, self._summed = dtypes
-        self._shards, self.replicas = mesh.get_group("shard"), None
-        if mesh["replicate"].size() > 1:
-            self.replicas = mesh.get_group("replicate")
-        self._rank, self._zero = rank, zero if mesh["shard"].size() > 1 else 0
-        self.group = self._shards if self._zero else self.replicas
+        self._shards, self.replicas = groups.shard, groups.replicate.group
+        self._rank, self._zero = rank, zero if groups.shard.size > 1 else 0
+        self.link: Link | None = self._shards if self._zero else groups.replicate
         self._due = self._is_last = False
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
@@ -197,10 +197,13 @@ class Replicas:
             return
         if self._zero:
             self._settle()
-            sent = Exchange(weights, self.group, self._rank, self._summed, self._ledger)
+            sent = Exchange(weights, self.link, self._rank, self._summed, self._ledger)
             self._leaving = (sent, unit, self._is_last)
         else:
-            self._meet(self.group, [w.gradient for w in weights if w.gradient is not None])
+            self._meet(
+                self.link and self.link.group,
+                [w.gradient for w in weights if w.gradient is not None],
+            )
 
     @torch.no_grad()
     def _settle(self) -> None:
