@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.execute.groups import Link
 from meshwright.execute.ledger import Ledger, Pending
 from meshwright.execute.masters import Weight
-from meshwright.execute.rows import fits, leave_gradients, leave_weights
+from meshwright.execute.rows import leave_gradients, leave_weights
 from meshwright.execute.shared import Left
 
 # Not that of a ring, whose ranks may be the same: what arrives first is taken first.
@@ -44,12 +44,11 @@ class Exchange:
         self._sent = self._got = torch.empty(0)
         self._shapes: list[torch.Size] = []
         self._pending: Pending | Left | None = None
-        is_left = link is not None and link.is_shared and fits(weights, dtype)
-        if link is not None and not is_left:
+        if link is not None and not link.is_shared:
             self._pending = self._send(link.required, rank, dtype, ledger)
         for weight in weights:
             weight.add(weight.rows_of_gradient(rank))
-        if link is not None and is_left:
+        if link is not None and link.is_shared:
             self._pending = leave_gradients(weights, link.required, rank, dtype)
         for weight in weights:
             weight.clear()
@@ -97,7 +96,7 @@ def gather(
     place in the group.
     """
     group = link.required
-    if link.is_shared and fits(weights, weights[0].used.dtype):
+    if link.is_shared:
         return [leave_weights(weights, group, rank)]
     works: list[Pending] = []
     for weight in weights:

@@ -19,7 +19,7 @@ from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 
 # Axes whose messages go through memory that the ranks share, where they can.
-_IN_LANES: Final = ("tp", "shard")
+_IN_LANES: Final = ("tp", "shard", "replicate")
 
 
 @dataclass(frozen=True)

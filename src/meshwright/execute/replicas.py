@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.execute.exchange import Exchange, gather
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
+from meshwright.execute.rows import Sum
 from meshwright.execute.shared import Left
 from meshwright.program.shards import unit_of
 
@@ -60,9 +60,9 @@ class Unit:
 class Replicas:
     """Sums the gradients of a model over data, unit by unit, and gathers what ZeRO has updated.
 
-    `weights` are by name. Gradients are summed with those of `group`: the ranks that share rows
-    under ZeRO, and then with those that have the same rows, `replicas`; else with these alone. None
-    where there are no others.
+    `weights` are by name. Gradients are summed along `link`: with the ranks that share rows under
+    ZeRO, and then with those that have the same rows, `replicas`; else with these alone. None where
+    nobody is to be told.
     """
 
     def __init__(
@@ -80,13 +80,14 @@ class Replicas:
         """
         mesh, self._ledger = groups.parameters, groups.ledger
         used, self._summed = dtypes
-        self._shards, self.replicas = groups.shard, groups.replicate.group
+        self._shards = groups.shard
+        self.replicas: Link | None = groups.replicate
         self._rank, self._zero = rank, zero if groups.shard.size > 1 else 0
-        self.link: Link | None = self._shards if self._zero else groups.replicate
+        self.link: Link | None = self._shards if self._zero else self.replicas
         self._due = self._is_last = False
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
-        self._works: list[tuple[Pending, list[Tensor]]] = []
+        self._works: list[tuple[Pending | Sum, list[Tensor]]] = []
         sheds = self._zero == 3
         self.weights = take_over(model, used, mesh["shard", "tp"], rank, sheds=sheds)
         found: dict[str, list[Weight]] = {}
@@ -200,10 +201,7 @@ class Replicas:
             sent = Exchange(weights, self.link, self._rank, self._summed, self._ledger)
             self._leaving = (sent, unit, self._is_last)
         else:
-            self._meet(
-                self.link and self.link.group,
-                [w.gradient for w in weights if w.gradient is not None],
-            )
+            self._meet(self.link, [w.gradient for w in weights if w.gradient is not None])
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -222,11 +220,19 @@ class Replicas:
         sums = [weight.shard_gradient for weight in unit.weights]
         self._meet(self.replicas, [rows for rows in sums if rows is not None and rows.numel()])
 
-    def _meet(self, group: dist.ProcessGroup | None, gradients: list[Tensor]) -> None:
-        """Sum gradients where they are, with those of a group if there is one."""
-        if group is not None and gradients:
-            work = group.allreduce_coalesced(gradients)
+    def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
+        """Sum gradients where they are, with those of other ranks if there are any."""
+        if link is None or link.group is None or not gradients:
+            return
+        if not link.is_shared:
+            work = link.group.allreduce_coalesced(gradients)
             self._works.append((Pending(self._ledger, work), gradients))
+            return
+        if self._works:
+            before, _ = self._works[-1]
+            assert isinstance(before, Sum)
+            before.turn()
+        self._works.append((Sum(gradients, link.group, link.rank), gradients))
 
     def finish(self) -> None:
         """Sum what no hook has told of, wait, and leave the gradients with the masters.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,15 @@ from meshwright.execute.masters import Weight
 from meshwright.execute.shared import Left, enter, lane_of
 
 
-def fits(weights: Sequence[Weight], dtype: torch.dtype) -> bool:
-    """Whether a row of each weight for all ranks is no more than a message may be."""
-    return all(_row(w) * len(w.rows) * dtype.itemsize <= LARGEST for w in weights)
+class _Cut(NamedTuple):
+    """A tensor, flat, and which of its elements belong to each rank."""
+
+    whole: Tensor
+    cuts: Sequence[slice]
+
+
+# What goes at a time: of which tensors, and which elements of each rank.
+_Turn = list[tuple[int, list[slice]]]
 
 
 def leave_gradients(
@@ -31,75 +38,152 @@ def leave_gradients(
 
     The sums are there already, with this rank's own rows. `rank` is its place in the group.
     """
-    lane, number, total = lane_of(group), -1, 0
+    cuts, sums = [], []
     for weight in weights:
-        gradient = weight.gradient
-        assert gradient is not None
-        for rows in _turns(weight, len(weight.rows), dtype):
-            pieces = [gradient[some] for at, some in enumerate(rows) if at != rank]
-            each = [_length(some) * _row(weight) for some in rows]
-            counts = [sum(each) - own for own in each]
-            number = lane.leave_pieces(
-                pieces, dtype, counts, partial(_add, weight, rows, each, rank)
-            )
-            total += counts[rank]
-    return Left(group, number, [enter("all_to_all", total * dtype.itemsize, group)])
-
-
-def _add(
-    weight: Weight, rows: Sequence[slice], each: Sequence[int], rank: int, parts: Sequence[Tensor]
-) -> None:
-    """Add what others have left for this rank's rows: of a part those that are its own."""
-    found, first = weight.shard_gradient, weight.rows[rank].start
-    assert found is not None
-    sums = found[rows[rank].start - first : rows[rank].stop - first]
-    for at, part in enumerate(parts):
-        if at != rank:
-            start = sum(each[:rank]) - each[at] * (at < rank)
-            sums.add_(part[start : start + each[rank]].view(sums.shape))
+        assert weight.gradient is not None
+        assert weight.shard_gradient is not None
+        cuts.append(_by_rows(weight.gradient, weight.rows))
+        sums.append(weight.shard_gradient.view(-1))
+    number = _leave_to_owners(cuts, sums, group, rank, dtype)
+    left = sum(len(cut.whole) - _length(cut.cuts[rank]) for cut in cuts)
+    return Left(group, number, [enter("all_to_all", left * dtype.itemsize, group)])
 
 
 def leave_weights(weights: Sequence[Weight], group: dist.ProcessGroup, rank: int) -> Left:
     """Leave this rank's rows of weights, and put the others' where they belong."""
-    lane, number = lane_of(group), -1
-    entries: list[int] = []
-    for weight in weights:
-        ranks, size = len(weight.rows), _row(weight) * weight.used.dtype.itemsize
-        for step in range(1, ranks):  # entered as gloo sends them
-            after, before = (rank + step) % ranks, (rank - step) % ranks
+    cuts, entries = [_by_rows(weight.memory, weight.rows) for weight in weights], []
+    for whole, of in cuts:
+        for step in range(1, len(of)):  # entered as gloo sends them
+            after, before = (rank + step) % len(of), (rank - step) % len(of)
             for kind, whose, peer in (("send", rank, after), ("recv", before, before)):
-                if bytes_ := _length(weight.rows[whose]) * size:
-                    entries.append(enter(kind, bytes_, group, peer))
-        for rows in _turns(weight, 1, weight.used.dtype):
-            counts = [_length(some) * _row(weight) for some in rows]
-            pieces = [weight.memory[rows[rank]]]
-            number = lane.leave_pieces(
-                pieces, weight.used.dtype, counts, partial(_put, weight, rows, rank)
-            )
-    return Left(group, number, entries)
+                if count := _length(of[whose]):
+                    entries.append(enter(kind, count * whole.element_size(), group, peer))
+    return Left(group, _leave_to_all(cuts, group, rank), entries)
 
 
-def _put(weight: Weight, rows: Sequence[slice], rank: int, parts: Sequence[Tensor]) -> None:
-    for at, part in enumerate(parts):
-        if at != rank:
-            into = weight.memory[rows[at]]
-            into.copy_(part.view(into.shape))
+class Sum:
+    """Tensors of one dtype on the way to be the sums of all ranks' ones, where they are.
+
+    Each element is summed by the rank that it belongs to, so all get the same bits.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, rank: int) -> None:
+        """Leave for each rank what belongs to it."""
+        self._group, self._rank, ranks = group, rank, group.size()
+        self._cuts = [_evenly(tensor.view(-1), ranks) for tensor in tensors]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._entries = [enter("all_reduce", size, group)]
+        own = [whole[of[rank]] for whole, of in self._cuts]
+        number = _leave_to_owners(self._cuts, own, group, rank, tensors[0].dtype)
+        self._left, self._is_back = Left(group, number, self._entries), False
+
+    def turn(self) -> None:
+        """Wait for what others have left for this rank, and leave them its sums.
+
+        Every rank must come to it between the same messages.
+        """
+        if not self._is_back:
+            self._is_back = True
+            self._left.wait()
+            number = _leave_to_all(self._cuts, self._group, self._rank)
+            self._left = Left(self._group, number, self._entries)
+
+    def wait(self) -> None:
+        """Wait for the sums of all ranks."""
+        self.turn()
+        self._left.wait()
 
 
-def _turns(weight: Weight, copies: int, dtype: torch.dtype) -> Iterator[list[slice]]:
-    """Yield the rows of each rank that go at a time: copies of them are a message at most."""
-    most = LARGEST // (copies * max(_row(weight), 1) * dtype.itemsize)
-    for first in range(0, max(map(_length, weight.rows)), most):
-        yield [
-            slice(min(own.start + first, own.stop), min(own.start + first + most, own.stop))
-            for own in weight.rows
+def _leave_to_owners(
+    cuts: Sequence[_Cut],
+    sums: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    rank: int,
+    dtype: torch.dtype,
+) -> int:
+    """Leave what belongs to others, and add theirs to sums of this rank's; returns the number."""
+    lane, number, others = lane_of(group), -1, group.size() - 1
+    for turn in _turns(cuts, LARGEST // (others * dtype.itemsize)):
+        pieces = [
+            cuts[at].whole[cut] for at, of in turn for whose, cut in enumerate(of) if whose != rank
         ]
+        each = [sum(_length(of[whose]) for _, of in turn) for whose in range(others + 1)]
+        counts = [sum(each) - own for own in each]
+        number = lane.leave_pieces(
+            pieces, dtype, counts, partial(_add, turn, [c.cuts[rank] for c in cuts], sums, rank)
+        )
+    return number
 
 
-def _length(rows: slice) -> int:
-    return int(rows.stop - rows.start)
+def _add(
+    turn: _Turn, own: Sequence[slice], sums: Sequence[Tensor], rank: int, parts: Sequence[Tensor]
+) -> None:
+    """Add what others have left for this rank, which is not all of their parts."""
+    for whose, part in enumerate(parts):
+        if whose == rank:
+            continue
+        start = 0
+        for at, of in turn:
+            mine = of[rank]
+            place = (
+                start + sum(_length(cut) for cut in of[:rank]) - _length(of[whose]) * (whose < rank)
+            )
+            first = mine.start - own[at].start
+            sums[at][first : first + _length(mine)].add_(part[place : place + _length(mine)])
+            start += sum(map(_length, of)) - _length(of[whose])
 
 
-def _row(weight: Weight) -> int:
-    """Return the elements of a row."""
-    return math.prod(weight.memory.shape[1:])
+def _leave_to_all(cuts: Sequence[_Cut], group: dist.ProcessGroup, rank: int) -> int:
+    """Leave what belongs to this rank, and take what belongs to others; returns the number."""
+    lane, number, dtype = lane_of(group), -1, cuts[0].whole.dtype
+    for turn in _turns(cuts, LARGEST // dtype.itemsize):
+        pieces = [cuts[at].whole[of[rank]] for at, of in turn]
+        counts = [sum(_length(of[whose]) for _, of in turn) for whose in range(group.size())]
+        number = lane.leave_pieces(pieces, dtype, counts, partial(_put, turn, cuts, rank))
+    return number
+
+
+def _put(turn: _Turn, cuts: Sequence[_Cut], rank: int, parts: Sequence[Tensor]) -> None:
+    for whose, part in enumerate(parts):
+        if whose != rank:
+            into = [cuts[at].whole[of[whose]] for at, of in turn]
+            for room, found in zip(
+                into, torch.split(part, [len(one) for one in into]), strict=True
+            ):
+                room.copy_(found)
+
+
+def _turns(cuts: Sequence[_Cut], most: int) -> Iterator[_Turn]:
+    """Yield what goes at a time: of each rank so many elements at most."""
+    turn: _Turn = []
+    left = most
+    for at, (_, of) in enumerate(cuts):
+        first, longest = 0, max(map(_length, of))
+        while first < longest:
+            stop = min(first + left, longest)
+            turn.append(
+                (at, [slice(min(o.start + first, o.stop), min(o.start + stop, o.stop)) for o in of])
+            )
+            left -= stop - first
+            first = stop
+            if not left:
+                yield turn
+                turn, left = [], most
+    if turn:
+        yield turn
+
+
+def _by_rows(tensor: Tensor, rows: Sequence[slice]) -> _Cut:
+    size = math.prod(tensor.shape[1:])
+    return _Cut(tensor.view(-1), [slice(own.start * size, own.stop * size) for own in rows])
+
+
+def _evenly(flat: Tensor, ranks: int) -> _Cut:
+    each, count = -(-len(flat) // ranks), len(flat)
+    return _Cut(
+        flat, [slice(min(at * each, count), min((at + 1) * each, count)) for at in range(ranks)]
+    )
+
+
+def _length(elements: slice) -> int:
+    return int(elements.stop - elements.start)
