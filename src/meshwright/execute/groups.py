@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,7 @@ from meshwright.execute.ledger import Ledger
 from meshwright.execute.shared import share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
-
-# Axes whose messages go through memory that the ranks share, where they can.
-_IN_LANES: Final = ("tp", "shard", "replicate")
+from meshwright.program.messages import goes_by_lane
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
             group = parameters.get_group(of) if of else opener.open(everyone)
-        is_shared = of in _IN_LANES and _share(group, ranks, world, timeout_s)
+        is_shared = of is not None and goes_by_lane(of) and _share(group, ranks, world, timeout_s)
         return Link(group, ranks, ranks.index(world.rank), is_shared)
 
     groups = Groups(
