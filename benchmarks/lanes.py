@@ -36,7 +36,7 @@ CASES = [
     for precision in ("fp32", "bf16")
     for label in (
         *("tp2 mb4", "tp2 mb8", "tp2 sp mb8"),
-        *("dp2 mb4", "shard2 zero1 mb4", "shard2 zero2 mb4", "shard2 zero3 mb4"),
+        *("shard2 zero1 mb4", "shard2 zero2 mb4", "shard2 zero3 mb4"),
     )
 ]
 

@@ -18,7 +18,6 @@ from meshwright.execute.exchange import Exchange, gather
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
-from meshwright.execute.rows import Sum
 from meshwright.execute.shared import Left
 from meshwright.program.shards import unit_of
 
@@ -87,7 +86,7 @@ class Replicas:
         self._due = self._is_last = False
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
-        self._works: list[tuple[Pending | Sum, list[Tensor]]] = []
+        self._works: list[tuple[Pending, list[Tensor]]] = []
         sheds = self._zero == 3
         self.weights = take_over(model, used, mesh["shard", "tp"], rank, sheds=sheds)
         found: dict[str, list[Weight]] = {}
@@ -224,15 +223,8 @@ class Replicas:
         """Sum gradients where they are, with those of other ranks if there are any."""
         if link is None or link.group is None or not gradients:
             return
-        if not link.is_shared:
-            work = link.group.allreduce_coalesced(gradients)
-            self._works.append((Pending(self._ledger, work), gradients))
-            return
-        if self._works:
-            before, _ = self._works[-1]
-            assert isinstance(before, Sum)
-            before.turn()
-        self._works.append((Sum(gradients, link.group, link.rank), gradients))
+        work = link.group.allreduce_coalesced(gradients)
+        self._works.append((Pending(self._ledger, work), gradients))
 
     def finish(self) -> None:
         """Sum what no hook has told of, wait, and leave the gradients with the masters.

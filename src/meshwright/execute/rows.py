@@ -61,39 +61,6 @@ def leave_weights(weights: Sequence[Weight], group: dist.ProcessGroup, rank: int
     return Left(group, _leave_to_all(cuts, group, rank), entries)
 
 
-class Sum:
-    """Tensors of one dtype on the way to be the sums of all ranks' ones, where they are.
-
-    Each element is summed by the rank that it belongs to, so all get the same bits.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, rank: int) -> None:
-        """Leave for each rank what belongs to it."""
-        self._group, self._rank, ranks = group, rank, group.size()
-        self._cuts = [_evenly(tensor.view(-1), ranks) for tensor in tensors]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._entries = [enter("all_reduce", size, group)]
-        own = [whole[of[rank]] for whole, of in self._cuts]
-        number = _leave_to_owners(self._cuts, own, group, rank, tensors[0].dtype)
-        self._left, self._is_back = Left(group, number, self._entries), False
-
-    def turn(self) -> None:
-        """Wait for what others have left for this rank, and leave them its sums.
-
-        Every rank must come to it between the same messages.
-        """
-        if not self._is_back:
-            self._is_back = True
-            self._left.wait()
-            number = _leave_to_all(self._cuts, self._group, self._rank)
-            self._left = Left(self._group, number, self._entries)
-
-    def wait(self) -> None:
-        """Wait for the sums of all ranks."""
-        self.turn()
-        self._left.wait()
-
-
 def _leave_to_owners(
     cuts: Sequence[_Cut],
     sums: Sequence[Tensor],
@@ -176,13 +143,6 @@ def _turns(cuts: Sequence[_Cut], most: int) -> Iterator[_Turn]:
 def _by_rows(tensor: Tensor, rows: Sequence[slice]) -> _Cut:
     size = math.prod(tensor.shape[1:])
     return _Cut(tensor.view(-1), [slice(own.start * size, own.stop * size) for own in rows])
-
-
-def _evenly(flat: Tensor, ranks: int) -> _Cut:
-    each, count = -(-len(flat) // ranks), len(flat)
-    return _Cut(
-        flat, [slice(min(at * each, count), min((at + 1) * each, count)) for at in range(ranks)]
-    )
 
 
 def _length(elements: slice) -> int:

@@ -11,7 +11,7 @@ Axis = Literal["tp", "cp", "pp", "shard", "replicate", "data", "ends", "world"]
 
 # Axes whose messages go through a lane where CPU ranks share a machine, and the largest that do in
 # one piece: of a gather the part of one rank. docs/decisions/0025 and 0026.
-_BY_LANE: Final = frozenset({"tp", "shard", "replicate"})
+_BY_LANE: Final = frozenset({"tp", "shard"})
 LARGEST_SHARED: Final = 1 << 22  # bytes
 
 
@@ -43,7 +43,7 @@ class Collective:
 def goes_by_lane(axis: str) -> bool:
     """Return whether CPU ranks of one machine send an axis' messages through a lane.
 
-    Those of `tp` of `LARGEST_SHARED` bytes at most, that is; the others go as elsewhere. Messages
-    of data parallelism go in pieces of that size, but for those of FSDP2.
+    Those of `tp` of `LARGEST_SHARED` bytes at most, that is; the others go as elsewhere. Rows of
+    ZeRO go in pieces of that size, but for those of FSDP2.
     """
     return axis in _BY_LANE
