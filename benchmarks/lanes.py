@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.layouts import Stepper
-from meshwright.execute import shared
+from meshwright.execute import groups
 from meshwright.execute.products import take_route
 from meshwright.execute.world import World
 from meshwright.launch.rank_environ import ALLOCATOR
@@ -34,18 +34,20 @@ RANKS = 2
 CASES = [
     (precision, label)
     for precision in ("fp32", "bf16")
-    for label in ("tp2 mb4", "tp2 mb8", "tp2 sp mb8")
+    for label in (
+        *("tp2 mb4", "tp2 mb8", "tp2 sp mb8"),
+        *("shard2 zero1 mb4", "shard2 zero2 mb4", "shard2 zero3 mb4"),
+    )
 ]
 
 
-def seconds(step: Stepper, largest: int) -> float:
-    """Return the seconds of a step, in which larger messages than `largest` bytes go by gloo."""
-    with mock.patch.object(shared, "LARGEST", largest):
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        dist.barrier()
-        return time.perf_counter() - began
+def seconds(step: Stepper) -> float:
+    """Return the seconds of a step."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - began
 
 
 def serve(rank: int, folder: str, precision: str, label: str, pairs: int) -> None:
@@ -57,21 +59,24 @@ def serve(rank: int, folder: str, precision: str, label: str, pairs: int) -> Non
     config = load_config(Path("examples/peers.toml"), [f"train.precision={precision}"])
     take_route(config.train.matmul, device)
     world = World(rank, RANKS, device, store)
-    step = Stepper(world, Case(config.model, config.train, Layout.parse(label)))
-    found: dict[int, list[float]] = {0: [], shared.LARGEST: []}
-    for largest in found:
-        seconds(step, largest)
+    case = Case(config.model, config.train, Layout.parse(label))
+    lane = Stepper(world, case)
+    with mock.patch.object(groups, "share", return_value=False):
+        gloo = Stepper(world, case)
+    found: dict[Stepper, list[float]] = {gloo: [], lane: []}
+    for step in found:
+        seconds(step)
     for turn in range(pairs):
-        for largest in sorted(found, reverse=bool(turn % 2)):
-            found[largest].append(seconds(step, largest))
+        for step in list(found)[:: -1 if turn % 2 else 1]:
+            found[step].append(seconds(step))
     if rank == 0:
-        gloo, lane = found.values()
-        ratios = [before / after for before, after in zip(gloo, lane, strict=True)]
+        gloo_s, lane_s = found.values()
+        ratios = [before / after for before, after in zip(gloo_s, lane_s, strict=True)]
         row = {
             "precision": precision,
             "layout": label,
-            "gloo_s": round(statistics.median(gloo), 3),
-            "lane_s": round(statistics.median(lane), 3),
+            "gloo_s": round(statistics.median(gloo_s), 3),
+            "lane_s": round(statistics.median(lane_s), 3),
             "ratio": round(statistics.median(ratios), 3),
             "least": round(min(ratios), 2),
             "most": round(max(ratios), 2),

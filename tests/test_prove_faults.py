@@ -94,7 +94,7 @@ def no_reduce_scatter(parallel):
 
 def no_sum_in_place(parallel):
     """Ranks that hold whole weights keep the gradients of their own rows."""
-    replicas_of(parallel.modules[0]).group = None
+    replicas_of(parallel.modules[0]).link = None
 
 
 def stale_weights(parallel):

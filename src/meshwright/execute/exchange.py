@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.execute.groups import Link
 from meshwright.execute.ledger import Ledger, Pending
 from meshwright.execute.masters import Weight
+from meshwright.execute.rows import leave_gradients, leave_weights
+from meshwright.execute.shared import Left
 
 # Not that of a ring, whose ranks may be the same: what arrives first is taken first.
 _TAG: Final = 2**16
@@ -27,17 +30,33 @@ class Exchange:
     def __init__(
         self,
         weights: Sequence[Weight],
-        group: dist.ProcessGroup | None,
+        link: Link | None,
         rank: int,
         dtype: torch.dtype,
         ledger: Ledger,
     ) -> None:
         """Send the rows of others in a dtype, and add this rank's own to their sums.
 
-        All weights have gradients. `rank` is this one's place in the group; None: nobody is told.
+        All weights have gradients. `rank` is this one's place in the group. Without a link nobody
+        is told.
         """
         self._weights = list(weights)
-        ranks = range(len(self._weights[0].rows))
+        self._sent = self._got = torch.empty(0)
+        self._shapes: list[torch.Size] = []
+        self._pending: Pending | Left | None = None
+        if link is not None and not link.is_shared:
+            self._pending = self._send(link.required, rank, dtype, ledger)
+        for weight in weights:
+            weight.add(weight.rows_of_gradient(rank))
+        if link is not None and link.is_shared:
+            self._pending = leave_gradients(weights, link.required, rank, dtype)
+        for weight in weights:
+            weight.clear()
+
+    def _send(
+        self, group: dist.ProcessGroup, rank: int, dtype: torch.dtype, ledger: Ledger
+    ) -> Pending:
+        weights, ranks = self._weights, range(len(self._weights[0].rows))
         others = [at for at in ranks if at != rank]
         pieces = [[weight.rows_of_gradient(at) for weight in weights] for at in ranks]
         counts = [sum(map(torch.numel, some)) for some in pieces]
@@ -49,13 +68,7 @@ class Exchange:
         sent = [piece for at in others for piece in pieces[at]]
         for room, piece in zip(_views(self._sent, [p.shape for p in sent]), sent, strict=True):
             room.copy_(piece)
-        self._pending: Pending | None = None
-        if group is not None:
-            work = group.alltoall_base(self._got, self._sent, arriving, leaving)
-            self._pending = Pending(ledger, work)
-        for weight, piece in zip(self._weights, pieces[rank], strict=True):
-            weight.add(piece)
-            weight.clear()
+        return Pending(ledger, group.alltoall_base(self._got, self._sent, arriving, leaving))
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
@@ -66,22 +79,25 @@ class Exchange:
         """Wait for what comes from others and add it up; returns the weights."""
         if self._pending is not None:
             self._pending.wait()
-            rooms = _views(self._got, self._shapes)
-            for weight, rows in zip(
-                self._weights * (len(rooms) // len(self._weights)), rooms, strict=True
-            ):
-                weight.add(rows)
+        rooms = _views(self._got, self._shapes)
+        for weight, rows in zip(
+            self._weights * (len(rooms) // len(self._weights)), rooms, strict=True
+        ):
+            weight.add(rows)
         return self._weights
 
 
 def gather(
-    weights: Sequence[Weight], group: dist.ProcessGroup, rank: int, ledger: Ledger
-) -> list[Pending]:
+    weights: Sequence[Weight], link: Link, rank: int, ledger: Ledger
+) -> list[Pending] | list[Left]:
     """Have each rank's rows of weights on their way, from where they lie to where they belong.
 
     An all-gather without copies, which gloo's makes of all that it gathers. `rank` is this one's
     place in the group.
     """
+    group = link.required
+    if link.is_shared:
+        return [leave_weights(weights, group, rank)]
     works: list[Pending] = []
     for weight in weights:
         ranks = len(weight.rows)

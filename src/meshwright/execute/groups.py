@@ -17,6 +17,7 @@ from meshwright.execute.ledger import Ledger
 from meshwright.execute.shared import share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
+from meshwright.program.messages import goes_by_lane
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Groups:
     tp: Link
     cp: Link
     pp: Link
+    shard: Link
+    replicate: Link
     data: Link
     ends: Link
     ledger: Ledger = field(default_factory=Ledger)
@@ -92,7 +95,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
             group = parameters.get_group(of) if of else opener.open(everyone)
-        is_shared = axes == ("tp",) and _share(group, ranks, world, timeout_s)
+        is_shared = of is not None and goes_by_lane(of) and _share(group, ranks, world, timeout_s)
         return Link(group, ranks, ranks.index(world.rank), is_shared)
 
     groups = Groups(
@@ -101,6 +104,10 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         tp=link("tp", of="tp"),
         cp=link("cp"),
         pp=link("pp", of="pp"),
+        shard=link(*(("dp_shard", "cp") if layout.zero else ()), of="shard"),
+        replicate=link(
+            *(("dp_replicate",) if layout.zero else ("dp_replicate", "cp")), of="replicate"
+        ),
         data=link("dp_replicate", "dp_shard", "cp"),
         ends=_ends(mesh, world, opener),
         ledger=world.ledger,
@@ -120,9 +127,8 @@ def _share(
 
 def _label(groups: Groups) -> None:
     """Enter into the ledger what each group is for."""
-    found = {axis: groups.parameters.get_group(axis) for axis in ("replicate", "shard")}
-    found["world"] = cast(dist.ProcessGroup, dist.group.WORLD)
-    for axis in ("tp", "cp", "pp", "data", "ends"):
+    found = {"world": cast(dist.ProcessGroup, dist.group.WORLD)}
+    for axis in ("replicate", "shard", "tp", "cp", "pp", "data", "ends"):
         link: Link = getattr(groups, axis)
         if link.group is not None:
             found[axis] = link.group

@@ -15,19 +15,20 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.execute.world import exchange
+from meshwright.program.messages import LARGEST_SHARED
 
-# Bytes of a rank's room, and of the largest message: those on their way must all fit.
-ROOM: Final = 1 << 24
-LARGEST: Final = ROOM // 4
+# Bytes of the largest message, and of a rank's room: those on their way must all fit.
+LARGEST: Final = LARGEST_SHARED
+ROOM: Final = 4 * LARGEST
 _FOLDER: Final = Path("/dev/shm")
 # A rank's words, of 8 bytes: how many parts it has left, how many it has read, and where the last
 # ones are in its room, with their bytes. Each rank has a page of its own.
@@ -40,10 +41,19 @@ _SPINS, _YIELD_S, _NAP_S, _LOOK_S = 100, 0.002, 0.00005, 0.25
 Finish = Callable[[list[Tensor]], None]
 
 
+class _Due(NamedTuple):
+    """A message to be finished: its number, the elements of each rank's part, their dtype."""
+
+    number: int
+    counts: Sequence[int]
+    dtype: torch.dtype
+    finish: Finish
+
+
 class Lane:
     """The rooms of some ranks, of which this one is `rank`.
 
-    Every rank calls `leave` equally often, with parts of equal size. Parts are read in that order.
+    Every rank leaves equally many parts, which are read in that order.
     Only for processors that let others see writes in their order, as x86 does.
     """
 
@@ -60,30 +70,48 @@ class Lane:
         self._rooms = memory[size * _PAGE :].view(size, ROOM)
         self._next, self._at = 0, 0
         self._live: deque[tuple[int, int, int]] = deque()  # of this rank: number, start, stop
-        self._due: deque[tuple[int, torch.Size, torch.dtype, Finish]] = deque()
+        self._due: deque[_Due] = deque()
         self._due_bytes = 0
         weakref.finalize(self, os.close, file)
 
     def leave(self, part: Tensor, finish: Finish) -> int:
-        """Leave this rank's part, contiguous, for the others; returns its number.
+        """Leave this rank's part, contiguous and as large as the others'; returns its number.
 
-        `finish` is called with the parts of all once `collect` wants it, or before: what is due
-        takes half of a room at most. So a rank waits here for no more than that the others come
-        to where it is, whatever they do between.
+        As `leave_pieces`, but that `finish` gets parts of the same shape.
         """
-        number, size = self._next, part.numel() * part.element_size()
+        counts, shape = [part.numel()] * self._size, part.shape
+        return self.leave_pieces(
+            [part], part.dtype, counts, lambda parts: finish([each.view(shape) for each in parts])
+        )
+
+    def leave_pieces(
+        self,
+        pieces: Sequence[Tensor],
+        dtype: torch.dtype,
+        counts: Sequence[int],
+        finish: Finish,
+    ) -> int:
+        """Leave this rank's part in a dtype, of which `pieces` are one after the other.
+
+        `counts` are the elements of each rank's part. `finish` is called with the parts of all,
+        flat, once `collect` wants it, or before: what is due takes half of a room at most. So a
+        rank waits here for no more than that the others come to where it is, whatever they do
+        between. Returns the message's number.
+        """
+        number, size = self._next, counts[self._rank] * dtype.itemsize
         assert size <= LARGEST, "a larger message goes another way"
         if self._due_bytes + size > ROOM // 2 or len(self._due) >= _TURNS // 2:
             self.collect(number)
         start = self._place(size)
-        room = self._rooms[self._rank, start : start + size].view(part.dtype)
-        room.copy_(part.detach().view(-1))
+        room = self._rooms[self._rank, start : start + size].view(dtype)
+        for piece, into in zip(pieces, torch.split(room, [p.numel() for p in pieces]), strict=True):
+            into.view(piece.shape).copy_(piece.detach())
         mine = self._words[self._rank]
         mine[_PLACES + number % _TURNS], mine[_SIZES + number % _TURNS] = start, size
         mine[_LEFT] = number + 1  # from here on the others may read it
         self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
-        self._due.append((number, part.shape, part.dtype, finish))
+        self._due.append(_Due(number, counts, dtype, finish))
         self._due_bytes += size
         return number
 
@@ -92,19 +120,22 @@ class Lane:
 
         Raises `torch.distributed.DistError` where a rank has ended or is too late.
         """
-        while self._due and self._due[0][0] <= number:
+        while self._due and self._due[0].number <= number:
             self._collect_first()
 
     def _collect_first(self) -> None:
-        number, shape, dtype, finish = self._due.popleft()
+        number, counts, dtype, finish = self._due.popleft()
+        self._due_bytes -= counts[self._rank] * dtype.itemsize
         self._wait(lambda: all(words[_LEFT] > number for words in self._words))
-        size, parts = shape.numel() * dtype.itemsize, []
-        self._due_bytes -= size
-        for words, room in zip(self._words, self._rooms, strict=True):
+        parts = []
+        for words, room, count in zip(self._words, self._rooms, counts, strict=True):
             start, theirs = (int(words[at + number % _TURNS]) for at in (_PLACES, _SIZES))
-            if theirs != size:
-                raise dist.DistError(f"ranks left {theirs} and {size} bytes for one message")
-            parts.append(room[start : start + size].view(dtype).view(shape))
+            if theirs != count * dtype.itemsize:
+                raise dist.DistError(
+                    f"a rank left {theirs} bytes for a message where {count * dtype.itemsize} "
+                    "were due"
+                )
+            parts.append(room[start : start + theirs].view(dtype))
         finish(parts)
         self._words[self._rank][_READ] = number + 1
 

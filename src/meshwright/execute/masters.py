@@ -77,6 +77,11 @@ class Weight:
             rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
+    @property
+    def memory(self) -> Tensor:
+        """The memory of what products use, whole but for tp."""
+        return self._memory
+
     def rows_used(self, rank: int) -> Tensor:
         """Return the memory of the rows of a rank as products use them."""
         return self._memory[self.rows[rank]]

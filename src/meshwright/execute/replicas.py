@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.execute.exchange import Exchange, gather
-from meshwright.execute.groups import Groups
+from meshwright.execute.groups import Groups, Link
 from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
+from meshwright.execute.shared import Left
 from meshwright.program.shards import unit_of
 
 
@@ -34,12 +34,13 @@ class Unit:
     def __init__(self, weights: Sequence[Weight], *, sheds: bool) -> None:
         self.weights, self.left, self.sheds = weights, len(weights), sheds
         self.is_current, self.has_met = False, False
-        self.arriving: list[Pending] = []
+        self.arriving: Sequence[Pending | Left] = ()
 
     def arrive(self) -> None:
         """Wait until it has been gathered."""
-        while self.arriving:
-            self.arriving.pop().wait()
+        for work in self.arriving:
+            work.wait()
+        self.arriving = ()
 
     def drop(self) -> None:
         """Let go of what has been gathered, where it does not stay for the step."""
@@ -58,9 +59,9 @@ class Unit:
 class Replicas:
     """Sums the gradients of a model over data, unit by unit, and gathers what ZeRO has updated.
 
-    `weights` are by name. Gradients are summed with those of `group`: the ranks that share rows
-    under ZeRO, and then with those that have the same rows, `replicas`; else with these alone. None
-    where there are no others.
+    `weights` are by name. Gradients are summed along `link`: with the ranks that share rows under
+    ZeRO, and then with those that have the same rows, `replicas`; else with these alone. None where
+    nobody is to be told.
     """
 
     def __init__(
@@ -78,11 +79,10 @@ class Replicas:
         """
         mesh, self._ledger = groups.parameters, groups.ledger
         used, self._summed = dtypes
-        self._shards, self.replicas = mesh.get_group("shard"), None
-        if mesh["replicate"].size() > 1:
-            self.replicas = mesh.get_group("replicate")
-        self._rank, self._zero = rank, zero if mesh["shard"].size() > 1 else 0
-        self.group = self._shards if self._zero else self.replicas
+        self._shards = groups.shard
+        self.replicas: Link | None = groups.replicate
+        self._rank, self._zero = rank, zero if groups.shard.size > 1 else 0
+        self.link: Link | None = self._shards if self._zero else self.replicas
         self._due = self._is_last = False
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
@@ -197,10 +197,10 @@ class Replicas:
             return
         if self._zero:
             self._settle()
-            sent = Exchange(weights, self.group, self._rank, self._summed, self._ledger)
+            sent = Exchange(weights, self.link, self._rank, self._summed, self._ledger)
             self._leaving = (sent, unit, self._is_last)
         else:
-            self._meet(self.group, [w.gradient for w in weights if w.gradient is not None])
+            self._meet(self.link, [w.gradient for w in weights if w.gradient is not None])
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -219,11 +219,12 @@ class Replicas:
         sums = [weight.shard_gradient for weight in unit.weights]
         self._meet(self.replicas, [rows for rows in sums if rows is not None and rows.numel()])
 
-    def _meet(self, group: dist.ProcessGroup | None, gradients: list[Tensor]) -> None:
-        """Sum gradients where they are, with those of a group if there is one."""
-        if group is not None and gradients:
-            work = group.allreduce_coalesced(gradients)
-            self._works.append((Pending(self._ledger, work), gradients))
+    def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
+        """Sum gradients where they are, with those of other ranks if there are any."""
+        if link is None or link.group is None or not gradients:
+            return
+        work = link.group.allreduce_coalesced(gradients)
+        self._works.append((Pending(self._ledger, work), gradients))
 
     def finish(self) -> None:
         """Sum what no hook has told of, wait, and leave the gradients with the masters.

@@ -7,7 +7,7 @@ seen by what records messages and by what chooses the results that recomputation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
@@ -26,12 +26,14 @@ _SCHEMAS: Final = (
     "all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor",
     "reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor",
     "wait_tensor(Tensor input) -> Tensor",
+    # Enters a message that is left in parts; returns its entry.
+    "enter(str kind, int size, int peer, str group_name) -> int",
 )
 _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum}
 
 
 @dataclass
-class _Open:
+class Open:
     """A group's lane, and where its collectives are entered."""
 
     group: dist.ProcessGroup
@@ -45,8 +47,8 @@ class _Open:
 class _Process:
     """What a process has: lanes by the names of groups, and what was begun by its memory."""
 
-    lanes: dict[str, _Open] = field(default_factory=dict)
-    begun: dict[int, tuple[_Open, int, int]] = field(default_factory=dict)
+    lanes: dict[str, Open] = field(default_factory=dict)
+    begun: dict[int, tuple[Open, int, int]] = field(default_factory=dict)
 
 
 def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
@@ -61,7 +63,7 @@ def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
         lane = open_lane(group, timeout_s)
         if lane is None:
             return False
-        known[name] = _Open(group, lane, dist.get_rank(group), ledger)
+        known[name] = Open(group, lane, dist.get_rank(group), ledger)
     known[name].ledger = ledger  # another world may have opened it
     known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
     return True
@@ -69,6 +71,48 @@ def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
 
 def _is_open(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
+
+
+def lane_of(group: dist.ProcessGroup) -> Lane:
+    """Return the lane of a group that shares memory."""
+    return _process().lanes[group.group_name].lane
+
+
+class Left:
+    """A message that was left in a lane in parts, entered into the ledger as some collectives.
+
+    As `ledger.Pending`, for what gloo sends.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, number: int, entries: Sequence[int]) -> None:
+        """Take the number of its last part, and its entries."""
+        self._open, self._number, self._entries = (
+            _process().lanes[group.group_name],
+            number,
+            entries,
+        )
+
+    def wait(self) -> None:
+        """Wait until all its parts are where they belong."""
+        ledger = self._open.ledger
+        ledger.wait(*self._entries)
+        self._open.lane.collect(self._number)
+        ledger.end(*self._entries)
+
+
+def enter(kind: str, size: int, group: dist.ProcessGroup, peer: int = -1) -> int:
+    """Enter a message of some bytes that goes through a lane; returns its entry.
+
+    `peer` is the place in the group of the rank that it is sent to, or received from.
+    """
+    return int(getattr(torch.ops, SPACE).enter(kind, size, peer, group.group_name))
+
+
+def _enter(kind: str, size: int, peer: int, group: str) -> int:
+    found = _process().lanes[group]
+    if peer >= 0:
+        peer = dist.get_process_group_ranks(found.group)[peer]
+    return found.ledger.begin(kind, found.number, size, peer)
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
@@ -116,7 +160,7 @@ def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
 
 
 def _begin(
-    found: _Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
+    found: Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
 ) -> Tensor:
     """Leave this rank's part `x` of what `out` will be; `message` is what the ledger counts."""
     size = message.numel() * message.element_size()
@@ -157,6 +201,7 @@ def _define() -> Any:
         library.define(schema)
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "CPU")
+    library.impl("enter", _enter, "CompositeExplicitAutograd")  # it has no tensor
     return library
 
 
