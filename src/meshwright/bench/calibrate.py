@@ -11,10 +11,11 @@ import torch
 
 from meshwright.bench import device as on_device
 from meshwright.bench.compiling import compiling
-from meshwright.bench.links import collectives, overlap
+from meshwright.bench.links import collectives, overlap, shared
 from meshwright.bench.overheads import overheads
 from meshwright.execute.products import take_route
 from meshwright.execute.world import World
+from meshwright.predict.network import through_lane
 from meshwright.predict.step import OPTIMIZER_BYTES
 from meshwright.prove.case import Case
 
@@ -67,8 +68,10 @@ def calibrate(world: World, budget_s: float = 3.0, case: Case | None = None) -> 
     if world.size > 1:
         sent = collectives(world)
         constants |= _links(sent, world.size)
+        by_lane = shared(world)
+        constants |= _lane(by_lane, world.size)
         constants["overlap"] = overlap(world)
-        curves |= sent
+        curves |= sent | {f"lane.{kind}": points for kind, points in by_lane.items()}
     everyone = world.gather_on_host(list(constants.values()))
     medians = [statistics.median(row) for row in zip(*everyone, strict=True)]
     return {
@@ -92,16 +95,33 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
         ("all_reduce", 2 * (ranks - 1) / ranks),
         ("reduce_scatter", (ranks - 1) / ranks),
         ("all_to_all", (ranks - 1) / ranks),
+        ("rows", (ranks - 1) / ranks),
         ("send", 1.0),
     ):
         base, per_byte = _line(sent[kind])
         found[f"times.{kind}"] = per_byte * rate / times
-        turns = {"all_reduce": 2 * (ranks - 1), "send": 1}.get(kind, ranks - 1)
+        turns = {"all_reduce": 2 * (ranks - 1), "send": 2}.get(kind, ranks - 1)
         found[f"inner.latency.{kind}"] = base / turns
     return found
 
 
+def _lane(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
+    """Return latency and rate of each kind of message through shared memory.
+
+    Bytes are those of `predict.network.through_lane`.
+    """
+    found: dict[str, float] = {}
+    for kind, points in sent.items():
+        base, per_byte = _line(points)
+        _, moved = through_lane(kind, 1.0, ranks)
+        found |= {f"lane.latency.{kind}": base, f"lane.rate.{kind}": moved / per_byte}
+    return found
+
+
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return latency, that of the smallest message, and the seconds per byte of the largest."""
+    """Return latency, that of the smallest message, and the seconds per byte of the largest.
+
+    Where noise hides what bytes take, all that the largest took.
+    """
     (_, least), *_, (size, most) = points
-    return least, max(most - least, 0.0) / size
+    return least, (most - least if most > least else most) / size

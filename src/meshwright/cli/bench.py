@@ -23,8 +23,9 @@ from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import detect
+from meshwright.launch.measured import keep
 from meshwright.layout import Layout, Machine, broken, resolve_layout
-from meshwright.predict.calibration import as_toml, read_calibration
+from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
 from meshwright.predict.price import Prediction, price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
@@ -103,7 +104,11 @@ def _device(args: argparse.Namespace) -> int:
         f"meshwright bench device: {machine.name}, {measured['ranks']} ranks, "
         f"torch {measured['torch']}"
     )
-    text = as_toml({machine.device: measured["constants"]}, date, source)
+    blocks = blocks_of(config.model, config.train.seq_len)
+    text = as_toml({machine.device: measured["constants"]}, date, source, blocks)
+    kept = keep(text, config, machine, os.environ)
+    if kept is not None:
+        print(f"note: plan, train and others on this machine read {kept}", file=sys.stderr)
     if args.out:
         write_atomic(args.out, text.encode())
     if args.json:

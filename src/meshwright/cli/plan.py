@@ -27,7 +27,7 @@ from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import on_machine
 from meshwright.layout import Layout, broken
-from meshwright.predict.calibration import read_calibration
+from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.ledger import predicted_ledger
 from meshwright.predict.price import Memory, Prediction
 from meshwright.predict.setting import Setting
@@ -174,6 +174,9 @@ def _print_plan(made: Plan, seconds: float) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
+    known = setting.calibration
+    if known is not shipped_calibration():
+        say(f"priced by {known.source}, {known.date}")
     print(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
     if made.best is None:
         _print_unfit(made)

@@ -17,6 +17,7 @@ from meshwright.execute.ledger import Ledger
 from meshwright.execute.shared import share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
+from meshwright.program.messages import goes_by_lane
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
             group = parameters.get_group(of) if of else opener.open(everyone)
-        is_shared = axes == ("tp",) and _share(group, ranks, world, timeout_s)
+        is_shared = all(map(goes_by_lane, axes)) and _share(group, ranks, world, timeout_s)
         return Link(group, ranks, ranks.index(world.rank), is_shared)
 
     groups = Groups(

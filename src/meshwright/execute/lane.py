@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.execute.world import exchange
+from meshwright.program.messages import LARGEST_SHARED
 
-# Bytes of a rank's room, and of the largest message: those on their way must all fit.
-ROOM: Final = 1 << 24
-LARGEST: Final = ROOM // 4
+# Bytes of the largest message, and of a rank's room: those on their way must all fit.
+LARGEST: Final = LARGEST_SHARED
+ROOM: Final = 4 * LARGEST
 _FOLDER: Final = Path("/dev/shm")
 # A rank's words, of 8 bytes: how many parts it has left, how many it has read, and where the last
 # ones are in its room, with their bytes. Each rank has a page of its own.

@@ -215,7 +215,7 @@ class Kernels:
             if message.axis != "tp" or (message.beside == "inputs" and not hides):
                 continue
             often = rounds if message.phase.startswith("loss") else 1
-            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1)
+            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1, "tp")
             seconds = message.times * each * self.tp_exposed
             if message.beside == "inputs" or (message.beside and not defers):
                 seconds -= hides * min(seconds, room)
@@ -231,7 +231,7 @@ class Kernels:
         forward's messages are in the program's counts.
         """
         seconds = sum(
-            message.times * self.network.seconds(message.kind, message.bytes, cp, tp)
+            message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
             for message in work.messages
             if message.axis == "cp" and message.kind != "recv"  # both ways at once
         )

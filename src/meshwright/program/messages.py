@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
 Beside = Literal["", "inputs", "weights"]
 Axis = Literal["tp", "cp", "pp", "shard", "replicate", "data", "ends", "world"]
+
+# Axes whose messages go through a lane where CPU ranks share a machine, and the largest that do:
+# of a gather the part of one rank. docs/decisions/0025.
+_BY_LANE: Final = frozenset({"tp"})
+LARGEST_SHARED: Final = 1 << 22  # bytes
 
 
 @dataclass(frozen=True)
@@ -33,3 +38,11 @@ class Collective:
     count: int
     reason: str
     beside: Beside = ""
+
+
+def goes_by_lane(axis: str) -> bool:
+    """Return whether CPU ranks of one machine send an axis' messages through a lane.
+
+    Those of `LARGEST_SHARED` bytes at most, that is; the others go as elsewhere.
+    """
+    return axis in _BY_LANE

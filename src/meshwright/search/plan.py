@@ -11,7 +11,12 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
+from meshwright.predict.calibration import (
+    Calibration,
+    blocks_of,
+    read_calibration,
+    shipped_calibration,
+)
 from meshwright.predict.catalogue import resolve_cluster
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
@@ -71,7 +76,8 @@ def setting_of(
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
     if calibration is None:
         own = config.cluster.calibration
-        calibration = shipped_calibration() if own is None else read_calibration(Path(own))
+        blocks = blocks_of(config.model, config.train.seq_len)
+        calibration = shipped_calibration() if own is None else read_calibration(Path(own), blocks)
     cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
     return Setting(
         config.model,
