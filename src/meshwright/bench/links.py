@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -22,6 +23,7 @@ _SIZES: Final = (2**14, 2**20, 2**24)
 _SHARED_SIZES: Final = (2**14, 2**20, LARGEST_SHARED)
 _WEIGHTS: Final = 9  # of a block, whose rows are gathered one weight after the other
 _TIMES: Final = 12
+_TURNS: Final = 3
 _SIDE: Final = 640  # of the matrix that is multiplied between two messages
 
 
@@ -44,6 +46,20 @@ def shared(world: World) -> dict[str, list[tuple[int, float]]]:
         kind: _seconds(world, _SHARED_SIZES, partial(make, link))
         for kind, make in _SHARED_KINDS.items()
     }
+
+
+def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
+    """Return the seconds of a sum of so many bytes by gloo and through shared memory.
+
+    None where such a message doesn't go through it. Both take turns, beside products.
+    """
+    link = open_groups(Layout(tp=world.size), world).tp
+    if not link.is_shared or size > LARGEST_SHARED:
+        return None
+    makes = (partial(_all_reduce, world), partial(_shared_sum, link))
+    turns = [[_seconds(world, [size], make)[0][1] for make in makes] for _ in range(_TURNS)]
+    by_gloo, by_lane = (statistics.median(one) for one in zip(*turns, strict=True))
+    return by_gloo, by_lane
 
 
 def _seconds(

@@ -35,6 +35,7 @@ from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.choices import choices
 from meshwright.search.plan import (
     Plan,
     as_json,
@@ -207,14 +208,8 @@ def _table(made: Plan) -> Table:
 def _print_winner(made: Plan, best: Prediction) -> None:
     print(f"\nbest: {best.layout.label}")
     say("step time: " + ", ".join(_causes(best)), "  ")
-    setting = made.setting
-    gain = setting.calibration.constants.get(f"{setting.cluster.device.kind}.matmul.gain")
-    if gain is not None and setting.train.precision == "fp32":
-        chosen = "train.matmul = auto"
-        say(f"products: {gain:.2f} x the rate of torch's own, as measured ({chosen})", "  ")
-    asked = "auto" if made.compile.why != "as asked for" else str(made.compile.compiled).lower()
-    blocks = "compiled" if made.compile.compiled else "not compiled"
-    say(f"blocks: {blocks} (train.compile = {asked}): {made.compile.why}", "  ")
+    for one in choices(made.setting, made.compile):
+        say(f"{one.what}: {one.text}", "  ")
     ranks = ranks_of(made.setting, best.layout)
     dearest = max(ranks, key=lambda held: held.total)
     say(f"pipeline rank {dearest.rank}: {_memory(dearest)}", "  ")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from meshwright.data.files import write_atomic
 from meshwright.errors import ConfigError
 from meshwright.launch.machine import detect, gpu_name
 from meshwright.layout import Machine
@@ -26,9 +26,6 @@ def user_cache(environ: Mapping[str, str]) -> Path:
 
 def kept_at(machine: Machine, environ: Mapping[str, str]) -> Path:
     """Return the file for what is measured here: by processor, cores or GPU, and torch."""
-    # Only here: it takes as long as all else that reads a config.
-    from importlib.metadata import version
-
     name = (gpu_name() if machine.device == "cuda" else None) or machine.name
     words = f"{name} torch {version('torch')}"
     return user_cache(environ) / _FOLDER / f"{re.sub('[^A-Za-z0-9.+]+', '-', words)}.toml"
@@ -38,6 +35,9 @@ def keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str]
     """Keep a calibration of this machine; None where it is of other than the default ranks."""
     if config.cluster.devices_per_node is not None:
         return None
+    # Only here: data's room brings numpy, which a config has no use for.
+    from meshwright.data.files import write_atomic
+
     path = kept_at(machine, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.encode())

@@ -75,7 +75,7 @@ class Kernels:
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
         self.attention_peak = peak * find(f"attention.{stack.attention}.{precision}", *kinds)
         # What the host adds where it does not run ahead of the device: of a layer, and so on.
-        self.per_layer = find("overhead.layer", *kinds)
+        self.per_layer = find(f"overhead.layer.{precision}", *kinds)
         self.per_microbatch = find("overhead.microbatch", *kinds)
         self.per_unit = find("overhead.unit", *kinds)
         self.launch = find("launch", *kinds)

@@ -23,6 +23,7 @@ from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.choices import choices
 from meshwright.search.compiling import NOTHING_FITS, Choice, choose, decided, with_compile
 from meshwright.search.questions import Batch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
@@ -225,6 +226,7 @@ def as_json(made: Plan) -> dict[str, Any]:
         "layout": best.layout.model_dump(mode="json") if best else None,
         "digest": digest(made.config, best.layout) if best else None,
         "compile": made.compile._asdict(),
+        "choices": [one._asdict() for one in choices(made.setting, made.compile)],
         "ledger": ledger(best) if best else None,
         "warnings": warnings(best, made.setting) if best else [],
         "ranked": [
