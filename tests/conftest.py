@@ -12,6 +12,24 @@ from runs import TINY, ip
 pytest.register_assert_rewrite("faulty")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """The folder of all tests' cache folders, where what sessions share has its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("caches")
+        patch.setenv("XDG_CACHE_HOME", str(folder / "session"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(caches, request, monkeypatch):
+    """No test reads or writes what a user's cache folder, or another test's, has of this machine.
+
+    The folder is not made: few tests have a use for it.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches / f"{id(request.node):x}"))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "text.txt"

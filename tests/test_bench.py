@@ -56,7 +56,7 @@ def test_bench_device_writes_what_plan_reads(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["ranks"] == 2
     calibration = read_calibration(path)
-    for name in ("peak.fp32", "products.half.bf16", "overhead.layer", "inner.rate"):
+    for name in ("peak.fp32", "products.half.bf16", "overhead.layer.fp32", "inner.rate"):
         assert calibration.constants[f"cpu.{name}"] == pytest.approx(
             document["constants"][name], rel=1e-5
         )

@@ -148,7 +148,7 @@ def test_zero_on_cpus_keeps_weights_whole():
     # What goes to the ranks that sum it, and a gather.
     ours, held = setting(device="cpu", precision="fp32"), Held(SEVEN.n_layers, True, True)
     kernels = ours.kernels()
-    gather = kernels.network.seconds("all_gather", 4 * count, 8, 1)
+    gather = kernels.network.seconds("rows", 4 * count, 8, 1)
     exchange = kernels.network.seconds("all_to_all", 4 * count, 8, 1)
     assert data_messages(ours, kernels, layout, held) == pytest.approx(exchange + gather)
 

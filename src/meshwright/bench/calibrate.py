@@ -9,66 +9,43 @@ from typing import Any, Final
 
 import torch
 
+from meshwright.bench import blocks as on_blocks
 from meshwright.bench import device as on_device
 from meshwright.bench.compiling import compiling
-from meshwright.bench.links import collectives, overlap
+from meshwright.bench.links import collectives, overlap, shared, sums_both_ways
 from meshwright.bench.overheads import overheads
 from meshwright.execute.products import take_route
 from meshwright.execute.world import World
+from meshwright.predict.network import through_lane
 from meshwright.predict.step import OPTIMIZER_BYTES
+from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.prove.case import Case
 
 _PRECISIONS: Final = ("fp32", "bf16")
 
 
-def calibrate(world: World, budget_s: float = 3.0, case: Case | None = None) -> dict[str, Any]:
+def calibrate(
+    world: World, budget_s: float = 3.0, case: Case | None = None, *, compiles: bool = False
+) -> dict[str, Any]:
     """Return constants by name, without the kind of the device, and the curves behind them.
 
-    `budget_s` is about what each of the measurements takes; `case` has the blocks whose
-    compiling is measured, None for none. All ranks call it; constants are medians over them.
+    `budget_s` is about what each of the measurements takes; `case` has the blocks that are
+    measured, None for some usual ones, and `compiles` says whether to measure what compiling them
+    gains. All ranks call it; constants are medians over them.
     """
-    constants: dict[str, float] = {}
-    curves: dict[str, Any] = {}
-    overhead = on_device.block_overhead(world.device, budget_s / 3)
-    constants["overhead.layer"] = overhead
-    take_route("torch", world.device)
-    plain = sum(seconds for _, seconds in on_device.products(world.device, "fp32", budget_s / 2))
-    take_route("auto", world.device)
-    for precision in _PRECISIONS:
-        found = on_device.products(world.device, precision, budget_s)
-        peak, half = on_device.saturation(found)
-        best = max(shape.flops / seconds for shape, seconds in found)
-        constants[f"peak.{precision}"] = best
-        if precision == "fp32" and world.device.type == "cpu":
-            constants["matmul.gain"] = plain / sum(seconds for _, seconds in found)
-        constants[f"products.{precision}"] = peak / best
-        constants[f"products.half.{precision}"] = half
-        curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
-        core = on_device.attention(world.device, precision, budget_s / 2)
-        constants[f"attention.flash2.{precision}"] = core / best
-        constants[f"moves.{precision}"] = on_device.seconds_per_byte(
-            world.device, precision, budget_s, (peak, half), overhead
-        )
-        constants[f"moves.loss.{precision}"] = 1 / on_device.loss_rate(
-            world.device, precision, budget_s
-        )
-    bandwidth = on_device.copy_rate(world.device, budget_s / 3)
-    constants["bandwidth"] = bandwidth
-    for precision in _PRECISIONS:  # of the copy's rate
-        constants[f"moves.{precision}"] *= bandwidth
-        constants[f"moves.loss.{precision}"] *= bandwidth
-    rate = on_device.optimizer_rate(world.device, budget_s / 3, OPTIMIZER_BYTES)
-    constants["optimizer"] = rate / bandwidth
+    constants, curves = _compute(world.device, budget_s, case)
     if case is not None:
+        constants |= _of_blocks(world, budget_s, case)
+    if case is not None and compiles:
         constants |= compiling(world.device, case, budget_s)
         take_route("auto", world.device)
     cost = overheads(world)
     constants |= {f"overhead.{name}": seconds for name, seconds in cost._asdict().items()}
     if world.size > 1:
-        sent = collectives(world)
-        constants |= _links(sent, world.size)
+        sent, by_lane = collectives(world), shared(world)
+        constants |= _links(sent, world.size) | _lane(by_lane, world.size)
         constants["overlap"] = overlap(world)
-        curves |= sent
+        curves |= sent | {f"lane.{kind}": points for kind, points in by_lane.items()}
     everyone = world.gather_on_host(list(constants.values()))
     medians = [statistics.median(row) for row in zip(*everyone, strict=True)]
     return {
@@ -78,6 +55,64 @@ def calibrate(world: World, budget_s: float = 3.0, case: Case | None = None) -> 
         "machine": platform.processor() or platform.machine(),
         "ranks": world.size,
     }
+
+
+def block_seconds(world: World, budget_s: float, case: Case) -> float:
+    """Return the seconds of a block of a case with its microbatch, the median of all ranks."""
+    shape = on_blocks.measurable(world.device, case)
+    take_route("auto", world.device)
+    own = on_blocks.seconds(world.device, case.train.precision, budget_s, shape)
+    return statistics.median(row[0] for row in world.gather_on_host([own]))
+
+
+def _of_blocks(world: World, budget_s: float, case: Case) -> dict[str, float]:
+    """Return what is measured of a case's own blocks beside compiling: see `search.choices`."""
+    shape, precision = on_blocks.measurable(world.device, case), case.train.precision
+    most = max(1, case.train.batch // case.layout.dp)
+    rows = on_blocks.by_rows(world.device, precision, budget_s, shape, most)
+    found = {f"blocks.rows.{count}.{precision}": seconds for count, seconds in rows.items()}
+    element = ELEMENT_BYTES[precision]
+    message = shape.rows * shape.length * shape.spec.dim * element
+    sums = sums_both_ways(world, message) if world.size > 1 else None
+    if sums is not None:
+        found |= {"blocks.message": float(message)}
+        found |= dict(zip(("blocks.sum.gloo", "blocks.sum.lane"), sums, strict=True))
+    return found
+
+
+def _compute(
+    device: torch.device, budget_s: float, case: Case | None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what one rank's computing comes to, and its curves."""
+    constants: dict[str, float] = {}
+    curves: dict[str, Any] = {}
+    shape = on_blocks.measurable(device, case)
+    take_route("torch", device)
+    plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2))
+    take_route("auto", device)
+    bandwidth = on_device.copy_rate(device, budget_s / 3)
+    constants["bandwidth"] = bandwidth
+    for precision in _PRECISIONS:
+        found = on_device.products(device, precision, budget_s)
+        peak, half = on_device.saturation(found)
+        best = max(shape.flops / seconds for shape, seconds in found)
+        constants[f"peak.{precision}"] = best
+        if precision == "fp32" and device.type == "cpu":
+            constants["matmul.gain"] = plain / sum(seconds for _, seconds in found)
+        constants[f"products.{precision}"] = peak / best
+        constants[f"products.half.{precision}"] = half
+        curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
+        parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape)
+        rate = on_blocks.attention_flops(shape) / parts.attention
+        constants[f"attention.flash2.{precision}"] = rate / best
+        constants[f"overhead.layer.{precision}"] = parts.overhead
+        moves = on_blocks.seconds_per_byte(precision, shape, (peak, half), parts)
+        constants[f"moves.{precision}"] = moves * bandwidth
+        loss = 1 / on_device.loss_rate(device, precision, budget_s)
+        constants[f"moves.loss.{precision}"] = loss * bandwidth
+    rate = on_device.optimizer_rate(device, budget_s / 3, OPTIMIZER_BYTES)
+    constants["optimizer"] = rate / bandwidth
+    return constants, curves
 
 
 def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
@@ -92,16 +127,33 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
         ("all_reduce", 2 * (ranks - 1) / ranks),
         ("reduce_scatter", (ranks - 1) / ranks),
         ("all_to_all", (ranks - 1) / ranks),
+        ("rows", (ranks - 1) / ranks),
         ("send", 1.0),
     ):
         base, per_byte = _line(sent[kind])
         found[f"times.{kind}"] = per_byte * rate / times
-        turns = {"all_reduce": 2 * (ranks - 1), "send": 1}.get(kind, ranks - 1)
+        turns = {"all_reduce": 2 * (ranks - 1), "send": 2}.get(kind, ranks - 1)
         found[f"inner.latency.{kind}"] = base / turns
     return found
 
 
+def _lane(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
+    """Return latency and rate of each kind of message through shared memory.
+
+    Bytes are those of `predict.network.through_lane`.
+    """
+    found: dict[str, float] = {}
+    for kind, points in sent.items():
+        base, per_byte = _line(points)
+        _, moved = through_lane(kind, 1.0, ranks)
+        found |= {f"lane.latency.{kind}": base, f"lane.rate.{kind}": moved / per_byte}
+    return found
+
+
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return latency, that of the smallest message, and the seconds per byte of the largest."""
+    """Return latency, that of the smallest message, and the seconds per byte of the largest.
+
+    Where noise hides what bytes take, all that the largest took.
+    """
     (_, least), *_, (size, most) = points
-    return least, max(most - least, 0.0) / size
+    return least, (most - least if most > least else most) / size

@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.bench.blocks import measurable, stack
 from meshwright.execute.build import compiler
 from meshwright.execute.data import DTYPES
 from meshwright.execute.products import take_route
-from meshwright.models.blocks import Block
-from meshwright.models.rope import Rope
-from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
-from meshwright.spec.model import ModelSpec
 
 _DEPTH: Final = 4  # blocks that are timed together
 _LEAST: Final = 5  # turns
-# A pass of a block with more FLOPs than this takes too long to be repeated.
-_MOST_FLOPS: Final[Mapping[str, float]] = {"cpu": 5e11, "cuda": 5e13}
-_MOST_WEIGHTS: Final = 2**28
 
 
 def compiling(device: torch.device, case: Case, budget_s: float) -> dict[str, float]:
@@ -38,21 +31,17 @@ def compiling(device: torch.device, case: Case, budget_s: float) -> dict[str, fl
     # Not at the top: the compiler is a second of imports.
     from torch._inductor.utils import fresh_cache
 
-    spec = case.model.model_copy(update={"dropout": 0.0})
-    precision, rows, length = case.train.precision, case.layout.microbatch, case.train.seq_len
-    weights = parameter_count(spec.model_copy(update={"n_layers": 2})) - parameter_count(
-        spec.model_copy(update={"n_layers": 1})
-    )
-    flops = 6 * weights * rows * length
-    if flops > _MOST_FLOPS[device.type] or weights > _MOST_WEIGHTS:
+    shape, precision = measurable(device, case), case.train.precision
+    spec, length, rows = shape
+    if spec != case.model.model_copy(update={"dropout": 0.0}):
         return {}
-    depth = max(1, min(_DEPTH, spec.n_layers, _MOST_WEIGHTS // weights))
-    plain, compiled = (_stack(device, precision, spec, length, depth) for _ in range(2))
+    depth = max(1, min(_DEPTH, spec.n_layers))
+    plain, compiled = (stack(device, precision, spec, length, depth) for _ in range(2))
     wrap = compiler(take_route(case.train.matmul, device))
     for block in compiled:
         wrap(block)
-    shape = (rows, length, spec.dim)
-    x = torch.randn(shape, device=device, dtype=DTYPES[precision], requires_grad=True)
+    size = (rows, length, spec.dim)
+    x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
     with fresh_cache():
         first = _seconds(compiled, x)
     usual = [_seconds(stack, x) for stack in (plain, plain, compiled)]
@@ -63,15 +52,6 @@ def compiling(device: torch.device, case: Case, budget_s: float) -> dict[str, fl
         f"compile.memory.{precision}": _kept(compiled, x) / _kept(plain, x),
         f"compile.seconds.{precision}": max(first - usual[-1], 0.0),
     }
-
-
-def _stack(
-    device: torch.device, precision: str, spec: ModelSpec, length: int, depth: int
-) -> nn.Sequential:
-    rope = Rope(spec, length)
-    rope.reach(length, device)
-    dtype = DTYPES[precision]
-    return nn.Sequential(*(Block(spec, rope, str(n)).to(device, dtype) for n in range(depth)))
 
 
 def _seconds(stack: nn.Sequential, x: Tensor) -> float:

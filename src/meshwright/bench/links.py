@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -10,11 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.bench.timing import seconds_between, seconds_together
+from meshwright.execute.borders import all_reduce, begin_gather, begin_scatter
+from meshwright.execute.groups import Link, open_groups
 from meshwright.execute.world import World
+from meshwright.layout import Layout
+from meshwright.program.messages import LARGEST_SHARED
 
 # Bytes of messages: an activation of a small model, a layer of one, a layer of a larger one.
 _SIZES: Final = (2**14, 2**20, 2**24)
+_SHARED_SIZES: Final = (2**14, 2**20, LARGEST_SHARED)
+_WEIGHTS: Final = 9  # of a block, whose rows are gathered one weight after the other
 _TIMES: Final = 12
+_TURNS: Final = 3
 _SIDE: Final = 640  # of the matrix that is multiplied between two messages
 
 
@@ -25,14 +34,42 @@ def collectives(world: World) -> dict[str, list[tuple[int, float]]]:
     two messages ranks compute, as they do in training: so they come neither at the same moment
     nor with the message in their caches. A rank's seconds are its own, its waiting included.
     """
+    return {kind: _seconds(world, _SIZES, partial(make, world)) for kind, make in _KINDS.items()}
+
+
+def shared(world: World) -> dict[str, list[tuple[int, float]]]:
+    """Return the same of messages through shared memory; none where ranks can't have it."""
+    link = open_groups(Layout(tp=world.size), world).tp
+    if not link.is_shared:
+        return {}
+    return {
+        kind: _seconds(world, _SHARED_SIZES, partial(make, link))
+        for kind, make in _SHARED_KINDS.items()
+    }
+
+
+def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
+    """Return the seconds of a sum of so many bytes by gloo and through shared memory.
+
+    None where such a message doesn't go through it. Both take turns, beside products.
+    """
+    link = open_groups(Layout(tp=world.size), world).tp
+    if not link.is_shared or size > LARGEST_SHARED:
+        return None
+    makes = (partial(_all_reduce, world), partial(_shared_sum, link))
+    turns = [[_seconds(world, [size], make)[0][1] for make in makes] for _ in range(_TURNS)]
+    by_gloo, by_lane = (statistics.median(one) for one in zip(*turns, strict=True))
+    return by_gloo, by_lane
+
+
+def _seconds(
+    world: World, sizes: Sequence[int], make: Callable[[int], Callable[[], object]]
+) -> list[tuple[int, float]]:
+    """Return the seconds of messages of some bytes; `make` gets the number of fp32 elements."""
     factor = torch.randn(_SIDE, _SIDE, device=world.device)
-    found: dict[str, list[tuple[int, float]]] = {}
-    for kind, make in _KINDS.items():
-        for size in _SIZES:
-            work = make(world, size // 4)
-            seconds = seconds_between(lambda: factor @ factor, work, _TIMES)
-            found.setdefault(kind, []).append((size, seconds))
-    return found
+    return [
+        (size, seconds_between(lambda: factor @ factor, make(size // 4), _TIMES)) for size in sizes
+    ]
 
 
 def overlap(world: World) -> float:
@@ -89,6 +126,42 @@ def _send(world: World, count: int) -> Callable[[], object]:
     return there_and_back
 
 
+def _rows(world: World, count: int) -> Callable[[], object]:
+    """A unit's weights, of which each rank has rows that all others receive, one by one."""
+    wholes = [
+        torch.ones(world.size, max(1, count // world.size // _WEIGHTS), device=world.device)
+        for _ in range(_WEIGHTS)
+    ]
+
+    def gather() -> None:
+        works = []
+        for whole in wholes:
+            for step in range(1, world.size):
+                after, before = (world.rank + step) % world.size, (world.rank - step) % world.size
+                works.append(dist.isend(whole[world.rank], after))
+                works.append(dist.irecv(whole[before], before))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return gather
+
+
+def _shared_sum(link: Link, count: int) -> Callable[[], object]:
+    tensor = torch.ones(count)
+    return lambda: all_reduce(tensor, link)
+
+
+def _shared_gather(link: Link, count: int) -> Callable[[], object]:
+    part = torch.ones(1, count // link.size)
+    return lambda: begin_gather(part, link)()
+
+
+def _shared_scatter(link: Link, count: int) -> Callable[[], object]:
+    whole = torch.ones(1, count // link.size * link.size)
+    return lambda: begin_scatter(whole, link)()
+
+
 def _part_and_whole(world: World, count: int) -> tuple[Tensor, Tensor]:
     part = torch.ones(count // world.size, device=world.device)
     return part, torch.ones(count // world.size * world.size, device=world.device)
@@ -100,4 +173,10 @@ _KINDS: Final[Mapping[str, Callable[[World, int], Callable[[], object]]]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "send": _send,
+    "rows": _rows,
+}
+_SHARED_KINDS: Final[Mapping[str, Callable[[Link, int], Callable[[], object]]]] = {
+    "all_reduce": _shared_sum,
+    "all_gather": _shared_gather,
+    "reduce_scatter": _shared_scatter,
 }

@@ -23,8 +23,10 @@ from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import detect
+from meshwright.launch.measured import keep
+from meshwright.launch.rank_environ import sets_allocator
 from meshwright.layout import Layout, Machine, broken, resolve_layout
-from meshwright.predict.calibration import as_toml, read_calibration
+from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
 from meshwright.predict.price import Prediction, price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
@@ -89,21 +91,30 @@ def run(args: argparse.Namespace) -> int:
 def _device(args: argparse.Namespace) -> int:
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
+    case = Case(config.model, config.train, resolve_layout(config, machine))
     request = {
         "what": "device",
         "budget_s": args.budget,
         "device": machine.device,
-        "compiled": _compiled_case(config, machine),
+        "case": case.as_json(),
+        "compiles": _compiles(config, machine),
     }
     found: list[dict[str, Any]] = []
     measure_on_ranks(request, machine.devices, os.environ, found.append)
     (measured,) = found
+    gain = _allocator_gain(request, machine)
+    if gain is not None:
+        measured["constants"][f"blocks.allocator.{config.train.precision}"] = gain
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = (
         f"meshwright bench device: {machine.name}, {measured['ranks']} ranks, "
         f"torch {measured['torch']}"
     )
-    text = as_toml({machine.device: measured["constants"]}, date, source)
+    blocks = blocks_of(config.model, config.train.seq_len)
+    text = as_toml({machine.device: measured["constants"]}, date, source, blocks)
+    kept = keep(text, config, machine, os.environ)
+    if kept is not None:
+        print(f"note: plan, train and others on this machine read {kept}", file=sys.stderr)
     if args.out:
         write_atomic(args.out, text.encode())
     if args.json:
@@ -115,15 +126,33 @@ def _device(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _compiled_case(config: Config, machine: Machine) -> str | None:
-    """Return the case whose blocks are compiled to see what it gains; None where it is no use."""
+def _compiles(config: Config, machine: Machine) -> bool:
+    """Return whether to measure what compiling gains; says why not where it can't be."""
     if config.train.compile is False:
-        return None
+        return False
     lacks = lacks_compiler(machine.device, os.environ)
     if lacks is not None:
         print(f"note: what compiling gains is not measured: {lacks}", file=sys.stderr)
+    return lacks is None
+
+
+def _allocator_gain(request: Mapping[str, Any], machine: Machine) -> float | None:
+    """Return how many times as fast blocks are with the allocator that ranks are started with.
+
+    None where ranks are started with nothing of the kind. Launches without and with it take turns.
+    """
+    if machine.device != "cpu" or not sets_allocator(os.environ):
         return None
-    return Case(config.model, config.train, resolve_layout(config, machine)).as_json()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for keeps in (False, True):
+        measure_on_ranks(
+            {**request, "what": "blocks"},
+            machine.devices,
+            os.environ,
+            lambda said, keeps=keeps: seconds[keeps].append(said["seconds"]),  # type: ignore[misc]
+            keeps_memory=keeps,
+        )
+    return statistics.median(seconds[False]) / statistics.median(seconds[True])
 
 
 def _print_device(constants: Mapping[str, float], source: str) -> None:

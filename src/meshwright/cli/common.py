@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import textwrap
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import ConfigError
+from meshwright.launch.measured import as_measured_here
 from meshwright.spec.loading import Config, load_config
 
 # Of a layout's label: "interleaved_zero_bubble".
@@ -32,10 +34,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def read_config(args: argparse.Namespace, default: Path | None = None) -> Config:
     """Return the config that the arguments name, or that of a default file under overrides.
 
-    Raises `ConfigError`.
+    It is priced by what was measured of this machine, if anything was: `launch.measured`. Raises
+    `ConfigError`.
     """
     file, overrides = read_words(args)
-    return load_config(file or default, overrides)
+    return as_measured_here(load_config(file or default, overrides), os.environ)
 
 
 def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:

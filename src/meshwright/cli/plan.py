@@ -27,7 +27,7 @@ from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import on_machine
 from meshwright.layout import Layout, broken
-from meshwright.predict.calibration import read_calibration
+from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.ledger import predicted_ledger
 from meshwright.predict.price import Memory, Prediction
 from meshwright.predict.setting import Setting
@@ -35,6 +35,7 @@ from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.choices import choices
 from meshwright.search.plan import (
     Plan,
     as_json,
@@ -174,6 +175,9 @@ def _print_plan(made: Plan, seconds: float) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
+    known = setting.calibration
+    if known is not shipped_calibration():
+        say(f"priced by {known.source}, {known.date}")
     print(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
     if made.best is None:
         _print_unfit(made)
@@ -204,14 +208,8 @@ def _table(made: Plan) -> Table:
 def _print_winner(made: Plan, best: Prediction) -> None:
     print(f"\nbest: {best.layout.label}")
     say("step time: " + ", ".join(_causes(best)), "  ")
-    setting = made.setting
-    gain = setting.calibration.constants.get(f"{setting.cluster.device.kind}.matmul.gain")
-    if gain is not None and setting.train.precision == "fp32":
-        chosen = "train.matmul = auto"
-        say(f"products: {gain:.2f} x the rate of torch's own, as measured ({chosen})", "  ")
-    asked = "auto" if made.compile.why != "as asked for" else str(made.compile.compiled).lower()
-    blocks = "compiled" if made.compile.compiled else "not compiled"
-    say(f"blocks: {blocks} (train.compile = {asked}): {made.compile.why}", "  ")
+    for one in choices(made.setting, made.compile):
+        say(f"{one.what}: {one.text}", "  ")
     ranks = ranks_of(made.setting, best.layout)
     dearest = max(ranks, key=lambda held: held.total)
     say(f"pipeline rank {dearest.rank}: {_memory(dearest)}", "  ")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from meshwright.bench.calibrate import calibrate
+from meshwright.bench.calibrate import block_seconds, calibrate
 from meshwright.bench.layouts import side_by_side
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join
@@ -22,9 +22,12 @@ TIMEOUT_S: Final = 300.0
 def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]]:
     """Yield what a request asks for, as it is found; all ranks of the world do."""
     if request["what"] == "device":
-        text = request["compiled"]
-        case = None if text is None else Case.from_json(text)
-        yield calibrate(world, request["budget_s"], case)
+        case = Case.from_json(request["case"])
+        yield calibrate(world, request["budget_s"], case, compiles=request["compiles"])
+        return
+    if request["what"] == "blocks":
+        case = Case.from_json(request["case"])
+        yield {"seconds": block_seconds(world, request["budget_s"], case)}
         return
     cases = [Case.from_json(text) for text in request["cases"]]
     yield from side_by_side(world, cases, request["rounds"], request["steps"], request["also"])

@@ -33,9 +33,12 @@ def measure_on_ranks(
     ranks: int,
     environ: Mapping[str, str],
     show: Callable[[dict[str, Any]], None],
+    *,
+    keeps_memory: bool = True,
 ) -> None:
     """Have local ranks measure what a request asks for; `show` gets each line of rank 0.
 
+    `keeps_memory` as in `rank_environ`.
     Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     timing = Timing()
@@ -54,7 +57,7 @@ def measure_on_ranks(
             [sys.executable, "-m", "meshwright.launch.bench_worker", path],
             ranks,
             RunFolder(folder),
-            rank_environ(environ),
+            rank_environ(environ, keeps_memory=keeps_memory),
             listen_on_loopback(None),
             timing,
         )

@@ -47,7 +47,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "zero2": {"dp_shard": RANKS, "zero": 2},
     "zero3": {"dp_shard": RANKS, "zero": 3},
     "tp": {"tp": RANKS},
-    "pp": {"pp": RANKS, "schedule": "zbv", "virtual_stages": 2},
+    "pp": {"pp": RANKS, "schedule": "interleaved_1f1b", "virtual_stages": 2},
     "ring": {"cp": RANKS, "cp_kind": "ring"},
     "ulysses": {"cp": RANKS, "cp_kind": "ulysses"},
     "bf16": {"dp_replicate": RANKS},

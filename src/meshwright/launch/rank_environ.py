@@ -28,6 +28,11 @@ def rank_environ(
     """
     found = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     own = environ.get("GLIBC_TUNABLES", "")
-    if keeps_memory and "glibc.malloc" not in own and "LD_PRELOAD" not in environ:
+    if keeps_memory and sets_allocator(environ):
         found["GLIBC_TUNABLES"] = f"{own}:{ALLOCATOR}" if own else ALLOCATOR
     return found
+
+
+def sets_allocator(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks are started with our settings of glibc's allocator: where none are."""
+    return "glibc.malloc" not in environ.get("GLIBC_TUNABLES", "") and "LD_PRELOAD" not in environ

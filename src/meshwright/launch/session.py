@@ -26,6 +26,7 @@ from meshwright.launch.fault import Fault
 from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
+from meshwright.launch.measured import user_cache
 from meshwright.launch.planned import predicted, settled
 from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.restart import append, run_attempts
@@ -252,10 +253,7 @@ def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
     """Return the folder of prepared stores and downloads."""
     if config.data.cache is not None:
         return Path(config.data.cache)
-    base = environ.get("XDG_CACHE_HOME") or str(
-        Path(environ.get("HOME", "~")).expanduser() / ".cache"
-    )
-    return Path(base) / "meshwright"
+    return user_cache(environ)
 
 
 def check_extras(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.spec.model import ModelSpec
 
 # What stands in for a device or a stack that has not been measured.
 ANY = "any"
@@ -22,12 +24,13 @@ class Calibration:
     """Constants by name, `KIND.what`, and where they come from.
 
     KIND is the kind of a device, the name of a stack, or "any". A kind such as "h100-500w" stands
-    back to "h100".
+    back to "h100". `blocks` names the model whose blocks were measured, see `blocks_of`.
     """
 
     constants: Mapping[str, float]
     date: str = ""
     source: str = ""
+    blocks: str = ""
 
     def find(self, what: str, *kinds: str) -> float:
         """Return a constant of the first of the kinds that has it, else that of any.
@@ -50,7 +53,14 @@ def parse_calibration(text: str) -> Calibration:
     """Return the calibration of a TOML text: tables of kinds with constants, and `[about]`."""
     content = tomllib.loads(text)
     about = content.pop("about", {})
-    return Calibration(dict(_flat(content)), about.get("date", ""), about.get("source", ""))
+    said = (about.get(key, "") for key in ("date", "source", "blocks"))
+    return Calibration(dict(_flat(content)), *said)
+
+
+def blocks_of(model: ModelSpec, seq_len: int) -> str:
+    """Return a fingerprint of what decides how fast a model's blocks are, not of their number."""
+    fields = model.model_dump(mode="json", exclude={"n_layers", "vocab_size", "tie_embeddings"})
+    return hashlib.sha256(json.dumps([fields, seq_len], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _flat(content: Mapping[str, Any], at: str = "") -> list[tuple[str, float]]:
@@ -68,19 +78,32 @@ def shipped_calibration() -> Calibration:
     return parse_calibration(text)
 
 
-def read_calibration(path: Path) -> Calibration:
-    """Return a calibration of one's own on top of the shipped one; raises `ConfigError`."""
+def read_calibration(path: Path, blocks: str = "") -> Calibration:
+    """Return a calibration of one's own on top of the shipped one; raises `ConfigError`.
+
+    What it says of other blocks than `blocks` is left out, where it names those that it is of.
+    """
     try:
         own = parse_calibration(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"calibration {path} cannot be read: {error}") from None
     shipped = shipped_calibration().constants
-    return Calibration({**shipped, **own.constants}, own.date, own.source)
+    known = own.constants
+    if blocks and own.blocks not in ("", blocks):
+        known = {name: value for name, value in known.items() if not _is_of_blocks(name)}
+    return Calibration({**shipped, **known}, own.date, own.source, own.blocks)
 
 
-def as_toml(constants: Mapping[str, Mapping[str, float]], date: str, source: str) -> str:
+def _is_of_blocks(name: str) -> bool:
+    return name.split(".")[1] in ("compile", "blocks")
+
+
+def as_toml(
+    constants: Mapping[str, Mapping[str, float]], date: str, source: str, blocks: str = ""
+) -> str:
     """Return constants by kind as a TOML text that `parse_calibration` reads."""
     lines = ["[about]", f"date = {json.dumps(date)}", f"source = {json.dumps(source)}"]
+    lines += [f"blocks = {json.dumps(blocks)}"] if blocks else []
     for kind, values in constants.items():
         lines += ["", f"[{kind}]"]
         # A name may be the beginning of another: quoted, it is a key of its own.

@@ -75,7 +75,7 @@ class Kernels:
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
         self.attention_peak = peak * find(f"attention.{stack.attention}.{precision}", *kinds)
         # What the host adds where it does not run ahead of the device: of a layer, and so on.
-        self.per_layer = find("overhead.layer", *kinds)
+        self.per_layer = find(f"overhead.layer.{precision}", *kinds)
         self.per_microbatch = find("overhead.microbatch", *kinds)
         self.per_unit = find("overhead.unit", *kinds)
         self.launch = find("launch", *kinds)
@@ -215,7 +215,7 @@ class Kernels:
             if message.axis != "tp" or (message.beside == "inputs" and not hides):
                 continue
             often = rounds if message.phase.startswith("loss") else 1
-            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1)
+            each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1, "tp")
             seconds = message.times * each * self.tp_exposed
             if message.beside == "inputs" or (message.beside and not defers):
                 seconds -= hides * min(seconds, room)
@@ -231,7 +231,7 @@ class Kernels:
         forward's messages are in the program's counts.
         """
         seconds = sum(
-            message.times * self.network.seconds(message.kind, message.bytes, cp, tp)
+            message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
             for message in work.messages
             if message.axis == "cp" and message.kind != "recv"  # both ways at once
         )

@@ -211,7 +211,7 @@ def _traffic(
         "data": (layout.dp * layout.cp, layout.tp),
     }
     on_links = {
-        (kind, axis, size): times * kernels.network.seconds(kind, size, *groups[axis])
+        (kind, axis, size): times * kernels.network.seconds(kind, size, *groups[axis], axis)
         for (kind, axis, size), times in counts.items()
         if axis in groups
     }

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Cluster
+from meshwright.program.messages import LARGEST_SHARED, goes_by_lane
 
-# The kinds of collectives, and messages from one rank to another.
-KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
+# The kinds of collectives, and messages from one rank to another. "rows" is a unit's all-gather
+# by sends and receives of each of its weights.
+KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "rows")
+
+
+# What ZeRO's rows are like, in a lane: copied as what is gathered, added as what is scattered.
+_IN_PIECES: Final[Mapping[str, str]] = {"rows": "all_gather", "all_to_all": "reduce_scatter"}
 
 
 class Placement(NamedTuple):
@@ -25,6 +33,17 @@ def place(size: int, stride: int, per_node: int) -> Placement:
     return Placement(size, inside, -(-size // inside))
 
 
+def through_lane(kind: str, size_bytes: float, size: int) -> tuple[float, float]:
+    """Return the bytes that a rank leaves in a lane, and those that it moves: what it leaves and
+    what it reads of all `size` ranks.
+
+    Of a gather `size_bytes` is the whole, of a sum that is scattered what is summed.
+    """
+    left = size_bytes / size if kind in ("all_gather", "rows") else size_bytes
+    read = size * size_bytes if kind == "all_reduce" else size_bytes
+    return left, left + read
+
+
 class Network:
     """Times messages on a cluster; all groups of an axis are taken to talk at the same time.
 
@@ -32,7 +51,8 @@ class Network:
     `n - 1` turns, an all-reduce twice that: Thakur, Rabenseifner and Gropp, 2005. A ring through
     several nodes leaves each of them over the network devices of its own ranks there, so it has
     `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees take turns in
-    the logarithm of the nodes.
+    the logarithm of the nodes. Messages of axes that CPU ranks of one machine send through shared
+    memory take as long as was measured of it, and go by the links where nothing was.
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
@@ -49,12 +69,25 @@ class Network:
         self.inner_latency = {one: own.get(f"{kind}.inner.latency.{one}", plain) for one in KINDS}
         self.times = {one: calibration.find(f"times.{one}", *kinds) for one in KINDS}
         self.outer_latency = cluster.outer.latency
+        self.lane = {
+            one: (own[f"{kind}.lane.latency.{one}"], own[f"{kind}.lane.rate.{one}"])
+            for one in KINDS
+            if f"{kind}.lane.rate.{one}" in own
+        }
 
-    def seconds(self, kind: str, size_bytes: float, size: int, stride: int) -> float:
-        """Return the seconds of one message among `size` ranks that are `stride` apart."""
+    def seconds(
+        self, kind: str, size_bytes: float, size: int, stride: int, axis: str = ""
+    ) -> float:
+        """Return the seconds of one message of an axis among `size` ranks, `stride` apart."""
         if size == 1 or not size_bytes:
             return 0.0
         at = place(size, stride, self.per_node)
+        like = _IN_PIECES.get(kind, kind)
+        if at.nodes == 1 and like in self.lane and goes_by_lane(axis):
+            left, moved = through_lane(kind, size_bytes, size)
+            if left <= LARGEST_SHARED or kind in _IN_PIECES:
+                latency, rate = self.lane[like]
+                return math.ceil(left / LARGEST_SHARED) * latency + moved / rate
         if kind in ("send", "recv"):
             crosses = stride >= self.per_node
             rate = self.outer if crosses else self.inner

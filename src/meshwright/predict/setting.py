@@ -47,16 +47,16 @@ class Setting:
     @property
     def compile_gain(self) -> float | None:
         """How many times as fast compiled blocks were measured to be; None where they were not."""
-        return self._measured("compile.gain")
+        return self.measured(f"compile.gain.{self.train.precision}")
 
     @property
     def compile_seconds(self) -> float:
         """What compiling was measured to take at the start; 0 where it was not."""
-        return self._measured("compile.seconds") or 0.0
+        return self.measured(f"compile.seconds.{self.train.precision}") or 0.0
 
-    def _measured(self, what: str) -> float | None:
-        name = f"{self.cluster.device.kind}.{what}.{self.train.precision}"
-        return self.calibration.constants.get(name)
+    def measured(self, what: str) -> float | None:
+        """Return a constant that was measured of the cluster's device itself, if it was."""
+        return self.calibration.constants.get(f"{self.cluster.device.kind}.{what}")
 
     def kernels(self) -> Kernels:
         """Return what prices work on the cluster's device."""

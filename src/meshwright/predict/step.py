@@ -212,7 +212,7 @@ def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> flo
     if layout.pp == 1:
         return 0.0
     stride = layout.dp * layout.cp * layout.tp
-    return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride)
+    return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride, "pp")
 
 
 def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[float, float]:
@@ -223,9 +223,15 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[f
     network, elements = kernels.network, weights(setting.model, layout.tp, ranks).layer
     gather = 0.0
     if zero == 3:
-        gather = network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
+        kind = gathering(setting, layout)
+        gather = network.seconds(kind, elements * setting.element, ranks, layout.tp, "shard")
     size = elements * setting.stack.reduced_bytes
-    return gather, network.seconds(reduction(setting, layout), size, ranks, layout.tp)
+    return gather, network.seconds(reduction(setting, layout), size, ranks, layout.tp, "shard")
+
+
+def gathering(setting: Setting, layout: Layout) -> str:
+    """Return how ZeRO gathers a unit's weights, as a kind of `predict.network`."""
+    return "rows" if sums_in_place(layout, on_cpu=setting.on_cpu) else "all_gather"
 
 
 def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
@@ -269,11 +275,12 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     if ranks > 1 and layout.zero <= 2:
         if layout.zero == 1:
             kind = reduction(setting, layout)
-            seconds += network.seconds(kind, elements * reduced, ranks, layout.tp)
-        seconds += network.seconds("all_gather", elements * setting.element, ranks, layout.tp)
+            seconds += network.seconds(kind, elements * reduced, ranks, layout.tp, "shard")
+        gather = gathering(setting, layout)
+        seconds += network.seconds(gather, elements * setting.element, ranks, layout.tp, "shard")
     if replicas > 1:
         size = elements * reduced / ranks
-        seconds += network.seconds("all_reduce", size, replicas, layout.tp * ranks)
+        seconds += network.seconds("all_reduce", size, replicas, layout.tp * ranks, "replicate")
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
 
 

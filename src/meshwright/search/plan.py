@@ -11,13 +11,19 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
+from meshwright.predict.calibration import (
+    Calibration,
+    blocks_of,
+    read_calibration,
+    shipped_calibration,
+)
 from meshwright.predict.catalogue import resolve_cluster
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.choices import choices
 from meshwright.search.compiling import NOTHING_FITS, Choice, choose, decided, with_compile
 from meshwright.search.questions import Batch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
@@ -71,7 +77,8 @@ def setting_of(
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
     if calibration is None:
         own = config.cluster.calibration
-        calibration = shipped_calibration() if own is None else read_calibration(Path(own))
+        blocks = blocks_of(config.model, config.train.seq_len)
+        calibration = shipped_calibration() if own is None else read_calibration(Path(own), blocks)
     cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
     return Setting(
         config.model,
@@ -219,6 +226,7 @@ def as_json(made: Plan) -> dict[str, Any]:
         "layout": best.layout.model_dump(mode="json") if best else None,
         "digest": digest(made.config, best.layout) if best else None,
         "compile": made.compile._asdict(),
+        "choices": [one._asdict() for one in choices(made.setting, made.compile)],
         "ledger": ledger(best) if best else None,
         "warnings": warnings(best, made.setting) if best else [],
         "ranked": [

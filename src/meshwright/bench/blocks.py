@@ -1,0 +1,176 @@
+"""What a model's blocks do on a device: overhead, attention, what they move, time by rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.bench.timing import seconds_in_turns, seconds_of
+from meshwright.execute.data import DTYPES
+from meshwright.models.attention import attend
+from meshwright.models.blocks import Block
+from meshwright.models.rope import Rope
+from meshwright.predict.kernels import PASSES
+from meshwright.predict.work import layout_work
+from meshwright.program.operations import ATTENTION_BACKWARD
+from meshwright.program.parts import parameter_count
+from meshwright.prove.case import Case
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.resolve import model_spec
+
+# Blocks that are timed together: as many as have the weights that no cache holds, at most these.
+_DEPTH: Final = 6
+_UNCACHED: Final = 2**24
+_ROWS: Final = (1, 2, 4, 8, 16)
+# A pass of blocks with more FLOPs than this takes too long to be repeated.
+_MOST_FLOPS: Final[Mapping[str, float]] = {"cpu": 1e11, "cuda": 1e13}
+_MOST_WEIGHTS: Final = 2**28
+
+
+class Shape(NamedTuple):
+    """A block of a model with so many rows of so many tokens."""
+
+    spec: ModelSpec
+    length: int
+    rows: int
+
+
+def _usual() -> Shape:
+    spec = model_spec(dim=512, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=1024)
+    return Shape(spec, 512, 1)
+
+
+def measurable(device: torch.device, case: Case | None) -> Shape:
+    """Return the blocks to measure: those of a case's microbatch, where they can be repeated."""
+    if case is None:
+        return _usual()
+    spec = case.model.model_copy(update={"dropout": 0.0})
+    shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
+    if _flops(shape) > _MOST_FLOPS[device.type] or weights_of(spec) > _MOST_WEIGHTS:
+        return _usual()
+    return shape
+
+
+def weights_of(spec: ModelSpec) -> int:
+    """Return the number of a block's weights."""
+    one, two = (spec.model_copy(update={"n_layers": count}) for count in (1, 2))
+    return parameter_count(two) - parameter_count(one)
+
+
+def _depth(spec: ModelSpec) -> int:
+    """Return how many blocks are timed together."""
+    return max(1, min(_DEPTH, -(-_UNCACHED // weights_of(spec))))
+
+
+def _flops(shape: Shape) -> float:
+    """Return the FLOPs of the products of a pass, forward and backward."""
+    weights = weights_of(shape.spec) * _depth(shape.spec)
+    return 2.0 * PASSES * weights * shape.rows * shape.length
+
+
+def stack(
+    device: torch.device, precision: str, spec: ModelSpec, length: int, depth: int
+) -> nn.Sequential:
+    """Return some blocks, one after the other."""
+    rope = Rope(spec, length)
+    rope.reach(length, device)
+    dtype = DTYPES[precision]
+    return nn.Sequential(*(Block(spec, rope, str(n)).to(device, dtype) for n in range(depth)))
+
+
+class Parts(NamedTuple):
+    """Seconds of a block's forward and backward: whole, its attention alone, of a tiny block."""
+
+    whole: float
+    attention: float
+    overhead: float
+
+
+def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape) -> float:
+    """Return the seconds of a block's forward and backward."""
+    work, depth = _pass(device, precision, shape)
+    return seconds_of(work, budget_s, device) / depth
+
+
+def seconds_of_parts(device: torch.device, precision: str, budget_s: float, shape: Shape) -> Parts:
+    """Return what a block takes, and what parts of it do, all of them in turns."""
+    tiny = model_spec(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=32)
+    whole, depth = _pass(device, precision, shape)
+    small, tiny_depth = _pass(device, precision, Shape(tiny, 8, 1))
+    works = (whole, _attention(device, precision, shape), small)
+    found = seconds_in_turns(works, budget_s, device)
+    return Parts(found[0] / depth, found[1], found[2] / tiny_depth)
+
+
+def _pass(device: torch.device, precision: str, shape: Shape) -> tuple[Callable[[], object], int]:
+    """Return a forward and backward of blocks, and their number.
+
+    So many that caches have forgotten a block when its backward comes.
+    """
+    depth = _depth(shape.spec)
+    blocks = stack(device, precision, shape.spec, shape.length, depth)
+    size = (shape.rows, shape.length, shape.spec.dim)
+    x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
+
+    def work() -> None:
+        blocks.zero_grad()
+        blocks(x).backward(x.detach())
+
+    return work, depth
+
+
+def _attention(device: torch.device, precision: str, shape: Shape) -> Callable[[], object]:
+    """Return a block's causal attention, forward and backward."""
+    spec, length, rows = shape
+    dtype = DTYPES[precision]
+    q, k, v = (
+        torch.randn(rows, heads, length, spec.head_dim, device=device, dtype=dtype).requires_grad_()
+        for heads in (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+    )
+    grad = torch.randn_like(q)
+    return lambda: torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)
+
+
+def attention_flops(shape: Shape) -> float:
+    """Return the FLOPs of causal attention, forward and backward, half a square counted."""
+    spec, length, rows = shape
+    forward = 2.0 * rows * spec.n_heads * length**2 * spec.head_dim
+    return forward * (1 + ATTENTION_BACKWARD)
+
+
+def seconds_per_byte(
+    precision: str, shape: Shape, rates: tuple[float, float], found: Parts
+) -> float:
+    """Return the seconds for each byte that a block moves beside products and attention.
+
+    What is left of a block after its products, attention and overhead, over the bytes that
+    `predict.work` counts; `rates` are the peak and the half of `device.saturation`. In a model's
+    own size: what comes before and after attention grows with more than the bytes, so that other
+    sizes say little of it.
+    """
+    peak, half = rates
+    spec, length, rows = shape
+    work = layout_work(spec, length, precision, 1, False, 1, "ring", rows, "none").layer
+    left = found.whole - found.attention - found.overhead
+    for product in work.products:
+        share = math.prod(side / (side + half) for side in product.sides)
+        left -= PASSES * product.flops / (peak * share)
+    return max(left, 0.0) / (PASSES * (work.moved + work.norm_moved))
+
+
+def by_rows(
+    device: torch.device, precision: str, budget_s: float, shape: Shape, most: int
+) -> dict[int, float]:
+    """Return the seconds that a block takes for a token, by rows of a microbatch, up to `most`."""
+    flops = _flops(shape._replace(rows=1))
+    tried = [n for n in _ROWS if n <= most and n * flops <= _MOST_FLOPS[device.type]]
+    passes = [_pass(device, precision, shape._replace(rows=rows)) for rows in tried]
+    found = seconds_in_turns([work for work, _ in passes], budget_s, device)
+    return {
+        rows: whole / depth / (rows * shape.length)
+        for rows, whole, (_, depth) in zip(tried, found, passes, strict=True)
+    }

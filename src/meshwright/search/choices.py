@@ -1,0 +1,105 @@
+"""What is chosen without being asked for, with what it was measured to gain, and what changes it.
+
+The measurements are those of `meshwright bench device`, on the config's own blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.predict.price import worst_memory
+from meshwright.predict.setting import Setting
+from meshwright.search.compiling import Choice
+from meshwright.units import format_bytes
+
+
+class Chosen(NamedTuple):
+    """One choice: what of, as it is told, the measured gain, if any, and what changes it."""
+
+    what: str
+    text: str
+    gain: float | None
+    key: str
+
+
+def choices(setting: Setting, compiled: Choice) -> list[Chosen]:
+    """Return the choices that are made for a config's runs, those that were measured and compiling.
+
+    `compiled` is what `train.compile` came to.
+    """
+    asked = "auto" if compiled.why != "as asked for" else str(compiled.compiled).lower()
+    blocks = f"{'compiled' if compiled.compiled else 'not compiled'} (train.compile = {asked})"
+    found = [
+        _products(setting),
+        Chosen("blocks", f"{blocks}: {compiled.why}", setting.compile_gain, "train.compile"),
+        _allocator(setting),
+        _microbatch(setting),
+        _lanes(setting),
+    ]
+    return [one for one in found if one is not None]
+
+
+def _products(setting: Setting) -> Chosen | None:
+    gain = setting.measured("matmul.gain")
+    if gain is None or setting.train.precision != "fp32":
+        return None
+    text = f"{gain:.2f} x the rate of torch's own, as measured "
+    text += f"(train.matmul = {setting.train.matmul})"
+    return Chosen("products", text, gain, "train.matmul")
+
+
+def _allocator(setting: Setting) -> Chosen | None:
+    gain = setting.measured(f"blocks.allocator.{setting.train.precision}")
+    if gain is None:
+        return None
+    text = f"kept by glibc as it is freed, {gain:.2f} x the speed of blocks without, as measured"
+    text += " (GLIBC_TUNABLES, cluster.memory)"
+    return Chosen("memory", text, gain, "GLIBC_TUNABLES, cluster.memory")
+
+
+def rows_of(setting: Setting) -> dict[int, float]:
+    """Return the seconds that a block takes for a token, by rows of a microbatch, as measured."""
+    start, end = f"{setting.cluster.device.kind}.blocks.rows.", f".{setting.train.precision}"
+    return {
+        int(name.removeprefix(start).removesuffix(end)): value
+        for name, value in setting.calibration.constants.items()
+        if name.startswith(start) and name.endswith(end)
+    }
+
+
+def fastest_rows(setting: Setting, layout: Layout) -> int | None:
+    """Return the microbatch with which blocks were measured to be fastest; None where none was.
+
+    For ranks that have whole blocks and no pipeline, of those that divide their rows and fit.
+    """
+    if layout.model_ranks > 1:
+        return None
+    own = setting.train.batch // layout.dp
+    rows = {count: each for count, each in rows_of(setting).items() if own % count == 0}
+    for count in sorted(rows, key=rows.__getitem__):
+        if worst_memory(setting, layout.model_copy(update={"microbatch": count})).fits:
+            return count
+    return None
+
+
+def _microbatch(setting: Setting) -> Chosen | None:
+    rows = rows_of(setting)
+    if len(rows) < 2:
+        return None
+    best = min(rows, key=rows.__getitem__)
+    gain = rows[min(rows)] / rows[best]
+    text = f"blocks are fastest with {best} rows of {', '.join(map(str, sorted(rows)))}"
+    text += f", {gain:.2f} x the speed with {min(rows)}, as measured (layout.microbatch)"
+    return Chosen("microbatch", text, gain, "layout.microbatch")
+
+
+def _lanes(setting: Setting) -> Chosen | None:
+    by_gloo, by_lane, size = map(
+        setting.measured, ("blocks.sum.gloo", "blocks.sum.lane", "blocks.message")
+    )
+    if by_gloo is None or by_lane is None or size is None:
+        return None
+    text = f"sums of {format_bytes(size)} take {by_lane * 1e3:.1f} ms through shared memory, "
+    text += f"{by_gloo * 1e3:.1f} ms by gloo, as measured"
+    return Chosen("messages", text, by_gloo / by_lane, "where ranks share /dev/shm")

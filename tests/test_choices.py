@@ -1,0 +1,100 @@
+"""What is chosen without being asked for: with its measured gain, its key, and the microbatch."""
+
+import json
+
+import pytest
+
+from meshwright.cli import bench
+from meshwright.cli.main import main
+from meshwright.launch.planned import settled
+from meshwright.launch.rank_environ import ALLOCATOR, rank_environ, sets_allocator
+from meshwright.layout import Machine, resolve_layout
+from meshwright.predict.calibration import as_toml
+from meshwright.search.choices import choices, rows_of
+from meshwright.search.compiling import Choice
+from meshwright.search.plan import setting_of
+from meshwright.spec.loading import load_config
+
+MACHINE = Machine("cpu", 2, 2, "two cores", is_fixed=False)
+MEASURED = {
+    "matmul.gain": 1.25,
+    "compile.gain.fp32": 1.1,
+    "blocks.allocator.fp32": 1.5,
+    "blocks.rows.1.fp32": 3e-6,
+    "blocks.rows.2.fp32": 2e-6,
+    "blocks.rows.8.fp32": 2.5e-6,
+    "blocks.rows.8.bf16": 1e-6,
+    "blocks.message": 2.0**20,
+    "blocks.sum.gloo": 3e-3,
+    "blocks.sum.lane": 1e-3,
+}
+
+
+@pytest.fixture
+def here(tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml({"cpu": MEASURED}, "2026-01-01", "a test"))
+    return ["cluster.device=cpu", f"cluster.calibration={path}"]
+
+
+def test_each_choice_has_its_gain_and_what_changes_it(here):
+    setting = setting_of(load_config(None, here))
+    found = {one.what: one for one in choices(setting, Choice(True, "it pays"))}
+    gains = {what: one.gain for what, one in found.items()}
+    expected = {"products": 1.25, "blocks": 1.1, "memory": 1.5, "microbatch": 1.5, "messages": 3}
+    assert gains == pytest.approx(expected)
+    assert found["memory"].key == "GLIBC_TUNABLES, cluster.memory"
+    assert found["microbatch"].key == "layout.microbatch"
+    assert "2 rows of 1, 2, 8" in found["microbatch"].text
+    assert "1.0 ms through shared memory, 3.0 ms by gloo" in found["messages"].text
+    assert rows_of(setting) == {1: 3e-6, 2: 2e-6, 8: 2.5e-6}
+
+
+def test_what_was_not_measured_is_not_told(tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml({"cpu": {"peak.fp32": 1e11}}, "", ""))
+    setting = setting_of(load_config(None, [f"cluster.calibration={path}"]))
+    told = {one.what for one in choices(setting, Choice(False, "as asked for"))}
+    assert not told & {"memory", "microbatch", "messages"}
+
+
+def test_plan_prints_and_hands_on_what_is_chosen(here, capsys):
+    assert main(["plan", *here]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for text in ("products: 1.25 x", "blocks: ", "memory: ", "microbatch: ", "messages: "):
+        assert text in said
+    assert "(GLIBC_TUNABLES, cluster.memory)" in said
+    assert main(["plan", *here, "--json"]) == 0
+    found = {one["what"]: one["gain"] for one in json.loads(capsys.readouterr().out)["choices"]}
+    assert found["memory"] == 1.5
+
+
+def test_a_run_takes_the_microbatch_that_was_fastest(here):
+    config = settled(load_config(None, [*here, "train.batch=16"]), MACHINE)
+    assert resolve_layout(config, MACHINE).microbatch == 2
+    assert config.origins["layout.microbatch"] == "measured to be fastest"
+    given = settled(load_config(None, [*here, "train.batch=16", "layout.microbatch=8"]), MACHINE)
+    assert resolve_layout(given, MACHINE).microbatch == 8
+    odd = settled(load_config(None, [*here, "train.batch=6"]), MACHINE)  # 3 rows a rank
+    assert resolve_layout(odd, MACHINE).microbatch == 1
+    cut = settled(load_config(None, [*here, "layout.tp=2"]), MACHINE)
+    assert cut.layout.microbatch is None
+
+
+def test_the_allocator_is_compared_where_ranks_are_started_with_it(monkeypatch):
+    assert sets_allocator({})
+    assert not sets_allocator({"GLIBC_TUNABLES": "glibc.malloc.check=1"})
+    assert not sets_allocator({"LD_PRELOAD": "libtcmalloc.so"})
+    assert ALLOCATOR not in str(rank_environ({}, keeps_memory=False))
+    asked = []
+
+    def measure(request, ranks, environ, show, *, keeps_memory):
+        asked.append((request["what"], ranks, keeps_memory))
+        show({"seconds": 1.0 if keeps_memory else 1.5})
+
+    monkeypatch.setattr(bench, "measure_on_ranks", measure)
+    monkeypatch.setattr(bench.os, "environ", {})
+    assert bench._allocator_gain({"what": "device"}, MACHINE) == 1.5
+    assert asked == [("blocks", 2, False), ("blocks", 2, True)]
+    monkeypatch.setattr(bench.os, "environ", {"LD_PRELOAD": "libtcmalloc.so"})
+    assert bench._allocator_gain({"what": "device"}, MACHINE) is None

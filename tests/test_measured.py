@@ -1,0 +1,87 @@
+"""What was measured of this machine is kept in the user's cache folder, and found there."""
+
+import json
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.launch import measured
+from meshwright.launch.machine import detect
+from meshwright.launch.measured import as_measured_here, keep, kept_at, user_cache
+from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
+from meshwright.search.plan import setting_of
+from meshwright.spec.loading import load_config
+
+CPU = ["cluster.device=cpu"]
+
+
+@pytest.fixture
+def environ(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return {"XDG_CACHE_HOME": str(tmp_path)}
+
+
+def keep_one(environ, constants, *words, blocks=""):
+    config = load_config(None, [*CPU, *words])
+    text = as_toml({"cpu": constants}, "2026-01-01", "a test", blocks)
+    return keep(text, config, detect(config.cluster, environ), environ)
+
+
+def test_the_cache_is_the_users():
+    assert str(user_cache({"XDG_CACHE_HOME": "/x", "HOME": "/y"})) == "/x/meshwright"
+    assert str(user_cache({"HOME": "/y"})) == "/y/.cache/meshwright"
+
+
+def test_what_is_kept_is_found_where_nothing_else_is_named(environ, tmp_path):
+    config = load_config(None, CPU)
+    assert as_measured_here(config, environ) is config
+    path = keep_one(environ, {"peak.fp32": 3e11})
+    found = as_measured_here(config, environ)
+    assert found.cluster.calibration == str(path)
+    assert found.origins["cluster.calibration"] == "measured here, 2026-01-01: a test"
+    assert setting_of(found).cluster.device.peaks["fp32"] == 3e11
+    for words in (["cluster.preset=h100-sxm"], ["cluster.calibration=own.toml"]):
+        other = load_config(None, words)
+        assert as_measured_here(other, environ) is other
+    path.write_text("no TOML")
+    assert as_measured_here(config, environ) is config
+
+
+def test_it_is_of_the_processor_its_cores_and_torch(environ, monkeypatch):
+    machine = detect(load_config(None, CPU).cluster, environ)
+    assert f"{machine.cores}-cores" in kept_at(machine, environ).name
+    assert "torch-2" in kept_at(machine, environ).name
+    monkeypatch.setattr(measured, "gpu_name", lambda: "NVIDIA H200")
+    cuda = machine.__class__("cuda", 1, machine.cores, "CUDA GPU", is_fixed=True)
+    assert kept_at(cuda, environ).name.startswith("NVIDIA-H200-torch")
+
+
+def test_other_than_the_default_ranks_are_not_kept(environ):
+    assert keep_one(environ, {"peak.fp32": 1.0}, "cluster.devices_per_node=4") is None
+
+
+def test_what_is_of_other_blocks_is_left_out(environ):
+    config = load_config(None, CPU)
+    own = blocks_of(config.model, config.train.seq_len)
+    deeper = load_config(None, ["model.n_layers=3", "model.vocab_size=77"])
+    assert blocks_of(deeper.model, deeper.train.seq_len) == own
+    constants = {"compile.gain.fp32": 2.0, "peak.fp32": 3e11}
+    path = keep_one(environ, constants, blocks=own)
+    assert read_calibration(path, own).constants["cpu.compile.gain.fp32"] == 2
+    others = read_calibration(path, "other").constants
+    assert "cpu.compile.gain.fp32" not in others
+    assert others["cpu.peak.fp32"] == 3e11
+    path = keep_one(environ, constants)  # it does not say whose
+    assert read_calibration(path, "other").constants["cpu.compile.gain.fp32"] == 2
+
+
+def test_plan_and_config_show_say_where_it_is_from(environ, capsys):
+    path = keep_one(environ, {"peak.fp32": 3e11})
+    assert main(["plan", *CPU]) == 0
+    assert "priced by a test, 2026-01-01" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", *CPU, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["calibration"] == {"date": "2026-01-01", "source": "a test"}
+    assert main(["config", "show", *CPU, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["cluster"]["calibration"]
+    assert shown == {"value": str(path), "origin": "measured here, 2026-01-01: a test"}
