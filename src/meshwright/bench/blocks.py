@@ -15,7 +15,7 @@ from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
 from meshwright.predict.kernels import PASSES
-from meshwright.predict.work import layout_work
+from meshwright.predict.work import Product, Work, layout_work
 from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
@@ -142,6 +142,16 @@ def attention_flops(shape: Shape) -> float:
     return forward * (1 + ATTENTION_BACKWARD)
 
 
+def products_of(precision: str, shape: Shape) -> tuple[Product, ...]:
+    """Return the products of a block's forward."""
+    return tuple(_work(precision, shape).products)
+
+
+def _work(precision: str, shape: Shape) -> Work:
+    spec, length, rows = shape
+    return layout_work(spec, length, precision, 1, False, 1, "ring", rows, "none").layer
+
+
 def seconds_per_byte(
     precision: str, shape: Shape, rates: tuple[float, float], found: Parts
 ) -> float:
@@ -153,8 +163,7 @@ def seconds_per_byte(
     sizes say little of it.
     """
     peak, half = rates
-    spec, length, rows = shape
-    work = layout_work(spec, length, precision, 1, False, 1, "ring", rows, "none").layer
+    work = _work(precision, shape)
     left = found.whole - found.attention - found.overhead
     for product in work.products:
         share = math.prod(side / (side + half) for side in product.sides)

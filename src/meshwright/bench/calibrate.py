@@ -88,12 +88,13 @@ def _compute(
     curves: dict[str, Any] = {}
     shape = on_blocks.measurable(device, case)
     take_route("torch", device)
-    plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2))
+    own = on_blocks.products_of("fp32", shape)
+    plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2, own))
     take_route("auto", device)
     bandwidth = on_device.copy_rate(device, budget_s / 3)
     constants["bandwidth"] = bandwidth
     for precision in _PRECISIONS:
-        found = on_device.products(device, precision, budget_s)
+        found = on_device.products(device, precision, budget_s, own)
         peak, half = on_device.saturation(found)
         best = max(shape.flops / seconds for shape, seconds in found)
         constants[f"peak.{precision}"] = best

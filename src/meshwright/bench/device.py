@@ -36,11 +36,16 @@ _COPIED: Final = 2**26  # bytes, beyond any cache
 _ELEMENTS: Final = 2**22
 
 
-def products(device: torch.device, precision: str, budget_s: float) -> list[tuple[Product, float]]:
-    """Return the seconds of a pass of a product by its shape: a third of forward and backward."""
+def products(
+    device: torch.device, precision: str, budget_s: float, own: Sequence[Product]
+) -> list[tuple[Product, float]]:
+    """Return the seconds of a pass of a product by its shape: a third of forward and backward.
+
+    Of usual shapes, and of a model's `own`.
+    """
     dtype = DTYPES[precision]
-    works = []
-    for shape in _SHAPES:
+    works, shapes = [], [*_SHAPES, *dict.fromkeys(own)]
+    for shape in shapes:
         x = torch.randn(shape.rows, shape.inner, dtype=dtype, device=device, requires_grad=True)
         weight = torch.randn(
             shape.outer, shape.inner, dtype=dtype, device=device, requires_grad=True
@@ -52,7 +57,7 @@ def products(device: torch.device, precision: str, budget_s: float) -> list[tupl
 
         works.append(work)
     found = seconds_in_turns(works, budget_s, device)
-    return [(shape, seconds / PASSES) for shape, seconds in zip(_SHAPES, found, strict=True)]
+    return [(shape, seconds / PASSES) for shape, seconds in zip(shapes, found, strict=True)]
 
 
 def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
