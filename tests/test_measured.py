@@ -1,16 +1,13 @@
 """What was measured of this machine is kept in the user's cache folder, and found there."""
 
-import argparse
 import json
 
 import pytest
 
-from meshwright.cli import train
 from meshwright.cli.main import main
 from meshwright.launch import measured
 from meshwright.launch.machine import detect
 from meshwright.launch.measured import as_measured_here, keep, kept_at, user_cache
-from meshwright.launch.session import Resume
 from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
 from meshwright.search.plan import setting_of
 from meshwright.spec.loading import load_config
@@ -88,14 +85,3 @@ def test_plan_and_config_show_say_where_it_is_from(environ, capsys):
     assert main(["config", "show", *CPU, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["cluster"]["calibration"]
     assert shown == {"value": str(path), "origin": "measured here, 2026-01-01: a test"}
-
-
-def test_a_run_goes_on_as_it_was_priced(environ, tmp_path):
-    keep_one(environ, {"blocks.rows.1.fp32": 1.0, "blocks.rows.2.fp32": 0.5})
-    (tmp_path / "config.toml").write_text('[cluster]\ndevice = "cpu"\n')
-    parser = argparse.ArgumentParser()
-    train.configure(parser)
-    first = train._config(parser.parse_args([str(tmp_path / "config.toml")]), None)
-    assert first.cluster.calibration is not None
-    again = train._config(parser.parse_args(["--resume", str(tmp_path)]), Resume(tmp_path))
-    assert again.cluster.calibration is None

@@ -19,7 +19,7 @@ from meshwright.cli.common import (
 )
 from meshwright.errors import ConfigError
 from meshwright.execute.rendezvous import Rendezvous
-from meshwright.spec.loading import Config, load_config
+from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:
     from meshwright.launch.session import Resume
@@ -98,12 +98,8 @@ def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
         from meshwright.cli.imports import train_config
 
         return train_config(args, default, sys.stderr)
-    if args.plan is None and resume is not None:
-        # As it was: what this machine has been measured to do since then changes nothing.
-        file, overrides = read_words(args)
-        return load_config(file or default, overrides)
     if args.plan is None:
-        return read_config(args)
+        return read_config(args, default)
     if resume is not None:
         raise ConfigError("--plan starts a run and --resume goes on with one: give one of them")
     # Not at the top, for the same reason
