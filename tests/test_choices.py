@@ -6,9 +6,8 @@ import pytest
 
 from meshwright.cli import bench
 from meshwright.cli.main import main
-from meshwright.launch.planned import settled
 from meshwright.launch.rank_environ import ALLOCATOR, rank_environ, sets_allocator
-from meshwright.layout import Machine, resolve_layout
+from meshwright.layout import Machine
 from meshwright.predict.calibration import as_toml
 from meshwright.search.choices import choices, rows_of
 from meshwright.search.compiling import Choice
@@ -24,6 +23,7 @@ MEASURED = {
     "blocks.rows.2.fp32": 2e-6,
     "blocks.rows.8.fp32": 2.5e-6,
     "blocks.rows.8.bf16": 1e-6,
+    "blocks.microbatch.fp32": 8.0,
     "blocks.message": 2.0**20,
     "blocks.sum.gloo": 3e-3,
     "blocks.sum.lane": 1e-3,
@@ -41,11 +41,12 @@ def test_each_choice_has_its_gain_and_what_changes_it(here):
     setting = setting_of(load_config(None, here))
     found = {one.what: one for one in choices(setting, Choice(True, "it pays"))}
     gains = {what: one.gain for what, one in found.items()}
-    expected = {"products": 1.25, "blocks": 1.1, "memory": 1.5, "microbatch": 1.5, "messages": 3}
+    expected = {"products": 1.25, "blocks": 1.1, "memory": 1.5, "microbatch": 1.2, "messages": 3}
     assert gains == pytest.approx(expected)
     assert found["memory"].key == "GLIBC_TUNABLES, cluster.memory"
     assert found["microbatch"].key == "layout.microbatch"
-    assert "2 rows of 1, 2, 8" in found["microbatch"].text
+    assert found["microbatch"].text.startswith("8 rows, 1.20 x the speed of blocks with 1")
+    assert "fastest are 2 of 1, 2, 8" in found["microbatch"].text
     assert "1.0 ms through shared memory, 3.0 ms by gloo" in found["messages"].text
     assert rows_of(setting) == {1: 3e-6, 2: 2e-6, 8: 2.5e-6}
 
@@ -67,18 +68,6 @@ def test_plan_prints_and_hands_on_what_is_chosen(here, capsys):
     assert main(["plan", *here, "--json"]) == 0
     found = {one["what"]: one["gain"] for one in json.loads(capsys.readouterr().out)["choices"]}
     assert found["memory"] == 1.5
-
-
-def test_a_run_takes_the_microbatch_that_was_fastest(here):
-    config = settled(load_config(None, [*here, "train.batch=16"]), MACHINE)
-    assert resolve_layout(config, MACHINE).microbatch == 2
-    assert config.origins["layout.microbatch"] == "measured to be fastest"
-    given = settled(load_config(None, [*here, "train.batch=16", "layout.microbatch=8"]), MACHINE)
-    assert resolve_layout(given, MACHINE).microbatch == 8
-    odd = settled(load_config(None, [*here, "train.batch=6"]), MACHINE)  # 3 rows a rank
-    assert resolve_layout(odd, MACHINE).microbatch == 1
-    cut = settled(load_config(None, [*here, "layout.tp=2"]), MACHINE)
-    assert cut.layout.microbatch is None
 
 
 def test_the_allocator_is_compared_where_ranks_are_started_with_it(monkeypatch):

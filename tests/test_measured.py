@@ -8,8 +8,14 @@ from meshwright.cli.main import main
 from meshwright.launch import measured
 from meshwright.launch.machine import detect
 from meshwright.launch.measured import as_measured_here, keep, kept_at, user_cache
-from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
+from meshwright.predict.calibration import (
+    as_toml,
+    blocks_of,
+    read_calibration,
+    shipped_calibration,
+)
 from meshwright.search.plan import setting_of
+from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
 
 CPU = ["cluster.device=cpu"]
@@ -85,3 +91,29 @@ def test_plan_and_config_show_say_where_it_is_from(environ, capsys):
     assert main(["config", "show", *CPU, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["cluster"]["calibration"]
     assert shown == {"value": str(path), "origin": "measured here, 2026-01-01: a test"}
+
+
+def test_what_was_found_here_is_not_written_into_a_run(environ):
+    keep_one(environ, {"peak.fp32": 3e11})
+    config = load_config(None, CPU)
+    assert portable(as_measured_here(config, environ)).cluster.calibration is None
+    named = load_config(None, [*CPU, "cluster.calibration=own.toml"])
+    assert portable(named).cluster.calibration == "own.toml"
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(environ, tmp_path):
+    (tmp_path / "meshwright").write_text("a file where the folder would be")
+    assert keep_one(environ, {"peak.fp32": 1.0}) is None
+
+
+def test_own_blocks_come_before_usual_ones_and_lanes_only_where_there_are_any(environ, tmp_path):
+    config = load_config(None, CPU)
+    own = blocks_of(config.model, config.train.seq_len)
+    constants = {"moves.fp32": 1.0, "blocks.moves.fp32": 2.0, "inner.rate": 1e9}
+    path = keep_one(environ, constants, blocks=own)
+    setting = setting_of(as_measured_here(config, environ))
+    assert setting.kernels().moves == 2
+    longer = load_config(None, [*CPU, "train.seq_len=64"])
+    assert setting_of(as_measured_here(longer, environ)).kernels().moves == 1
+    assert any(".lane." in name for name in shipped_calibration().constants)
+    assert not any(".lane." in name for name in read_calibration(path).constants)

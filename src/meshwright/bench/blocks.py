@@ -24,10 +24,10 @@ from meshwright.spec.resolve import model_spec
 
 # Blocks that are timed together: as many as have the weights that no cache holds, at most these.
 _DEPTH: Final = 6
-_UNCACHED: Final = 2**24
+_UNCACHED: Final = 2**23
 _ROWS: Final = (1, 2, 4, 8, 16)
-# A pass of blocks with more FLOPs than this takes too long to be repeated.
-_MOST_FLOPS: Final[Mapping[str, float]] = {"cpu": 1e11, "cuda": 1e13}
+# A pass of a block with more FLOPs than this takes too long to be repeated.
+_MOST_FLOPS: Final[Mapping[str, float]] = {"cpu": 2e11, "cuda": 2e13}
 _MOST_WEIGHTS: Final = 2**28
 
 
@@ -39,7 +39,8 @@ class Shape(NamedTuple):
     rows: int
 
 
-def _usual() -> Shape:
+def usual() -> Shape:
+    """Return a block that says something of others."""
     spec = model_spec(dim=512, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=1024)
     return Shape(spec, 512, 1)
 
@@ -47,12 +48,18 @@ def _usual() -> Shape:
 def measurable(device: torch.device, case: Case | None) -> Shape:
     """Return the blocks to measure: those of a case's microbatch, where they can be repeated."""
     if case is None:
-        return _usual()
+        return usual()
     spec = case.model.model_copy(update={"dropout": 0.0})
     shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
     if _flops(shape) > _MOST_FLOPS[device.type] or weights_of(spec) > _MOST_WEIGHTS:
-        return _usual()
+        return usual()
     return shape
+
+
+def is_of(shape: Shape, case: Case) -> bool:
+    """Whether blocks are those of a case, but for dropout."""
+    spec = case.model.model_copy(update={"dropout": 0.0})
+    return shape == Shape(spec, case.train.seq_len, case.layout.microbatch)
 
 
 def weights_of(spec: ModelSpec) -> int:
@@ -61,15 +68,15 @@ def weights_of(spec: ModelSpec) -> int:
     return parameter_count(two) - parameter_count(one)
 
 
-def _depth(spec: ModelSpec) -> int:
+def _depth(device: torch.device, shape: Shape) -> int:
     """Return how many blocks are timed together."""
-    return max(1, min(_DEPTH, -(-_UNCACHED // weights_of(spec))))
+    enough = -(-_UNCACHED // weights_of(shape.spec))
+    return max(1, min(_DEPTH, enough, int(_MOST_FLOPS[device.type] / _flops(shape))))
 
 
 def _flops(shape: Shape) -> float:
-    """Return the FLOPs of the products of a pass, forward and backward."""
-    weights = weights_of(shape.spec) * _depth(shape.spec)
-    return 2.0 * PASSES * weights * shape.rows * shape.length
+    """Return the FLOPs of a block's products, forward and backward."""
+    return 2.0 * PASSES * weights_of(shape.spec) * shape.rows * shape.length
 
 
 def stack(
@@ -111,7 +118,7 @@ def _pass(device: torch.device, precision: str, shape: Shape) -> tuple[Callable[
 
     So many that caches have forgotten a block when its backward comes.
     """
-    depth = _depth(shape.spec)
+    depth = _depth(device, shape)
     blocks = stack(device, precision, shape.spec, shape.length, depth)
     size = (shape.rows, shape.length, shape.spec.dim)
     x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)
@@ -174,9 +181,13 @@ def seconds_per_byte(
 def by_rows(
     device: torch.device, precision: str, budget_s: float, shape: Shape, most: int
 ) -> dict[int, float]:
-    """Return the seconds that a block takes for a token, by rows of a microbatch, up to `most`."""
+    """Return the seconds that a block takes for a token, by rows of a microbatch, up to `most`.
+
+    The rows of the shape are among them.
+    """
     flops = _flops(shape._replace(rows=1))
-    tried = [n for n in _ROWS if n <= most and n * flops <= _MOST_FLOPS[device.type]]
+    able = min(most, _MOST_FLOPS[device.type] / flops)
+    tried = sorted({shape.rows, *(rows for rows in _ROWS if rows <= able)})
     passes = [_pass(device, precision, shape._replace(rows=rows)) for rows in tried]
     found = seconds_in_turns([work for work, _ in passes], budget_s, device)
     return {

@@ -68,9 +68,12 @@ def block_seconds(world: World, budget_s: float, case: Case) -> float:
 def _of_blocks(world: World, budget_s: float, case: Case) -> dict[str, float]:
     """Return what is measured of a case's own blocks beside compiling: see `search.choices`."""
     shape, precision = on_blocks.measurable(world.device, case), case.train.precision
+    if not on_blocks.is_of(shape, case):
+        return {}
     most = max(1, case.train.batch // case.layout.dp)
     rows = on_blocks.by_rows(world.device, precision, budget_s, shape, most)
     found = {f"blocks.rows.{count}.{precision}": seconds for count, seconds in rows.items()}
+    found[f"blocks.microbatch.{precision}"] = float(shape.rows)
     element = ELEMENT_BYTES[precision]
     message = shape.rows * shape.length * shape.spec.dim * element
     sums = sums_both_ways(world, message) if world.size > 1 else None
@@ -86,9 +89,11 @@ def _compute(
     """Return what one rank's computing comes to, and its curves."""
     constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
-    shape = on_blocks.measurable(device, case)
+    shapes = {"": on_blocks.usual()}
+    if case is not None and on_blocks.is_of(on_blocks.measurable(device, case), case):
+        shapes["blocks."] = on_blocks.measurable(device, case)
     take_route("torch", device)
-    own = on_blocks.products_of("fp32", shape)
+    own = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
     plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2, own))
     take_route("auto", device)
     bandwidth = on_device.copy_rate(device, budget_s / 3)
@@ -103,12 +108,13 @@ def _compute(
         constants[f"products.{precision}"] = peak / best
         constants[f"products.half.{precision}"] = half
         curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
-        parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape)
-        rate = on_blocks.attention_flops(shape) / parts.attention
-        constants[f"attention.flash2.{precision}"] = rate / best
-        constants[f"overhead.layer.{precision}"] = parts.overhead
-        moves = on_blocks.seconds_per_byte(precision, shape, (peak, half), parts)
-        constants[f"moves.{precision}"] = moves * bandwidth
+        for of, shape in shapes.items():
+            parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape)
+            rate = on_blocks.attention_flops(shape) / parts.attention
+            constants[f"{of}attention.flash2.{precision}"] = rate / best
+            constants[f"{of}overhead.layer.{precision}"] = parts.overhead
+            moves = on_blocks.seconds_per_byte(precision, shape, (peak, half), parts)
+            constants[f"{of}moves.{precision}"] = moves * bandwidth
         loss = 1 / on_device.loss_rate(device, precision, budget_s)
         constants[f"moves.loss.{precision}"] = loss * bandwidth
     rate = on_device.optimizer_rate(device, budget_s / 3, OPTIMIZER_BYTES)

@@ -22,11 +22,12 @@ from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machine import detect
+from meshwright.launch.machine import detect, gpu_name
 from meshwright.launch.measured import keep
 from meshwright.launch.rank_environ import sets_allocator
 from meshwright.layout import Layout, Machine, broken, resolve_layout
 from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
+from meshwright.predict.catalogue import device_named
 from meshwright.predict.price import Prediction, price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
@@ -111,10 +112,7 @@ def _device(args: argparse.Namespace) -> int:
         f"torch {measured['torch']}"
     )
     blocks = blocks_of(config.model, config.train.seq_len)
-    text = as_toml({machine.device: measured["constants"]}, date, source, blocks)
-    kept = keep(text, config, machine, os.environ)
-    if kept is not None:
-        print(f"note: plan, train and others on this machine read {kept}", file=sys.stderr)
+    text = as_toml({_kind(machine): measured["constants"]}, date, source, blocks)
     if args.out:
         write_atomic(args.out, text.encode())
     if args.json:
@@ -123,7 +121,17 @@ def _device(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         _print_device(measured["constants"], source)
+    kept = keep(text, config, machine, os.environ)
+    if kept is not None:
+        print(f"note: plan, train and others on this machine read {kept}", file=sys.stderr)
     return EXIT_DONE
+
+
+def _kind(machine: Machine) -> str:
+    """Return the kind of the machine's devices, as plans look for it."""
+    name = gpu_name() if machine.device == "cuda" else None
+    device = None if name is None else device_named(name)
+    return machine.device if device is None else device.kind
 
 
 def _compiles(config: Config, machine: Machine) -> bool:

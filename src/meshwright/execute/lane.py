@@ -100,7 +100,8 @@ class Lane:
         """
         number, size = self._next, counts[self._rank] * dtype.itemsize
         assert size <= LARGEST, "a larger message goes another way"
-        if self._due_bytes + size > ROOM // 2 or len(self._due) >= _TURNS // 2:
+        largest = max(counts) * dtype.itemsize  # of all ranks', so that they collect together
+        if self._due_bytes + largest > ROOM // 2 or len(self._due) >= _TURNS // 2:
             self.collect(number)
         start = self._place(size)
         room = self._rooms[self._rank, start : start + size].view(dtype)
@@ -112,7 +113,7 @@ class Lane:
         self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
         self._due.append(_Due(number, counts, dtype, finish))
-        self._due_bytes += size
+        self._due_bytes += largest
         return number
 
     def collect(self, number: int) -> None:
@@ -125,7 +126,7 @@ class Lane:
 
     def _collect_first(self) -> None:
         number, counts, dtype, finish = self._due.popleft()
-        self._due_bytes -= counts[self._rank] * dtype.itemsize
+        self._due_bytes -= max(counts) * dtype.itemsize
         self._wait(lambda: all(words[_LEFT] > number for words in self._words))
         parts = []
         for words, room, count in zip(self._words, self._rooms, counts, strict=True):

@@ -44,9 +44,9 @@ def leave_gradients(
         assert weight.shard_gradient is not None
         cuts.append(_by_rows(weight.gradient, weight.rows))
         sums.append(weight.shard_gradient.view(-1))
-    number = _leave_to_owners(cuts, sums, group, rank, dtype)
     left = sum(len(cut.whole) - _length(cut.cuts[rank]) for cut in cuts)
-    return Left(group, number, [enter("all_to_all", left * dtype.itemsize, group)])
+    entry = enter("all_to_all", left * dtype.itemsize, group)  # before: it may wait for others
+    return Left(group, _leave_to_owners(cuts, sums, group, rank, dtype), [entry])
 
 
 def leave_weights(weights: Sequence[Weight], group: dist.ProcessGroup, rank: int) -> Left:

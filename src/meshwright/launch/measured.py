@@ -9,9 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 from meshwright.launch.machine import detect, gpu_name
 from meshwright.layout import Machine
+from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
 
 _KEY: Final = "cluster.calibration"
@@ -32,15 +33,21 @@ def kept_at(machine: Machine, environ: Mapping[str, str]) -> Path:
 
 
 def keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str]) -> Path | None:
-    """Keep a calibration of this machine; None where it is of other than the default ranks."""
+    """Keep a calibration of this machine; None where it is of other than the default ranks.
+
+    None, too, where the folder can't be written.
+    """
     if config.cluster.devices_per_node is not None:
         return None
     # Only here: data's room brings numpy, which a config has no use for.
     from meshwright.data.files import write_atomic
 
     path = kept_at(machine, environ)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    except (OSError, DataError):
+        return None
     return path
 
 
@@ -57,7 +64,7 @@ def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
     try:
         path = kept_at(detect(cluster, environ), environ)
         about = tomllib.loads(path.read_text(encoding="utf-8"))["about"]
-        origin = f"measured here, {about['date']}: {about['source']}"
+        origin = f"{MEASURED_HERE}, {about['date']}: {about['source']}"
     except (
         ConfigError,
         OSError,

@@ -29,8 +29,6 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         found = planned(on_machine(config, machine), lacks)
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
-    if config.cluster.calibration is not None:
-        config = _with_rows(config, machine)
     if config.train.compile == "auto" and config.cluster.calibration is not None:
         from meshwright.search.compiling import Choice, choose, decided
 
@@ -41,24 +39,6 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
             return decided(config, Choice(False, str(error)))
         return decided(config, choose(setting, layout, lacks))
     return config
-
-
-def _with_rows(config: Config, machine: Machine) -> Config:
-    """Return a config with the microbatch that was measured to be fastest, where none is given."""
-    from meshwright.search.choices import fastest_rows
-
-    if config.layout.microbatch is not None:
-        return config
-    layout = resolve_layout(config, machine)
-    try:
-        rows = fastest_rows(setting_on(config, machine, layout), layout)
-    except ConfigError:  # a run with a layout needs no device that is known
-        return config
-    if rows is None:
-        return config
-    changed = config.layout.model_copy(update={"microbatch": rows})
-    origins = {**config.origins, "layout.microbatch": "measured to be fastest"}
-    return config.model_copy(update={"layout": changed, "origins": origins})
 
 
 def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:

@@ -87,8 +87,10 @@ def read_calibration(path: Path, blocks: str = "") -> Calibration:
         own = parse_calibration(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"calibration {path} cannot be read: {error}") from None
-    shipped = shipped_calibration().constants
-    known = own.constants
+    known, shipped = own.constants, dict(shipped_calibration().constants)
+    for kind in {name.split(".")[0] for name in known if ".inner." in name}:
+        # Where links were measured and no lanes, there are none.
+        shipped = {name: shipped[name] for name in shipped if not name.startswith(f"{kind}.lane.")}
     if blocks and own.blocks not in ("", blocks):
         known = {name: value for name, value in known.items() if not _is_of_blocks(name)}
     return Calibration({**shipped, **known}, own.date, own.source, own.blocks)

@@ -63,6 +63,12 @@ class Kernels:
     ) -> None:
         kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
         find = calibration.find
+
+        def own(what: str) -> float:
+            """What was measured of the model's own blocks, else of any."""
+            found = calibration.constants.get(f"{device.kind}.blocks.{what}")
+            return find(what, *kinds) if found is None else found
+
         self.network, self.stack, self.compile_gain = network, stack, compile_gain
         self.on_cpu = device.kind == "cpu"
         self.peak = device.peaks[products.split("-")[0]] * find(f"products.{products}", *kinds)
@@ -70,12 +76,12 @@ class Kernels:
         self.half = find(f"products.half.{precision}", *kinds)
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
-        self.moves = find(f"moves.{precision}", *kinds)
+        self.moves = own(f"moves.{precision}")
         self.loss_moves = find(f"moves.loss.{precision}", *kinds)
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
-        self.attention_peak = peak * find(f"attention.{stack.attention}.{precision}", *kinds)
+        self.attention_peak = peak * own(f"attention.{stack.attention}.{precision}")
         # What the host adds where it does not run ahead of the device: of a layer, and so on.
-        self.per_layer = find(f"overhead.layer.{precision}", *kinds)
+        self.per_layer = own(f"overhead.layer.{precision}")
         self.per_microbatch = find("overhead.microbatch", *kinds)
         self.per_unit = find("overhead.unit", *kinds)
         self.launch = find("launch", *kinds)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.layout import Layout
-from meshwright.predict.price import worst_memory
 from meshwright.predict.setting import Setting
 from meshwright.search.compiling import Choice
 from meshwright.units import format_bytes
@@ -68,29 +66,16 @@ def rows_of(setting: Setting) -> dict[int, float]:
     }
 
 
-def fastest_rows(setting: Setting, layout: Layout) -> int | None:
-    """Return the microbatch with which blocks were measured to be fastest; None where none was.
-
-    For ranks that have whole blocks and no pipeline, of those that divide their rows and fit.
-    """
-    if layout.model_ranks > 1:
-        return None
-    own = setting.train.batch // layout.dp
-    rows = {count: each for count, each in rows_of(setting).items() if own % count == 0}
-    for count in sorted(rows, key=rows.__getitem__):
-        if worst_memory(setting, layout.model_copy(update={"microbatch": count})).fits:
-            return count
-    return None
-
-
 def _microbatch(setting: Setting) -> Chosen | None:
-    rows = rows_of(setting)
-    if len(rows) < 2:
+    rows, usual = rows_of(setting), setting.measured(f"blocks.microbatch.{setting.train.precision}")
+    if len(rows) < 2 or usual not in rows:
         return None
-    best = min(rows, key=rows.__getitem__)
-    gain = rows[min(rows)] / rows[best]
-    text = f"blocks are fastest with {best} rows of {', '.join(map(str, sorted(rows)))}"
-    text += f", {gain:.2f} x the speed with {min(rows)}, as measured (layout.microbatch)"
+    least, best = min(rows), min(rows, key=rows.__getitem__)
+    gain = rows[least] / rows[int(usual)]
+    text = (
+        f"{int(usual)} rows, {gain:.2f} x the speed of blocks with {least}, as measured; fastest "
+    )
+    text += f"are {best} of {', '.join(map(str, sorted(rows)))} (layout.microbatch)"
     return Chosen("microbatch", text, gain, "layout.microbatch")
 
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from meshwright.spec.loading import Config
 from meshwright.spec.resolve import Values
+
+# How the origin of a calibration begins that nobody has named.
+MEASURED_HERE: Final = "measured here"
+
+
+def portable(config: Config) -> Config:
+    """Return a config without what holds for the machine at hand alone."""
+    if not config.origins.get("cluster.calibration", "").startswith(MEASURED_HERE):
+        return config
+    cluster = config.cluster.model_copy(update={"calibration": None})
+    return config.model_copy(update={"cluster": cluster})
 
 
 def to_toml(config: Config) -> str:

@@ -18,7 +18,7 @@ from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer
 from meshwright.errors import ConfigError, DataError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.program.ledger import StepLedger, from_json, to_json
-from meshwright.spec.dump import to_toml
+from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
 
 
@@ -159,7 +159,7 @@ def create(job: Job) -> None:
     """Write the config, its provenance and the plan, and point `latest` beside it to the run."""
     folder = job.folder
     folder.log(0).parent.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(to_toml(job.config), encoding="utf-8")
+    folder.config.write_text(to_toml(portable(job.config)), encoding="utf-8")
     (folder.path / "provenance.json").write_text(_json(job.config.origins), encoding="utf-8")
     plan = {
         "config": job.config.model_dump(mode="json"),
