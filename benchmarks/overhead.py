@@ -1,4 +1,4 @@
-"""`train` beside the plain loop: one rank with two threads, two ranks with one thread each.
+"""`train` beside the plain loop at its best: one rank with two threads, two ranks with one each.
 
     python -m benchmarks.overhead --rounds 3 --out docs/benchmarks/overhead.json
 
@@ -17,22 +17,49 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.plain_loop import BATCH, DIM, FFN, HEADS, LAYERS, SEQ, VOCAB
 
 TOKENS = BATCH * SEQ
+MICROBATCHES = (1, 2, 4, 8)
 
 
-def plain(ops: str, precision: str, steps: int) -> list[float]:
-    """Return the step times of the plain loop with two threads."""
-    words = ["--precision", precision, "--ops", ops, "--steps", str(steps)]
+class Loop(NamedTuple):
+    """A plain loop: whose operations, how many rows at a time, handed to torch.compile or not."""
+
+    ops: str
+    microbatch: int
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        whose = "torch's operations" if self.ops == "torch" else "our modules"
+        return f"plain loop, {whose}" + (", compiled" if self.compiled else "")
+
+
+def plain(loop: Loop, precision: str, steps: int) -> list[float]:
+    """Return the step times of a plain loop with two threads."""
+    words = ["--precision", precision, "--ops", loop.ops, "--steps", str(steps)]
+    words += ["--microbatch", str(loop.microbatch)] + ["--compile"] * loop.compiled
     done = _python("benchmarks.plain_loop", *words)
     return json.loads(done.stdout.splitlines()[-1])["seconds"]
 
 
-def trained(ranks: int, precision: str, steps: int) -> list[float]:
+def best_loops(precision: str) -> list[Loop]:
+    """Return the plain loops, each with the number of rows whose step was the shortest."""
+    found = []
+    for ops in ("torch", "meshwright"):
+        times = {rows: min(plain(Loop(ops, rows), precision, 2)) for rows in MICROBATCHES}
+        rows = min(times, key=times.__getitem__)
+        print(precision, ops, {rows: round(time, 2) for rows, time in times.items()}, flush=True)
+        found += [Loop(ops, rows), Loop(ops, rows, compiled=True)]
+    return found
+
+
+def trained(ranks: int, precision: str, steps: int, compiled: bool = False) -> list[float]:
     """Return the step times of `meshwright train` on a number of ranks that share two cores."""
     with tempfile.TemporaryDirectory() as folder:
         words = {
@@ -46,6 +73,7 @@ def trained(ranks: int, precision: str, steps: int) -> list[float]:
             "train.seq_len": SEQ,
             "train.steps": steps + 1,
             "train.precision": precision,
+            "train.compile": str(compiled).lower(),
             "layout.dp_replicate": ranks,
             "optimizer.lr": 3e-4,
             "log.dir": folder,
@@ -70,15 +98,14 @@ def _python(module: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def measure(rounds: int, steps: int, precision: str) -> dict[str, list[float]]:
-    """Return all step times by what was run; the runs take turns."""
+    """Return all step times by what was run; the runs take turns, after a search of the loops."""
+    runs = {loop.name: partial(plain, loop, precision, steps) for loop in best_loops(precision)}
+    runs["train, 1 rank"] = partial(trained, 1, precision, steps)
+    runs["train, 1 rank, compiled"] = partial(trained, 1, precision, steps, compiled=True)
+    runs["train, 2 ranks"] = partial(trained, 2, precision, steps)
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name, run in (
-            ("plain loop, torch's operations", lambda: plain("torch", precision, steps)),
-            ("plain loop, our modules", lambda: plain("meshwright", precision, steps)),
-            ("train, 1 rank", lambda: trained(1, precision, steps)),
-            ("train, 2 ranks", lambda: trained(2, precision, steps)),
-        ):
+        for name, run in runs.items():
             found.setdefault(name, []).extend(run())
     return found
 

@@ -1,11 +1,12 @@
-"""The yardstick: one process, one device, eager PyTorch, nothing but what the step needs.
+"""The yardstick: one process, one device, PyTorch alone, nothing but what the step needs.
 
     python -m benchmarks.plain_loop --precision fp32 --threads 2
 
 The model is a Llama of 34 M parameters (vocabulary 8192, dim 512, 8 layers, 8 heads, ffn 1408)
 with a batch of 8 x 512 tokens. `--ops torch` builds it from PyTorch's own operations; `--ops
-meshwright` from the package's modules, plain `nn.Module`s: whichever is faster is the bar.
-Prints one JSON line with the seconds of each step.
+meshwright` from the package's modules, plain `nn.Module`s; `--compile` hands either to
+torch.compile: whichever is fastest is the bar. Prints one JSON line with the seconds of each step
+after the first.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--ops", choices=["torch", "meshwright"], default="torch")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--microbatch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
@@ -96,6 +98,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
+    forward = torch.compile(model) if args.compile else model
     seconds = []
     for _ in range(args.steps + 1):
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1))
@@ -103,7 +106,7 @@ def main() -> None:
         total = 0.0
         for part in tokens.split(args.microbatch):
             with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
-                logits = model(part[:, :-1])
+                logits = forward(part[:, :-1])
             loss = F.cross_entropy(
                 logits.flatten(0, 1).float(), part[:, 1:].flatten(), reduction="sum"
             )
