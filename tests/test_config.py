@@ -145,7 +145,9 @@ def test_aliases():
 
 def test_resolved_config_reads_back_equal(tmp_path):
     file = tmp_path / "config.toml"
-    config = load_config(None, ["model.preset=llama-3.2-1b", 'data.source=["a\\"b", "c\\u007f"]'])
+    config = load_config(
+        None, ["model.preset=llama-3.2-1b", 'data.source=["a\\"b", "c\\u007f", "🚀"]']
+    )
     file.write_text(to_toml(config))
     assert load_config(file) == config.model_copy(update={"origins": load_config(file).origins})
     assert config.model.rope_scaling is not None

@@ -52,8 +52,9 @@ def _comment(text: str) -> str:
 def toml_value(value: Any) -> str:
     """Return a scalar, list or small table as TOML writes it."""
     if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
-        return json.dumps(value).replace("\x7f", "\\u007f")
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped. TOML has no
+        # surrogates, in whose pairs JSON would escape what is not ASCII.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
