@@ -7,7 +7,7 @@ import pytest
 from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.launch.rank_environ import ALLOCATOR, rank_environ, sets_allocator
-from meshwright.layout import Machine
+from meshwright.layout import Layout, Machine
 from meshwright.predict.calibration import as_toml
 from meshwright.search.choices import choices, rows_of
 from meshwright.search.compiling import Choice
@@ -23,7 +23,6 @@ MEASURED = {
     "blocks.rows.2.fp32": 2e-6,
     "blocks.rows.8.fp32": 2.5e-6,
     "blocks.rows.8.bf16": 1e-6,
-    "blocks.microbatch.fp32": 8.0,
     "blocks.message": 2.0**20,
     "blocks.sum.gloo": 3e-3,
     "blocks.sum.lane": 1e-3,
@@ -38,8 +37,9 @@ def here(tmp_path):
 
 
 def test_each_choice_has_its_gain_and_what_changes_it(here):
-    setting = setting_of(load_config(None, here))
-    found = {one.what: one for one in choices(setting, Choice(True, "it pays"))}
+    config = load_config(None, here)
+    setting, layout = setting_of(config), Layout.parse("tp2 mb8")
+    found = {one.what: one for one in choices(config, setting, layout, Choice(True, "it pays"))}
     gains = {what: one.gain for what, one in found.items()}
     expected = {"products": 1.25, "blocks": 1.1, "memory": 1.5, "microbatch": 1.2, "messages": 3}
     assert gains == pytest.approx(expected)
@@ -51,18 +51,43 @@ def test_each_choice_has_its_gain_and_what_changes_it(here):
     assert rows_of(setting) == {1: 3e-6, 2: 2e-6, 8: 2.5e-6}
 
 
+def told_of(words, layout):
+    config = load_config(None, words)
+    choice = Choice(False, "as asked for")
+    found = choices(config, setting_of(config), Layout.parse(layout), choice)
+    return {one.what: one for one in found}
+
+
 def test_what_was_not_measured_is_not_told(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text(as_toml({"cpu": {"peak.fp32": 1e11}}, "", ""))
-    setting = setting_of(load_config(None, [f"cluster.calibration={path}"]))
-    told = {one.what for one in choices(setting, Choice(False, "as asked for"))}
-    assert not told & {"memory", "microbatch", "messages"}
+    told = told_of([f"cluster.calibration={path}"], "tp2 mb8")
+    assert not told.keys() & {"memory", "microbatch", "messages"}
+
+
+def test_what_a_layout_or_a_config_does_without_is_not_told(here):
+    assert told_of(here, "dp2 mb2").keys() == {"products", "blocks", "memory", "microbatch"}
+    assert told_of(here, "dp2 mb2")["microbatch"].text.startswith("2 rows, 1.50 x")
+    assert "microbatch" not in told_of(here, "dp2 mb4")  # none of those that were measured
+    assert "memory" not in told_of([*here, "cluster.memory=1GiB"], "dp2 mb2")
+
+
+def test_products_that_take_the_slower_library_are_told_and_priced_so(here):
+    one = told_of([*here, "train.matmul=torch"], "dp2 mb2")["products"]
+    assert one.gain == pytest.approx(0.8)
+    assert one.text.startswith("torch's own, 0.80 x the rate of auto's")
+    auto, own = (
+        setting_of(load_config(None, [*here, *words])).kernels()
+        for words in ([], ["train.matmul=torch"])
+    )
+    assert own.peak == pytest.approx(0.8 * auto.peak)
+    assert own.head_peak == pytest.approx(0.8 * auto.head_peak)
 
 
 def test_plan_prints_and_hands_on_what_is_chosen(here, capsys):
     assert main(["plan", *here]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for text in ("products: 1.25 x", "blocks: ", "memory: ", "microbatch: ", "messages: "):
+    for text in ("products: 1.25 x", "blocks: ", "memory: "):
         assert text in said
     assert "(GLIBC_TUNABLES, cluster.memory)" in said
     assert main(["plan", *here, "--json"]) == 0
@@ -84,6 +109,6 @@ def test_the_allocator_is_compared_where_ranks_are_started_with_it(monkeypatch):
     monkeypatch.setattr(bench, "measure_on_ranks", measure)
     monkeypatch.setattr(bench.os, "environ", {})
     assert bench._allocator_gain({"what": "device"}, MACHINE) == 1.5
-    assert asked == [("blocks", 2, False), ("blocks", 2, True)]
+    assert asked == [("blocks", 2, keeps) for keeps in (False, True, True, False)]
     monkeypatch.setattr(bench.os, "environ", {"LD_PRELOAD": "libtcmalloc.so"})
     assert bench._allocator_gain({"what": "device"}, MACHINE) is None

@@ -1,20 +1,31 @@
 """What was measured of this machine is kept in the user's cache folder, and found there."""
 
 import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from meshwright.bench import blocks, calibrate, device
 from meshwright.cli.main import main
+from meshwright.errors import ConfigError
 from meshwright.launch import measured
 from meshwright.launch.machine import detect
 from meshwright.launch.measured import as_measured_here, keep, kept_at, user_cache
+from meshwright.layout import Layout
 from meshwright.predict.calibration import (
     as_toml,
     blocks_of,
+    parse_calibration,
     read_calibration,
     shipped_calibration,
 )
-from meshwright.search.plan import setting_of
+from meshwright.predict.setting import work_of
+from meshwright.search.lightest import with_train
+from meshwright.search.plan import as_json, plan, setting_of
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
 
@@ -72,13 +83,15 @@ def test_what_is_of_other_blocks_is_left_out(environ):
     deeper = load_config(None, ["model.n_layers=3", "model.vocab_size=77"])
     assert blocks_of(deeper.model, deeper.train.seq_len) == own
     constants = {"compile.gain.fp32": 2.0, "peak.fp32": 3e11}
-    path = keep_one(environ, constants, blocks=own)
-    assert read_calibration(path, own).constants["cpu.compile.gain.fp32"] == 2
-    others = read_calibration(path, "other").constants
-    assert "cpu.compile.gain.fp32" not in others
-    assert others["cpu.peak.fp32"] == 3e11
-    path = keep_one(environ, constants)  # it does not say whose
-    assert read_calibration(path, "other").constants["cpu.compile.gain.fp32"] == 2
+    found = read_calibration(keep_one(environ, constants, blocks=own))
+    assert setting_of(config, found).measured("compile.gain.fp32") == 2
+    other = load_config(None, [*CPU, "model.dim=128"])
+    assert setting_of(other, found).measured("compile.gain.fp32") is None
+    assert setting_of(other, found).measured("peak.fp32") == 3e11
+    longer = with_train(setting_of(config, found), seq_len=2 * config.train.seq_len)
+    assert longer.measured("compile.gain.fp32") is None
+    found = read_calibration(keep_one(environ, constants))  # it does not say whose
+    assert setting_of(other, found).measured("compile.gain.fp32") == 2
 
 
 def test_plan_and_config_show_say_where_it_is_from(environ, capsys):
@@ -101,9 +114,78 @@ def test_what_was_found_here_is_not_written_into_a_run(environ):
     assert portable(named).cluster.calibration == "own.toml"
 
 
+def test_what_was_found_here_is_not_written_into_a_plan(environ):
+    keep_one(environ, {"peak.fp32": 3e11})
+    made = plan(as_measured_here(load_config(None, CPU), environ))
+    assert made.setting.cluster.device.peaks["fp32"] == 3e11
+    assert as_json(made)["config"]["cluster"]["calibration"] is None
+
+
 def test_a_cache_that_cannot_be_written_keeps_nothing(environ, tmp_path):
     (tmp_path / "meshwright").write_text("a file where the folder would be")
     assert keep_one(environ, {"peak.fp32": 1.0}) is None
+
+
+def test_without_a_home_or_one_that_may_be_read_nothing_is_kept_or_found(environ, monkeypatch):
+    config, nowhere = load_config(None, CPU), {"HOME": "~nobody-of-this-name"}
+    assert keep_one(nowhere, {"peak.fp32": 1.0}) is None
+    assert as_measured_here(config, nowhere) is config
+    keep_one(environ, {"peak.fp32": 3e11})
+
+    def refuses(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuses)
+    assert as_measured_here(config, environ) is config
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[cpu]\nmoves = [1]", "cpu.moves = [1] must be a number"),
+        ("[cpu]\nmoves = true", "cpu.moves = True must be a number"),
+        ("moves = 1", "moves = 1 is in no table of a kind"),
+        ("about = 3", "about = 3 is in no table"),
+        ("[about]\ndate = 2026-01-01", "must have strings alone"),
+        ("[cpu", "cannot be read"),
+    ],
+)
+def test_what_is_no_calibration_is_told(environ, tmp_path, text, why):
+    config = load_config(None, CPU)
+    kept = keep_one(environ, {"peak.fp32": 1.0})
+    kept.write_text(text)
+    assert as_measured_here(config, environ) is config
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        read_calibration(kept)
+
+
+def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
+    shape, peak, half = blocks.usual(), 2e11, 16
+    parts = blocks.Parts(whole=0.05, attention=0.004, overhead=0.001)
+    monkeypatch.setattr(blocks, "seconds_of_parts", lambda *_: parts)
+    monkeypatch.setattr(device, "copy_rate", lambda *_: 1e10)
+    monkeypatch.setattr(device, "loss_rate", lambda *_: 4e9)
+    monkeypatch.setattr(device, "optimizer_rate", lambda *_: 5e9)
+
+    def products(where, precision, budget_s, own):
+        shares = [math.prod(side / (side + half) for side in one.sides) for one in own]
+        of = zip(own, shares, strict=True)
+        return [(one, one.flops / (peak * share)) for one, share in of]
+
+    monkeypatch.setattr(device, "products", products)
+    constants, _ = calibrate._compute(torch.device("cpu"), 0.1, None)
+    found = parse_calibration(as_toml({"cpu": constants}, "", ""))
+    every = replace(found, constants={**shipped_calibration().constants, **found.constants})
+    words = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 1024}
+    given = [*CPU, "train.seq_len=512", *(f"model.{key}={value}" for key, value in words.items())]
+    setting = setting_of(load_config(None, given), every)
+    layout, kernels = Layout.parse("dp1 mb1"), setting.kernels()
+    assert setting.model.model_copy(update={"n_layers": 1, "vocab_size": 0}) == (
+        shape.spec.model_copy(update={"vocab_size": 0})
+    )
+    seconds = kernels.layer(work_of(setting, layout), 1, 1, "ring", "none").total
+    assert seconds == pytest.approx(parts.whole, rel=1e-3)
+    assert kernels.optimizer_bandwidth == pytest.approx(5e9)
 
 
 def test_own_blocks_come_before_usual_ones_and_lanes_only_where_there_are_any(environ, tmp_path):

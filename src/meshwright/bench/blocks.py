@@ -45,21 +45,16 @@ def usual() -> Shape:
     return Shape(spec, 512, 1)
 
 
-def measurable(device: torch.device, case: Case | None) -> Shape:
-    """Return the blocks to measure: those of a case's microbatch, where they can be repeated."""
-    if case is None:
-        return usual()
+def own(device: torch.device, case: Case) -> Shape | None:
+    """Return a case's blocks with its microbatch, but for dropout.
+
+    None where a pass of them takes too long to be repeated.
+    """
     spec = case.model.model_copy(update={"dropout": 0.0})
     shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
     if _flops(shape) > _MOST_FLOPS[device.type] or weights_of(spec) > _MOST_WEIGHTS:
-        return usual()
+        return None
     return shape
-
-
-def is_of(shape: Shape, case: Case) -> bool:
-    """Whether blocks are those of a case, but for dropout."""
-    spec = case.model.model_copy(update={"dropout": 0.0})
-    return shape == Shape(spec, case.train.seq_len, case.layout.microbatch)
 
 
 def weights_of(spec: ModelSpec) -> int:
@@ -75,8 +70,9 @@ def _depth(device: torch.device, shape: Shape) -> int:
 
 
 def _flops(shape: Shape) -> float:
-    """Return the FLOPs of a block's products, forward and backward."""
-    return 2.0 * PASSES * weights_of(shape.spec) * shape.rows * shape.length
+    """Return the FLOPs of a block, forward and backward."""
+    products = 2.0 * PASSES * weights_of(shape.spec) * shape.rows * shape.length
+    return products + attention_flops(shape)
 
 
 def stack(

@@ -29,13 +29,15 @@ def calibrate(
 ) -> dict[str, Any]:
     """Return constants by name, without the kind of the device, and the curves behind them.
 
-    `budget_s` is about what each of the measurements takes; `case` has the blocks that are
-    measured, None for some usual ones, and `compiles` says whether to measure what compiling them
-    gains. All ranks call it; constants are medians over them.
+    `budget_s` is about what each of the measurements takes; `case` has blocks that are measured
+    beside some usual ones, unless they take too long (`is_own` says which), and `compiles` says
+    whether to measure what compiling them gains. All ranks call it; constants are medians over
+    them.
     """
-    constants, curves = _compute(world.device, budget_s, case)
-    if case is not None:
-        constants |= _of_blocks(world, budget_s, case)
+    own = None if case is None else on_blocks.own(world.device, case)
+    constants, curves = _compute(world.device, budget_s, own)
+    if case is not None and own is not None:
+        constants |= _of_blocks(world, budget_s, case, own)
     if case is not None and compiles:
         constants |= compiling(world.device, case, budget_s)
         take_route("auto", world.device)
@@ -54,26 +56,27 @@ def calibrate(
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "ranks": world.size,
+        "is_own": own is not None,
     }
 
 
 def block_seconds(world: World, budget_s: float, case: Case) -> float:
     """Return the seconds of a block of a case with its microbatch, the median of all ranks."""
-    shape = on_blocks.measurable(world.device, case)
+    shape = on_blocks.own(world.device, case)
+    assert shape is not None, "blocks that take too long are not asked for"
     take_route("auto", world.device)
-    own = on_blocks.seconds(world.device, case.train.precision, budget_s, shape)
-    return statistics.median(row[0] for row in world.gather_on_host([own]))
+    seconds = on_blocks.seconds(world.device, case.train.precision, budget_s, shape)
+    return statistics.median(row[0] for row in world.gather_on_host([seconds]))
 
 
-def _of_blocks(world: World, budget_s: float, case: Case) -> dict[str, float]:
+def _of_blocks(
+    world: World, budget_s: float, case: Case, shape: on_blocks.Shape
+) -> dict[str, float]:
     """Return what is measured of a case's own blocks beside compiling: see `search.choices`."""
-    shape, precision = on_blocks.measurable(world.device, case), case.train.precision
-    if not on_blocks.is_of(shape, case):
-        return {}
+    precision = case.train.precision
     most = max(1, case.train.batch // case.layout.dp)
     rows = on_blocks.by_rows(world.device, precision, budget_s, shape, most)
     found = {f"blocks.rows.{count}.{precision}": seconds for count, seconds in rows.items()}
-    found[f"blocks.microbatch.{precision}"] = float(shape.rows)
     element = ELEMENT_BYTES[precision]
     message = shape.rows * shape.length * shape.spec.dim * element
     sums = sums_both_ways(world, message) if world.size > 1 else None
@@ -84,22 +87,21 @@ def _of_blocks(world: World, budget_s: float, case: Case) -> dict[str, float]:
 
 
 def _compute(
-    device: torch.device, budget_s: float, case: Case | None
+    device: torch.device, budget_s: float, own: on_blocks.Shape | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return what one rank's computing comes to, and its curves."""
     constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
-    shapes = {"": on_blocks.usual()}
-    if case is not None and on_blocks.is_of(on_blocks.measurable(device, case), case):
-        shapes["blocks."] = on_blocks.measurable(device, case)
+    shapes = {"": on_blocks.usual()} | ({} if own is None else {"blocks.": own})
     take_route("torch", device)
-    own = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
-    plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2, own))
+    more = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
+    plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2, more))
     take_route("auto", device)
     bandwidth = on_device.copy_rate(device, budget_s / 3)
-    constants["bandwidth"] = bandwidth
+    # What moves bytes is told as a share of a copy's rate, which is all that there is.
+    constants |= {"bandwidth": bandwidth, "memory": 1.0}
     for precision in _PRECISIONS:
-        found = on_device.products(device, precision, budget_s, own)
+        found = on_device.products(device, precision, budget_s, more)
         peak, half = on_device.saturation(found)
         best = max(shape.flops / seconds for shape, seconds in found)
         constants[f"peak.{precision}"] = best

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from meshwright.bench.blocks import measurable, stack
+from meshwright.bench.blocks import own, stack
 from meshwright.execute.build import compiler
 from meshwright.execute.data import DTYPES
 from meshwright.execute.products import take_route
@@ -31,10 +31,10 @@ def compiling(device: torch.device, case: Case, budget_s: float) -> dict[str, fl
     # Not at the top: the compiler is a second of imports.
     from torch._inductor.utils import fresh_cache
 
-    shape, precision = measurable(device, case), case.train.precision
-    spec, length, rows = shape
-    if spec != case.model.model_copy(update={"dropout": 0.0}):
+    shape, precision = own(device, case), case.train.precision
+    if shape is None:
         return {}
+    spec, length, rows = shape
     depth = max(1, min(_DEPTH, spec.n_layers))
     plain, compiled = (stack(device, precision, spec, length, depth) for _ in range(2))
     wrap = compiler(take_route(case.train.matmul, device))

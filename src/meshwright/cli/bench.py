@@ -103,7 +103,7 @@ def _device(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     measure_on_ranks(request, machine.devices, os.environ, found.append)
     (measured,) = found
-    gain = _allocator_gain(request, machine)
+    gain = _allocator_gain(request, machine) if measured["is_own"] else None
     if gain is not None:
         measured["constants"][f"blocks.allocator.{config.train.precision}"] = gain
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -152,7 +152,7 @@ def _allocator_gain(request: Mapping[str, Any], machine: Machine) -> float | Non
     if machine.device != "cpu" or not sets_allocator(os.environ):
         return None
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for keeps in (False, True):
+    for keeps in (False, True, True, False):
         measure_on_ranks(
             {**request, "what": "blocks"},
             machine.devices,
@@ -168,10 +168,12 @@ def _print_device(constants: Mapping[str, float], source: str) -> None:
     for name, value in constants.items():
         if name.startswith("peak."):
             print(f"  {name:28} {value / 1e9:10.1f} GFLOP/s")
-        elif name in ("bandwidth", "inner.rate"):
+        elif name == "bandwidth" or ".rate" in name:
             print(f"  {name:28} {value / 1e9:10.2f} GB/s")
-        elif "latency" in name or "overhead" in name:
+        elif any(part in name for part in ("latency", "overhead", "blocks.sum")):
             print(f"  {name:28} {value * 1e6:10.1f} us")
+        elif name.startswith("blocks.rows."):
+            print(f"  {name:28} {value * 1e6:10.3f} us a token")
         else:
             print(f"  {name:28} {value:10.3f}")
 

@@ -35,7 +35,6 @@ from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
-from meshwright.search.choices import choices
 from meshwright.search.plan import (
     Plan,
     as_json,
@@ -208,7 +207,7 @@ def _table(made: Plan) -> Table:
 def _print_winner(made: Plan, best: Prediction) -> None:
     print(f"\nbest: {best.layout.label}")
     say("step time: " + ", ".join(_causes(best)), "  ")
-    for one in choices(made.setting, made.compile):
+    for one in made.choices:
         say(f"{one.what}: {one.text}", "  ")
     ranks = ranks_of(made.setting, best.layout)
     dearest = max(ranks, key=lambda held: held.total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Final
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.machine import detect, gpu_name
 from meshwright.layout import Machine
+from meshwright.predict.calibration import parse_calibration
 from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
 
 _KEY: Final = "cluster.calibration"
-_FOLDER: Final = "calibrations"
+# The number goes up where the constants' meaning changes: what was kept before is not read.
+_FOLDER: Final = "calibrations-2"
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
@@ -42,11 +43,11 @@ def keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str]
     # Only here: data's room brings numpy, which a config has no use for.
     from meshwright.data.files import write_atomic
 
-    path = kept_at(machine, environ)
     try:
+        path = kept_at(machine, environ)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
-    except (OSError, DataError):
+    except (OSError, RuntimeError, DataError):  # no home at all, too
         return None
     return path
 
@@ -59,19 +60,14 @@ def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
     cluster = config.cluster
     if cluster.preset != "local" or cluster.calibration is not None:
         return config
-    if not (user_cache(environ) / _FOLDER).is_dir():
-        return config
     try:
+        if not (user_cache(environ) / _FOLDER).is_dir():
+            return config
         path = kept_at(detect(cluster, environ), environ)
-        about = tomllib.loads(path.read_text(encoding="utf-8"))["about"]
-        origin = f"{MEASURED_HERE}, {about['date']}: {about['source']}"
-    except (
-        ConfigError,
-        OSError,
-        ValueError,
-        LookupError,
-    ):  # nothing that can be read
+        about = parse_calibration(path.read_text(encoding="utf-8"))
+    except (ConfigError, OSError, RuntimeError, ValueError):  # nothing that can be read
         return config
+    origin = f"{MEASURED_HERE}, {about.date}: {about.source}"
     changed = cluster.model_copy(update={"calibration": str(path)})
     origins = {**config.origins, _KEY: origin}
     return config.model_copy(update={"cluster": changed, "origins": origins})

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -32,6 +32,16 @@ class Calibration:
     source: str = ""
     blocks: str = ""
 
+    def of(self, model: ModelSpec, seq_len: int) -> Calibration:
+        """Return it without what was measured of other blocks than a model's.
+
+        All of it where it doesn't name the blocks that it is of.
+        """
+        if self.blocks in ("", blocks_of(model, seq_len)):
+            return self
+        constants = {name: self.constants[name] for name in self.constants if not _of_blocks(name)}
+        return replace(self, constants=constants)
+
     def find(self, what: str, *kinds: str) -> float:
         """Return a constant of the first of the kinds that has it, else that of any.
 
@@ -50,10 +60,18 @@ class Calibration:
 
 
 def parse_calibration(text: str) -> Calibration:
-    """Return the calibration of a TOML text: tables of kinds with constants, and `[about]`."""
+    """Return the calibration of a TOML text: tables of kinds with constants, and `[about]`.
+
+    Raises `ValueError` where it is anything else.
+    """
     content = tomllib.loads(text)
+    for kind, table in content.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{kind} = {table!r} is in no table of a kind, such as [cpu]")
     about = content.pop("about", {})
-    said = (about.get(key, "") for key in ("date", "source", "blocks"))
+    said = [about.get(key, "") for key in ("date", "source", "blocks")]
+    if not all(isinstance(one, str) for one in said):
+        raise ValueError("[about] must have strings alone")
     return Calibration(dict(_flat(content)), *said)
 
 
@@ -67,7 +85,12 @@ def _flat(content: Mapping[str, Any], at: str = "") -> list[tuple[str, float]]:
     found = []
     for key, value in content.items():
         name = f"{at}.{key}" if at else key
-        found += _flat(value, name) if isinstance(value, dict) else [(name, float(value))]
+        if isinstance(value, dict):
+            found += _flat(value, name)
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} = {value!r} must be a number")
+        else:
+            found.append((name, float(value)))
     return found
 
 
@@ -78,11 +101,8 @@ def shipped_calibration() -> Calibration:
     return parse_calibration(text)
 
 
-def read_calibration(path: Path, blocks: str = "") -> Calibration:
-    """Return a calibration of one's own on top of the shipped one; raises `ConfigError`.
-
-    What it says of other blocks than `blocks` is left out, where it names those that it is of.
-    """
+def read_calibration(path: Path) -> Calibration:
+    """Return a calibration of one's own on top of the shipped one; raises `ConfigError`."""
     try:
         own = parse_calibration(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -91,12 +111,10 @@ def read_calibration(path: Path, blocks: str = "") -> Calibration:
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
         # Where links were measured and no lanes, there are none.
         shipped = {name: shipped[name] for name in shipped if not name.startswith(f"{kind}.lane.")}
-    if blocks and own.blocks not in ("", blocks):
-        known = {name: value for name, value in known.items() if not _is_of_blocks(name)}
     return Calibration({**shipped, **known}, own.date, own.source, own.blocks)
 
 
-def _is_of_blocks(name: str) -> bool:
+def _of_blocks(name: str) -> bool:
     return name.split(".")[1] in ("compile", "blocks")
 
 

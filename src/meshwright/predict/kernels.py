@@ -48,7 +48,7 @@ class Kernels:
     Products take the roofline of their peak and their bytes (Williams et al., 2009), the peak
     lowered by `d / (d + half)` for each dimension d, since tiles at the edges are not full; below
     a host's launch time the device waits for the host. `compile_gain` divides what a layer
-    computes.
+    computes, `products_gain` what products take.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Kernels:
         precision: str,
         products: str,
         compile_gain: float = 1.0,
+        products_gain: float = 1.0,
     ) -> None:
         kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
         find = calibration.find
@@ -71,8 +72,10 @@ class Kernels:
 
         self.network, self.stack, self.compile_gain = network, stack, compile_gain
         self.on_cpu = device.kind == "cpu"
-        self.peak = device.peaks[products.split("-")[0]] * find(f"products.{products}", *kinds)
-        self.head_peak = device.peaks[precision] * find(f"products.{precision}", *kinds)
+        share = products_gain * find(f"products.{products}", *kinds)
+        self.peak = device.peaks[products.split("-")[0]] * share
+        share = products_gain * find(f"products.{precision}", *kinds)
+        self.head_peak = device.peaks[precision] * share
         self.half = find(f"products.half.{precision}", *kinds)
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)

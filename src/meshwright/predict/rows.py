@@ -93,6 +93,7 @@ def read_row(row: Row, calibration: Calibration) -> Case:
         raise RowError(str(error.errors()[0]["msg"])) from None
     if train.batch % (layout.dp * layout.microbatch):
         raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
+    calibration = calibration.of(model, train.seq_len)
     setting = Setting(model, train, cluster, stack, calibration, products)
     if not row.get("recompute"):
         layout = _least_recompute(setting, layout)

@@ -53,6 +53,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             "meshwright",
             "shards",
             even_stages=False,
+            fused_norm=True,
             fused_activation=True,
             overlaps_tp=True,
             gathers_again="unless recomputed",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.layout import Layout
 from meshwright.predict.setting import Setting
 from meshwright.search.compiling import Choice
+from meshwright.spec.loading import Config
 from meshwright.units import format_bytes
 
 
@@ -21,8 +23,8 @@ class Chosen(NamedTuple):
     key: str
 
 
-def choices(setting: Setting, compiled: Choice) -> list[Chosen]:
-    """Return the choices that are made for a config's runs, those that were measured and compiling.
+def choices(config: Config, setting: Setting, layout: Layout, compiled: Choice) -> list[Chosen]:
+    """Return the choices that are made for a layout: those that were measured, and compiling.
 
     `compiled` is what `train.compile` came to.
     """
@@ -31,19 +33,21 @@ def choices(setting: Setting, compiled: Choice) -> list[Chosen]:
     found = [
         _products(setting),
         Chosen("blocks", f"{blocks}: {compiled.why}", setting.compile_gain, "train.compile"),
-        _allocator(setting),
-        _microbatch(setting),
-        _lanes(setting),
+        None if config.cluster.memory else _allocator(setting),
+        _microbatch(setting, layout.microbatch),
+        _lanes(setting) if layout.tp > 1 else None,
     ]
     return [one for one in found if one is not None]
 
 
 def _products(setting: Setting) -> Chosen | None:
-    gain = setting.measured("matmul.gain")
+    gain, matmul = setting.measured("matmul.gain"), setting.train.matmul
     if gain is None or setting.train.precision != "fp32":
         return None
-    text = f"{gain:.2f} x the rate of torch's own, as measured "
-    text += f"(train.matmul = {setting.train.matmul})"
+    text = f"{gain:.2f} x the rate of torch's own, as measured (train.matmul = {matmul})"
+    if matmul == "torch":
+        gain = 1 / gain
+        text = f"torch's own, {gain:.2f} x the rate of auto's, as measured (train.matmul = torch)"
     return Chosen("products", text, gain, "train.matmul")
 
 
@@ -66,15 +70,13 @@ def rows_of(setting: Setting) -> dict[int, float]:
     }
 
 
-def _microbatch(setting: Setting) -> Chosen | None:
-    rows, usual = rows_of(setting), setting.measured(f"blocks.microbatch.{setting.train.precision}")
-    if len(rows) < 2 or usual not in rows:
+def _microbatch(setting: Setting, count: int) -> Chosen | None:
+    rows = rows_of(setting)
+    if len(rows) < 2 or count not in rows:
         return None
     least, best = min(rows), min(rows, key=rows.__getitem__)
-    gain = rows[least] / rows[int(usual)]
-    text = (
-        f"{int(usual)} rows, {gain:.2f} x the speed of blocks with {least}, as measured; fastest "
-    )
+    gain = rows[least] / rows[count]
+    text = f"{count} rows, {gain:.2f} x the speed of blocks with {least}, as measured; fastest "
     text += f"are {best} of {', '.join(map(str, sorted(rows)))} (layout.microbatch)"
     return Chosen("microbatch", text, gain, "layout.microbatch")
 

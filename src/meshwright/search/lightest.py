@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.layout import Layout
@@ -109,6 +110,5 @@ def lightest(
 def with_train(setting: Setting, **changes: int) -> Setting:
     """Return the setting with another batch or sequence length."""
     train: TrainSpec = setting.train.model_copy(update=changes)
-    return Setting(
-        setting.model, train, setting.cluster, setting.stack, setting.calibration, setting.products
-    )
+    calibration = setting.calibration.of(setting.model, train.seq_len)
+    return replace(setting, train=train, calibration=calibration)

@@ -13,7 +13,6 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import (
     Calibration,
-    blocks_of,
     read_calibration,
     shipped_calibration,
 )
@@ -23,11 +22,12 @@ from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
-from meshwright.search.choices import choices
+from meshwright.search.choices import Chosen, choices
 from meshwright.search.compiling import NOTHING_FITS, Choice, choose, decided, with_compile
 from meshwright.search.questions import Batch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.search.space import Pins
+from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
 from meshwright.spec.training import LayoutSection
 from meshwright.units import format_bytes
@@ -50,6 +50,13 @@ class Plan:
     def best(self) -> Prediction | None:
         """The layout to run, or None where none fits."""
         return self.found.ranked[0] if self.found.ranked else None
+
+    @property
+    def choices(self) -> list[Chosen]:
+        """What is chosen for the best layout without being asked for; nothing where none fits."""
+        if self.best is None:
+            return []
+        return choices(self.config, self.setting, self.best.layout, self.compile)
 
     def fewest_devices(self) -> int | None:
         """Return the fewest of the cluster's devices that fit: `questions.fewest_devices`."""
@@ -77,8 +84,8 @@ def setting_of(
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
     if calibration is None:
         own = config.cluster.calibration
-        blocks = blocks_of(config.model, config.train.seq_len)
-        calibration = shipped_calibration() if own is None else read_calibration(Path(own), blocks)
+        calibration = shipped_calibration() if own is None else read_calibration(Path(own))
+    calibration = calibration.of(config.model, config.train.seq_len)
     cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
     return Setting(
         config.model,
@@ -210,7 +217,7 @@ def as_json(made: Plan) -> dict[str, Any]:
     best, found = made.best, made.found
     cluster = made.setting.cluster
     return {
-        "config": made.config.model_dump(mode="json"),
+        "config": portable(made.config).model_dump(mode="json"),
         "cluster": {
             "device": cluster.device.name,
             "devices": cluster.devices,
@@ -226,7 +233,7 @@ def as_json(made: Plan) -> dict[str, Any]:
         "layout": best.layout.model_dump(mode="json") if best else None,
         "digest": digest(made.config, best.layout) if best else None,
         "compile": made.compile._asdict(),
-        "choices": [one._asdict() for one in choices(made.setting, made.compile)],
+        "choices": [one._asdict() for one in made.choices],
         "ledger": ledger(best) if best else None,
         "warnings": warnings(best, made.setting) if best else [],
         "ranked": [
