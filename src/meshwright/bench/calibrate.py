@@ -52,9 +52,16 @@ def calibrate(
         "constants": dict(zip(constants, medians, strict=True)),
         "curves": curves,
         "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
+        "machine": _name(world.device),
         "ranks": world.size,
     }
+
+
+def _name(device: torch.device) -> str:
+    """Return what a GPU's driver, or the system, calls a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
 def block_seconds(world: World, budget_s: float, case: Case) -> float:
@@ -89,7 +96,7 @@ def _compute(
     """Return what one rank's computing comes to, and its curves."""
     constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
-    shapes = {"": on_blocks.usual()}
+    shapes = {"": on_blocks.usual(device)}
     if case is not None and on_blocks.is_of(on_blocks.measurable(device, case), case):
         shapes["blocks."] = on_blocks.measurable(device, case)
     take_route("torch", device)
@@ -113,7 +120,9 @@ def _compute(
             rate = on_blocks.attention_flops(shape) / parts.attention
             constants[f"{of}attention.flash2.{precision}"] = rate / best
             constants[f"{of}overhead.layer.{precision}"] = parts.overhead
-            moves = on_blocks.seconds_per_byte(precision, shape, (peak, half), parts)
+            moves = on_blocks.seconds_per_byte(
+                precision, shape, (peak, half), parts, on_cpu=device.type == "cpu"
+            )
             constants[f"{of}moves.{precision}"] = moves * bandwidth
         loss = 1 / on_device.loss_rate(device, precision, budget_s)
         constants[f"moves.loss.{precision}"] = loss * bandwidth
