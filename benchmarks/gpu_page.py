@@ -26,7 +26,8 @@ def page(found: dict[str, Any]) -> str:
         f"dense bf16 peak of {preset} in the catalogue, {peak / 1e12:.0f} TFLOP/s, with attention",
         "over the whole square (arXiv:2204.02311, appendix B); `causal` counts half of it.",
         "Predicted from the shipped calibration and, `calibrated`, from what `bench device` has",
-        "measured of this GPU; predicted memory is that of blocks that are not compiled.",
+        "measured of this GPU, with what compiling gains where blocks of that shape were compiled;",
+        "predicted memory is that of blocks that are not.",
     ]
     if found.get("training"):
         lines += ["", *_HEAD, *(_row(row, peak) for row in found["training"])]

@@ -47,7 +47,7 @@ def seconds_in_turns(
     times = [1] * len(works)
     if is_cuda:  # the first call has loaded kernels
         first = [call(work) for work in works]
-        times = [min(_MOST, math.ceil(_BURST_S / one)) for one in first]
+        times = [min(_MOST, math.ceil(_BURST_S / max(one, 1e-7))) for one in first]
     turn = sum(one * often for one, often in zip(first, times, strict=True))
     turns = max(_LEAST, round(budget_s / max(turn, 1e-7)))
     found = [
