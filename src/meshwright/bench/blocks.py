@@ -171,11 +171,11 @@ def seconds_per_byte(
     What is left of a block after its products, attention and overhead, over the bytes that
     `predict.work` counts; `rates` are the peak and the half of `device.saturation`. In a model's
     own size: what comes before and after attention grows with more than the bytes, so that other
-    sizes say little of it.
+    sizes say little of it. A GPU's host runs ahead, and its overhead takes no time beside.
     """
     peak, half = rates
     work = _work(precision, shape)
-    left = found.whole - found.attention - found.overhead
+    left = found.whole - found.attention - (found.overhead if on_cpu else 0.0)
     for product in work.products:
         share = math.prod(side / (side + half) for side in product.sides)
         left -= PASSES * product.flops / (peak * share)

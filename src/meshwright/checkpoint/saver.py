@@ -76,7 +76,9 @@ class Saver:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffers: dict[str, Tensor] = {}
         on_gpu = beside and world.device.type == "cuda"
-        self._stream = torch.cuda.Stream(world.device) if on_gpu else None
+        self._stream: torch.cuda.Stream | None = None
+        if on_gpu:
+            self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._running: _Running | None = None
 
     def save(
