@@ -64,12 +64,16 @@ bench: $(VENV)/.dev
 # On a machine with a GPU and a PyTorch of its own, which is used as it is. Where that machine reaches no
 # index, `make gpu-wheels GPU_PYTHON=3.12` beforehand on one that does, and build/gpu goes along.
 GPU_PYTHON ?= 3.12
+# Where `make gpu` leaves gpu.json, gpu.md and the GPU's calibrations; more arguments of it, such as
+# "--only checks" or "--minutes 20".
+GPU_OUT ?= docs/benchmarks
+GPU_ARGS ?=
 GPU_WHEELS := annotated-types markdown-it-py mdurl pydantic pygments pyyaml rich safetensors \
 	tokenizers typing-extensions typing-inspection
 
 gpu:
-	PYTHONPATH=src:build/gpu:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out docs/benchmarks/gpu.json \
-		--page docs/benchmarks/gpu.md
+	PYTHONPATH=src:build/gpu:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT)/gpu.json \
+		--page $(GPU_OUT)/gpu.md $(GPU_ARGS)
 
 gpu-wheels:
 	$(PYTHON) -m pip install --quiet --target build/gpu --upgrade --no-deps --only-binary :all: \

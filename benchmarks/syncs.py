@@ -13,8 +13,9 @@ import argparse
 import json
 import sys
 import tempfile
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,27 +36,52 @@ from meshwright.train.optimizer import build_optimizer
 from meshwright.train.readings import Numbers
 from meshwright.train.update import update
 
+
+class Steps(NamedTuple):
+    """What is trained: its precision, layout and optimizer, and what else is not as usual."""
+
+    precision: str
+    label: str
+    optimizer: str = "adamw"
+    packed: bool = False
+    length: int = 128
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """A line that tells it from the others."""
+        more = [f"{self.length} tokens"] if self.length > 128 else []
+        more += ["packed"] if self.packed else []
+        more += ["compiled"] if self.compiled else []
+        return " ".join((self.precision, self.label, self.optimizer, *more))
+
+
 CASES = (
-    ("fp32", "dp1 mb2", "adamw", False),
-    ("bf16", "dp1 mb2", "adamw", False),
-    ("bf16", "dp1 mb2", "adamw", True),
-    ("bf16", "dp1 mb1 recompute-selective", "adamw", False),
-    ("bf16", "dp1 mb2", "sgd", False),
-    ("fp16", "dp1 mb2", "adamw", False),
+    Steps("fp32", "dp1 mb2"),
+    Steps("bf16", "dp1 mb2"),
+    Steps("bf16", "dp1 mb2", packed=True),
+    Steps("bf16", "dp1 mb1 recompute-selective"),
+    Steps("bf16", "dp1 mb2", "sgd"),
+    Steps("fp16", "dp1 mb2"),
+    # As many tokens as a GPU trains with: some operations go other ways then.
+    Steps("bf16", "dp1 mb2", length=4096),
+    Steps("bf16", "dp1 mb2", length=4096, compiled=True),
+    Steps("bf16", "dp1 mb2", packed=True, compiled=True),
 )
 WARM = 2
 
 
-def run(world: World, precision: str, label: str, optimizer: str, packed: bool) -> None:
+def run(world: World, of: Steps) -> None:
     """Train some steps, the last of them with no leave to synchronise; raises where one does."""
     model = model_spec(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=512)
-    spec = TrainSpec(batch=4, seq_len=128, precision=precision)  # type: ignore[arg-type]
-    layout = Layout.parse(label)
-    program = lower(model, spec, layout)
-    parallel = build(program, open_groups(layout, world), world.device, seeded(model, 0))
+    spec = TrainSpec(batch=4, seq_len=of.length, precision=of.precision, compile=of.compiled)  # type: ignore[arg-type]
+    layout = Layout.parse(of.label)
+    program, source = lower(model, spec, layout), seeded(model, 0)
+    groups = open_groups(layout, world)
+    parallel = build(program, groups, world.device, source, compiled=of.compiled)
     shards = Shards(parallel.held, on_host=False)
-    made = build_optimizer(shards.leaves, OptimizerSpec(name=optimizer, momentum=0.9))  # type: ignore[arg-type]
-    case, scale = Case(model, spec, layout, packed=packed), LossScale.of(spec)
+    made = build_optimizer(shards.leaves, OptimizerSpec(name=of.optimizer, momentum=0.9))  # type: ignore[arg-type]
+    case, scale = Case(model, spec, layout, packed=of.packed), LossScale.of(spec)
     batch = mine(make_batch(case, 0), program, world)
     for step in range(WARM + 1):
         if step == WARM and world.device.type == "cuda":
@@ -80,13 +106,14 @@ def main() -> int:
         backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         world = World(0, 1, torch.device(args.device), store)
-        for precision, label, optimizer, packed in CASES:
-            of = f"{precision} {label} {optimizer}{' packed' if packed else ''}"
+        for case in CASES:
+            row: dict[str, Any] = {"of": case.name, "waits": None}
             try:
-                run(world, precision, label, optimizer, packed)
-                rows.append({"of": of, "waits": None})
-            except RuntimeError as error:
-                rows.append({"of": of, "waits": str(error).splitlines()[0]})
+                run(world, case)
+            except Exception as error:  # the other cases have their say
+                told = traceback.format_exc().splitlines()
+                row |= {"waits": (str(error) or repr(error)).splitlines()[0], "told": told[-40:]}
+            rows.append(row)
         dist.destroy_process_group()
     print(json.dumps({"rows": rows, "checked": args.device == "cuda"}))
     return 1 if any(row["waits"] for row in rows) else 0

@@ -1,11 +1,14 @@
 """The head and its loss against torch's own, whole and cut over ranks, and what they hold."""
 
+import shutil
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.data.sampler import IGNORE
+from meshwright.execute import loss
 from meshwright.execute.borders import Borders
 from meshwright.execute.groups import Link
 from meshwright.execute.loss import loss_sum
@@ -27,9 +30,9 @@ def drawn(dtype):
     return hidden, weight, targets
 
 
-def ours(hidden, weight, targets, borders=ALONE, at_once=AT_ONCE):
+def ours(hidden, weight, targets, borders=ALONE, at_once=AT_ONCE, *, fuses=False):
     leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-    loss = loss_sum(*leaves, targets, IGNORE, borders, at_once)
+    loss = loss_sum(*leaves, targets, IGNORE, borders, at_once, fuses=fuses)
     (loss * SCALE).backward()
     return loss.detach(), *(leaf.grad for leaf in leaves)
 
@@ -120,6 +123,38 @@ def test_a_batch_without_targets_has_no_loss():
     hidden, weight, targets = drawn(torch.float32)
     found = ours(hidden, weight, torch.full_like(targets, IGNORE))
     assert [t.count_nonzero() for t in found] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_compiler_is_given_computes_the_same(dtype):
+    hidden, weight, targets = drawn(dtype)
+    logits, targets = (hidden.flatten(0, 1) @ weight.t()), targets.flatten()
+    grad = torch.tensor(SCALE)
+    found = loss.soften(logits, targets, IGNORE, ALONE.link)
+    value, gradient = loss.loss_and_gradient(logits, targets, IGNORE, grad)
+    torch.testing.assert_close(value, found.loss)
+    torch.testing.assert_close(gradient, found.gradient(grad, dtype))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_fused_loss_and_gradients_are_torchs(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(loss, "_fused", lambda: loss.loss_and_gradient)
+    given = drawn(dtype)
+    found, expected = ours(*given, fuses=True), torchs(*given)
+    assert abs(found[0].item() / expected[0].item() - 1) < tolerance / 10
+    for mine, exact in zip(found[1:], expected[1:], strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - exact).abs().max() < tolerance * exact.abs().max()
+    nothing = torch.full_like(given[2], IGNORE)
+    assert [t.count_nonzero() for t in ours(*given[:2], nothing, fuses=True)] == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+def test_compiled_loss_and_gradients_are_torchs():
+    given = drawn(torch.bfloat16)
+    for mine, exact in zip(ours(*given, fuses=True), torchs(*given), strict=True):
+        assert (mine.double() - exact).abs().max() < 2e-2 * exact.abs().max()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -14,7 +14,8 @@ from meshwright.execute.data import DTYPES
 from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
-from meshwright.predict.kernels import PASSES
+from meshwright.predict.kernels import PASSES, forward_moved
+from meshwright.predict.stacks import STACKS
 from meshwright.predict.work import Product, Work, layout_work
 from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.program.parts import parameter_count
@@ -39,8 +40,11 @@ class Shape(NamedTuple):
     rows: int
 
 
-def usual() -> Shape:
-    """Return a block that says something of others."""
+def usual(device: torch.device) -> Shape:
+    """Return a block that says something of others; a GPU's has enough to do for its kernels."""
+    if device.type == "cuda":
+        spec = model_spec(dim=2048, n_layers=1, n_heads=16, n_kv_heads=4, ffn_dim=8192)
+        return Shape(spec, 4096, 1)
     spec = model_spec(dim=512, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=1024)
     return Shape(spec, 512, 1)
 
@@ -156,22 +160,22 @@ def _work(precision: str, shape: Shape) -> Work:
 
 
 def seconds_per_byte(
-    precision: str, shape: Shape, rates: tuple[float, float], found: Parts
+    precision: str, shape: Shape, rates: tuple[float, float], found: Parts, *, on_cpu: bool
 ) -> float:
     """Return the seconds for each byte that a block moves beside products and attention.
 
     What is left of a block after its products, attention and overhead, over the bytes that
     `predict.work` counts; `rates` are the peak and the half of `device.saturation`. In a model's
     own size: what comes before and after attention grows with more than the bytes, so that other
-    sizes say little of it.
+    sizes say little of it. A GPU's host runs ahead, and its overhead takes no time beside.
     """
     peak, half = rates
     work = _work(precision, shape)
-    left = found.whole - found.attention - found.overhead
+    left = found.whole - found.attention - (found.overhead if on_cpu else 0.0)
     for product in work.products:
         share = math.prod(side / (side + half) for side in product.sides)
         left -= PASSES * product.flops / (peak * share)
-    return max(left, 0.0) / (PASSES * (work.moved + work.norm_moved))
+    return max(left, 0.0) / (PASSES * forward_moved(work, STACKS["meshwright"]))
 
 
 def by_rows(

@@ -54,10 +54,17 @@ def calibrate(
         "constants": dict(zip(constants, medians, strict=True)),
         "curves": curves,
         "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
+        "machine": _name(world.device),
         "ranks": world.size,
         "is_own": own is not None,
     }
+
+
+def _name(device: torch.device) -> str:
+    """Return what a GPU's driver, or the system, calls a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
 def block_seconds(world: World, budget_s: float, case: Case) -> float:
@@ -92,7 +99,7 @@ def _compute(
     """Return what one rank's computing comes to, and its curves."""
     constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
-    shapes = {"": on_blocks.usual()} | ({} if own is None else {"blocks.": own})
+    shapes = {"": on_blocks.usual(device)} | ({} if own is None else {"blocks.": own})
     take_route("torch", device)
     more = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
     plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2, more))
@@ -115,7 +122,9 @@ def _compute(
             rate = on_blocks.attention_flops(shape) / parts.attention
             constants[f"{of}attention.flash2.{precision}"] = rate / best
             constants[f"{of}overhead.layer.{precision}"] = parts.overhead
-            moves = on_blocks.seconds_per_byte(precision, shape, (peak, half), parts)
+            moves = on_blocks.seconds_per_byte(
+                precision, shape, (peak, half), parts, on_cpu=device.type == "cpu"
+            )
             constants[f"{of}moves.{precision}"] = moves * bandwidth
         loss = 1 / on_device.loss_rate(device, precision, budget_s)
         constants[f"moves.loss.{precision}"] = loss * bandwidth

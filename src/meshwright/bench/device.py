@@ -6,8 +6,8 @@ All ranks of a machine measure at the same time, since they share its memory and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +21,57 @@ from meshwright.execute.loss import soften
 from meshwright.predict.kernels import PASSES
 from meshwright.predict.work import Product
 
-# Tokens, inner and outer dims of products as small and large layers have them.
-_SHAPES: Final = (
-    Product(256, 256, 256),
-    Product(512, 256, 1024),
-    Product(1024, 256, 256),
-    Product(512, 512, 512),
-    Product(512, 512, 1408),
-    Product(1024, 1024, 1024),
-    Product(1024, 768, 2048),
-    Product(2048, 1024, 2816),
-)
-_COPIED: Final = 2**26  # bytes, beyond any cache
-_ELEMENTS: Final = 2**22
+
+class Sizes(NamedTuple):
+    """What is measured on a kind of device.
+
+    `shapes` are tokens, inner and outer dims of products as small and large layers have them;
+    `copied` bytes are beyond any cache; AdamW updates `elements`; the loss is of `tokens` logits of
+    `vocab` each.
+    """
+
+    shapes: tuple[Product, ...]
+    copied: int
+    elements: int
+    tokens: int
+    vocab: int
+
+
+# On a GPU smaller ones would take less time than it takes to launch them, and stay in its cache.
+SIZES: Final[Mapping[str, Sizes]] = {
+    "cpu": Sizes(
+        (
+            Product(256, 256, 256),
+            Product(512, 256, 1024),
+            Product(1024, 256, 256),
+            Product(512, 512, 512),
+            Product(512, 512, 1408),
+            Product(1024, 1024, 1024),
+            Product(1024, 768, 2048),
+            Product(2048, 1024, 2816),
+        ),
+        copied=2**26,
+        elements=2**22,
+        tokens=256,
+        vocab=8192,
+    ),
+    "cuda": Sizes(
+        (
+            Product(2048, 2048, 2048),
+            Product(4096, 1024, 4096),
+            Product(4096, 4096, 4096),
+            Product(8192, 2048, 8192),
+            Product(8192, 4096, 4096),
+            Product(8192, 4096, 14336),
+            Product(8192, 8192, 8192),
+            Product(16384, 2048, 2048),
+        ),
+        copied=2**30,
+        elements=2**28,
+        tokens=2048,
+        vocab=128256,
+    ),
+}
 
 
 def products(
@@ -44,7 +82,7 @@ def products(
     Of usual shapes, and of a model's `own`.
     """
     dtype = DTYPES[precision]
-    works, shapes = [], [*_SHAPES, *dict.fromkeys(own)]
+    works, shapes = [], [*SIZES[device.type].shapes, *dict.fromkeys(own)]
     for shape in shapes:
         x = torch.randn(shape.rows, shape.inner, dtype=dtype, device=device, requires_grad=True)
         weight = torch.randn(
@@ -80,22 +118,24 @@ def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
 
 def copy_rate(device: torch.device, budget_s: float) -> float:
     """Return the bytes/s that a copy beyond the caches reads and writes."""
-    source = torch.ones(_COPIED // 4, device=device)
+    copied = SIZES[device.type].copied
+    source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPIED / seconds_of(lambda: target.copy_(source), budget_s, device)
+    return 2 * copied / seconds_of(lambda: target.copy_(source), budget_s, device)
 
 
 def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
     """Return the bytes/s of a fused AdamW step that moves so many bytes an element."""
-    leaf = torch.nn.Parameter(torch.randn(_ELEMENTS, device=device))
+    elements = SIZES[device.type].elements
+    leaf = torch.nn.Parameter(torch.randn(elements, device=device))
     leaf.grad = torch.randn_like(leaf)
     adam = torch.optim.AdamW([leaf], fused=True)
-    return moved * _ELEMENTS / seconds_of(adam.step, budget_s, device)
+    return moved * elements / seconds_of(adam.step, budget_s, device)
 
 
 def loss_rate(device: torch.device, precision: str, budget_s: float) -> float:
     """Return the bytes/s of cross-entropy, forward and backward, as `predict.work` counts them."""
-    tokens, vocab = 256, 8192
+    tokens, vocab = SIZES[device.type].tokens, SIZES[device.type].vocab
     logits = torch.randn(tokens, vocab, dtype=DTYPES[precision], device=device)
     targets = torch.randint(0, vocab, (tokens,), device=device)
     alone, one = Link(None, (0,), 0), torch.ones((), device=device)

@@ -5,22 +5,27 @@ Layouts take turns, so that the machine's noise hits all alike.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.bench.memory import measure
 from meshwright.bench.shares import kinds, shares
-from meshwright.execute.build import build, seeded
+from meshwright.execute.build import Source, build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
+from meshwright.models.init import weight_std
 from meshwright.program.lower import lower
+from meshwright.program.shards import Region
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.prove.reference import make_batch
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
@@ -31,9 +36,15 @@ class Stepper:
     """A model under a layout with its optimizer; a call makes one step of training."""
 
     def __init__(self, world: World, case: Case) -> None:
-        """Build it with weights of a seed, and rows of random tokens."""
+        """Build it with random weights and rows of random tokens.
+
+        On a CPU the weights are those of a seed. A GPU draws its own, as good for a measurement:
+        billions of them would take a CPU's generator minutes.
+        """
         program = lower(case.model, case.train, case.layout)
-        groups, source = open_groups(case.layout, world), seeded(case.model, 0)
+        is_cpu = world.device.type == "cpu"
+        source = seeded(case.model, 0) if is_cpu else drawn(case.model, world.device)
+        groups = open_groups(case.layout, world)
         self._world, self._case = world, case
         compiled = case.train.is_compiled
         self._parallel = build(program, groups, world.device, source, compiled=compiled)
@@ -57,16 +68,56 @@ class Stepper:
             torch.cuda.synchronize(self._world.device)
 
 
-def step_seconds(world: World, case: Case, steps: int) -> list[float]:
-    """Return the seconds of some steps of training after a first one, on the slowest rank."""
-    step, seconds = Stepper(world, case), []
-    for _ in range(steps + 1):
-        world.barrier()
-        started = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - started)
-    everyone = world.gather_on_host(seconds[1:])
-    return [max(each) for each in zip(*everyone, strict=True)]
+def drawn(spec: ModelSpec, device: torch.device) -> Source:
+    """Return the source of weights that a device draws region by region, from no seed."""
+
+    def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        sizes = [stop - start for start, stop in region]
+        if name.endswith(".bias"):
+            return torch.zeros(sizes, device=device)
+        if len(sizes) == 1:
+            return torch.ones(sizes, device=device)
+        return torch.randn(sizes, device=device).mul_(weight_std(name, spec))
+
+    return region_of
+
+
+class Timed(NamedTuple):
+    """Seconds of some steps on the slowest rank; on GPUs also the peak bytes of each rank."""
+
+    seconds: list[float]
+    peak_bytes: list[int]
+
+
+def timed(world: World, case: Case, steps: int) -> Timed:
+    """Return what some steps of training take after a first one; on GPUs no memory stays taken."""
+    step = Stepper(world, case)
+    _seconds(world, step)  # compiles, and makes the optimizer's state
+    if world.device.type == "cpu":
+        return Timed(_slowest(world, [_seconds(world, step) for _ in range(steps)]), [])
+    torch.cuda.reset_peak_memory_stats(world.device)
+    found = _slowest(world, [_seconds(world, step) for _ in range(steps)])
+    peak = float(torch.cuda.max_memory_allocated(world.device))
+    del step
+    release()
+    return Timed(found, [int(row[0]) for row in world.gather_on_host([peak])])
+
+
+def release() -> None:
+    """Give a GPU's memory back that nothing needs: weights and their hooks refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _seconds(world: World, step: Stepper) -> float:
+    world.barrier()
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def _slowest(world: World, seconds: list[float]) -> list[float]:
+    return [max(each) for each in zip(*world.gather_on_host(seconds), strict=True)]
 
 
 def step_shares(world: World, case: Case) -> list[dict[str, float]]:
@@ -80,13 +131,8 @@ def step_shares(world: World, case: Case) -> list[dict[str, float]]:
 
 
 def peak_bytes(world: World, case: Case) -> list[int]:
-    """Return the peak of a step's memory on each rank: of tensors alone, by rank."""
-    if world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(world.device)
-        step_seconds(world, case, 1)
-        peak = float(torch.cuda.max_memory_allocated(world.device))
-    else:
-        peak = measure(world, case).peak.total
+    """Return the peak of a step's memory on each rank: of tensors alone, on CPUs, by a profile."""
+    peak = measure(world, case).peak.total
     return [int(row[0]) for row in world.gather_on_host([peak])]
 
 
@@ -97,12 +143,16 @@ def side_by_side(
 
     That may be `memory`, the peaks of the ranks, and `shares`, where their time goes.
     """
-    if "memory" in asked:
+    asks_memory, is_cpu = "memory" in asked, world.device.type == "cpu"
+    if asks_memory and is_cpu:
         for number, case in enumerate(cases):
             yield {"case": number, "peak_bytes": peak_bytes(world, case)}
     for _ in range(rounds):
         for number, case in enumerate(cases):
-            yield {"case": number, "seconds": step_seconds(world, case, steps)}
+            found = timed(world, case, steps)
+            said = {"case": number, "seconds": found.seconds}
+            # A GPU counts by itself, in the very steps that are timed.
+            yield said | ({"peak_bytes": found.peak_bytes} if asks_memory and not is_cpu else {})
     if "shares" in asked:
         for number, case in enumerate(cases):
             yield {"case": number, "shares": step_shares(world, case)}

@@ -18,13 +18,17 @@ from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.messages import LARGEST_SHARED
 
-# Bytes of messages: an activation of a small model, a layer of one, a layer of a larger one.
-_SIZES: Final = (2**14, 2**20, 2**24)
+# Bytes of messages: an activation of a small model, a layer of one, a layer of a larger one. GPUs
+# train larger ones, over links that smaller messages don't fill.
+_SIZES: Final = {"cpu": (2**14, 2**20, 2**24), "cuda": (2**14, 2**20, 2**24, 2**26, 2**28)}
 _SHARED_SIZES: Final = (2**14, 2**20, LARGEST_SHARED)
 _WEIGHTS: Final = 9  # of a block, whose rows are gathered one weight after the other
 _TIMES: Final = 12
 _TURNS: Final = 3
 _SIDE: Final = 640  # of the matrix that is multiplied between two messages
+# Of the matrix that is multiplied beside a message, and the elements of that: a GPU's take
+# milliseconds, too.
+_BESIDE: Final = {"cpu": (768, 2**21), "cuda": (4096, 2**26)}
 
 
 def collectives(world: World) -> dict[str, list[tuple[int, float]]]:
@@ -34,7 +38,8 @@ def collectives(world: World) -> dict[str, list[tuple[int, float]]]:
     two messages ranks compute, as they do in training: so they come neither at the same moment
     nor with the message in their caches. A rank's seconds are its own, its waiting included.
     """
-    return {kind: _seconds(world, _SIZES, partial(make, world)) for kind, make in _KINDS.items()}
+    sizes = _SIZES[world.device.type]
+    return {kind: _seconds(world, sizes, partial(make, world)) for kind, make in _KINDS.items()}
 
 
 def shared(world: World) -> dict[str, list[tuple[int, float]]]:
@@ -68,14 +73,16 @@ def _seconds(
     """Return the seconds of messages of some bytes; `make` gets the number of fp32 elements."""
     factor = torch.randn(_SIDE, _SIDE, device=world.device)
     return [
-        (size, seconds_between(lambda: factor @ factor, make(size // 4), _TIMES)) for size in sizes
+        (size, seconds_between(lambda: factor @ factor, make(size // 4), _TIMES, world.device))
+        for size in sizes
     ]
 
 
 def overlap(world: World) -> float:
     """Return which share of the shorter of a product and an all-reduce hides behind the other."""
-    factor = torch.randn(768, 768, device=world.device)
-    message = torch.ones(2**21, device=world.device)
+    side, elements = _BESIDE[world.device.type]
+    factor = torch.randn(side, side, device=world.device)
+    message = torch.ones(elements, device=world.device)
 
     def compute() -> None:
         for _ in range(8):
@@ -87,9 +94,9 @@ def overlap(world: World) -> float:
         assert work is not None
         work.wait()
 
-    alone = seconds_together(compute, _TIMES)
-    sent = seconds_together(lambda: dist.all_reduce(message), _TIMES)
-    both = seconds_together(together, _TIMES)
+    alone = seconds_together(compute, _TIMES, world.device)
+    sent = seconds_together(lambda: dist.all_reduce(message), _TIMES, world.device)
+    both = seconds_together(together, _TIMES, world.device)
     return min(1.0, max(0.0, (alone + sent - both) / min(alone, sent)))
 
 

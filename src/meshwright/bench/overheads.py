@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import Final, NamedTuple
 
-from meshwright.bench.layouts import step_seconds
+from meshwright.bench.layouts import timed
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
@@ -47,4 +47,4 @@ def _seconds(world: World, layers: int, microbatches: int, zero: int) -> float:
     train = TrainSpec(batch=world.size * microbatches, seq_len=8)
     axis = "dp_shard" if zero else "dp_replicate"
     layout = Layout.model_validate({axis: world.size, "zero": zero, "microbatch": 1})
-    return statistics.median(step_seconds(world, Case(model, train, layout), _STEPS))
+    return statistics.median(timed(world, Case(model, train, layout), _STEPS).seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,9 @@ import torch
 
 # Repetitions that are made in any case.
 _LEAST: Final = 3
+# Seconds of calls of one kind that a GPU gets at once: much more than waiting for it takes.
+_BURST_S: Final = 0.02
+_MOST: Final = 100
 
 
 def seconds_of(
@@ -26,45 +30,70 @@ def seconds_in_turns(
     """Return the seconds of some calls that take turns for about `budget_s`, three times at least.
 
     The median of each. What else a machine does comes in bursts, longer than a call: in turns they
-    hit all calls alike, and not those of one. On CUDA the device is waited for after each call.
+    hit all calls alike, and not those of one. On CUDA each turn is as many calls as take some
+    milliseconds, after which the device is waited for: the host runs ahead of it, as in training.
     One call of each before does not count.
     """
+    is_cuda = device is not None and device.type == "cuda"
 
-    def call(work: Callable[[], object]) -> float:
+    def call(work: Callable[[], object], times: int = 1) -> float:
         started = time.perf_counter()
-        work()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
+        for _ in range(times):
+            work()
+        _wait(device)
+        return (time.perf_counter() - started) / times
 
-    first = sum(call(work) for work in works)
-    turns = max(_LEAST, round(budget_s / max(first, 1e-7)))
-    found = [[call(work) for work in works] for _ in range(turns)]
+    first = [call(work) for work in works]
+    times = [1] * len(works)
+    if is_cuda:  # the first call has loaded kernels
+        first = [call(work) for work in works]
+        times = [min(_MOST, math.ceil(_BURST_S / max(one, 1e-7))) for one in first]
+    turn = sum(one * often for one, often in zip(first, times, strict=True))
+    turns = max(_LEAST, round(budget_s / max(turn, 1e-7)))
+    found = [
+        [call(work, often) for work, often in zip(works, times, strict=True)] for _ in range(turns)
+    ]
     return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
-def seconds_together(work: Callable[[], object], times: int) -> float:
-    """Return the median seconds of a call that every rank makes equally often."""
+def seconds_together(work: Callable[[], object], times: int, device: torch.device) -> float:
+    """Return the median seconds of a call that every rank makes equally often.
+
+    On CUDA from where the device has nothing left to do until it has done it.
+    """
     work()
     found = []
     for _ in range(times):
+        _wait(device)
         started = time.perf_counter()
         work()
+        _wait(device)
         found.append(time.perf_counter() - started)
     return statistics.median(found)
 
 
-def seconds_between(compute: Callable[[], object], work: Callable[[], object], times: int) -> float:
+def seconds_between(
+    compute: Callable[[], object], work: Callable[[], object], times: int, device: torch.device
+) -> float:
     """Return the mean seconds of a call that every rank makes, each time after computing.
 
-    The mean, since what ranks wait for each other is not the same each time.
+    The mean, since what ranks wait for each other is not the same each time. On CUDA as
+    `seconds_together`.
     """
     compute()
     work()
     total = 0.0
     for _ in range(times):
         compute()
+        _wait(device)
         started = time.perf_counter()
         work()
+        _wait(device)
         total += time.perf_counter() - started
     return total / times
+
+
+def _wait(device: torch.device | None) -> None:
+    """Wait until a GPU has done all that it was given."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -12,7 +12,8 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,10 @@ class Saver:
             timeout = datetime.timedelta(seconds=timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffers: dict[str, Tensor] = {}
+        on_gpu = beside and world.device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+        if on_gpu:
+            self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._running: _Running | None = None
 
     def save(
@@ -87,11 +92,14 @@ class Saver:
         self.finish()
         started = time.perf_counter()
         running = _Running(step)
+        # On a GPU the copies come after what it has been given so far, and beside all that follows.
+        ready = None if self._stream is None else torch.cuda.current_stream().record_event()
 
         def work() -> None:
             try:
                 if self._beside:
-                    written = Chunks(*(self._copied(some, running) for some in chunks))
+                    with self._beside_training(ready):
+                        written = Chunks(*map(self._copied, chunks))
                     running.copied.set()
                 else:
                     written = chunks
@@ -141,7 +149,18 @@ class Saver:
             Saved(running.step, running.path, running.bytes, running.seconds, running.stall_s)
         )
 
-    def _copied(self, chunks: list[Chunk], running: _Running) -> list[Chunk]:
+    @contextmanager
+    def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Copy from a GPU on a stream of its own, from an event of the training's on."""
+        if self._stream is None or ready is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+        self._stream.synchronize()
+
+    def _copied(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return chunks whose values are copied to host memory, the same for every save."""
         found = []
         for name, offsets, tensor in chunks:
@@ -149,7 +168,7 @@ class Saver:
             if buffer is None or buffer.shape != tensor.shape:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[name] = buffer
-            found.append(Chunk(name, offsets, buffer.copy_(tensor)))
+            found.append(Chunk(name, offsets, buffer.copy_(tensor, non_blocking=True)))
         return found
 
     def _write(
@@ -176,8 +195,7 @@ class Saver:
             for kind, some in ((WEIGHTS, chunks.weights), (OPTIMIZER, chunks.optimizer)):
                 if some:
                     name = f"{kind}-{rank:05d}.safetensors"
-                    on_host = [chunk._replace(tensor=chunk.tensor.cpu()) for chunk in some]
-                    files[name] = write_chunks(folder / name, on_host, mark)
+                    files[name] = write_chunks(folder / name, some, mark)
             return json.dumps(files)
 
         try:

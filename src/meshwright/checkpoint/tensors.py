@@ -12,6 +12,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -35,7 +36,7 @@ _PIECE: Final = 8 * MIB  # hashed and written while it is in the processor's cac
 
 
 class Chunk(NamedTuple):
-    """A part of a named tensor: where it begins along each dim, and its values on the host."""
+    """A part of a named tensor: where it begins along each dim, and its values."""
 
     name: str
     offsets: tuple[int, ...]
@@ -47,15 +48,15 @@ def write_chunks(
 ) -> Fingerprint:
     """Write chunks of different tensors as one safetensors file, synced, and return its hash.
 
-    `mark` is told "shard" half-way. Raises `CheckpointError` with path and bytes where the disk
-    refuses.
+    Of what is on a GPU one chunk at a time comes to the host. `mark` is told "shard" half-way.
+    Raises `CheckpointError` with path and bytes where the disk refuses.
     """
     header = _header(chunks)
     sizes = [chunk.tensor.nbytes for chunk in chunks]
     total, digest = len(header) + sum(sizes), hashlib.sha256()
     try:
         with path.open("xb", buffering=0) as file:
-            for index, data in enumerate([memoryview(header), *map(_bytes, chunks)]):
+            for index, data in enumerate(chain([memoryview(header)], map(_bytes, chunks))):
                 if index == (len(chunks) + 1) // 2:
                     mark("shard")
                 for start in range(0, len(data), _PIECE):
@@ -98,7 +99,7 @@ def _header(chunks: Sequence[Chunk]) -> bytes:
 
 
 def _bytes(chunk: Chunk) -> memoryview:
-    flat = chunk.tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = chunk.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
 
 

@@ -22,18 +22,19 @@ from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machine import detect, gpu_name
+from meshwright.launch.machine import detect
 from meshwright.launch.measured import keep
+from meshwright.launch.planned import on_machine
 from meshwright.launch.rank_environ import sets_allocator
 from meshwright.layout import Layout, Machine, broken, resolve_layout
 from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
-from meshwright.predict.catalogue import device_named
+from meshwright.predict.catalogue import device_named, find_device
 from meshwright.predict.price import Prediction, price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.report.ahead import layouts_page
-from meshwright.search.plan import plan, setting_of
+from meshwright.search.plan import on_cluster, plan, setting_of
 from meshwright.spec.loading import Config
 from meshwright.units import format_bytes, format_seconds
 
@@ -108,11 +109,12 @@ def _device(args: argparse.Namespace) -> int:
         measured["constants"][f"blocks.allocator.{config.train.precision}"] = gain
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = (
-        f"meshwright bench device: {machine.name}, {measured['ranks']} ranks, "
+        f"meshwright bench device: {_name(machine, measured)}, {measured['ranks']} ranks, "
         f"torch {measured['torch']}"
     )
     blocks = blocks_of(config.model, config.train.seq_len)
-    text = as_toml({_kind(machine): measured["constants"]}, date, source, blocks)
+    kind = _kind(config, machine, measured["machine"])
+    text = as_toml({kind: measured["constants"]}, date, source, blocks)
     if args.out:
         write_atomic(args.out, text.encode())
     if args.json:
@@ -127,10 +129,21 @@ def _device(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _kind(machine: Machine) -> str:
-    """Return the kind of the machine's devices, as plans look for it."""
-    name = gpu_name() if machine.device == "cuda" else None
-    device = None if name is None else device_named(name)
+def _name(machine: Machine, measured: Mapping[str, Any]) -> str:
+    """Return what the machine's device is called: a GPU as its driver calls it."""
+    return str(measured["machine"]) if machine.device == "cuda" else machine.name
+
+
+def _kind(config: Config, machine: Machine, name: str) -> str:
+    """Return the kind of the machine's devices, as plans look for it; `name` is a GPU's.
+
+    Of a GPU that the catalogue lacks it is that of the device which the config names for it.
+    """
+    if machine.device != "cuda":
+        return machine.device
+    device = device_named(name)
+    if device is None and config.cluster.preset != "local":
+        device = find_device(config.cluster.preset)
     return machine.device if device is None else device.kind
 
 
@@ -214,6 +227,9 @@ def _layouts(args: argparse.Namespace) -> int:
     machine = detect(config.cluster, os.environ)
     calibration = read_calibration(args.calibration) if args.calibration else None
     lacks = lacks_compiler(machine.device, os.environ)
+    is_cpu = machine.device == "cpu"
+    if not is_cpu:
+        config = on_machine(config, machine)
     if args.top:
         made = plan(config, args.top, calibration, local_devices=machine.devices, lacks=lacks)
         config = made.config
@@ -222,13 +238,13 @@ def _layouts(args: argparse.Namespace) -> int:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
     check_compiler(config.train, lacks)
-    setting = setting_of(config, calibration, layouts[0].world)
+    setting = on_cluster(setting_of(config, calibration, layouts[0].world), layouts[0])
     rows = [
         Row(
             layout,
             price(setting, layout),
             [
-                timeline(lower(config.model, config.train, layout), rank).peak.total
+                timeline(lower(config.model, config.train, layout), rank, on_host=is_cpu).peak.total
                 for rank in range(layout.world)
             ],
         )

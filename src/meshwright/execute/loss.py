@@ -9,7 +9,8 @@ under way, and the gradient is scaled before it is rounded to half precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +23,27 @@ from meshwright.execute.groups import Link
 
 
 def loss_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, borders: Borders, at_once: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore: int,
+    borders: Borders,
+    at_once: int,
+    *,
+    fuses: bool = False,
 ) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
     hidden `[batch, seq or its share, dim]` enters over `borders`, weight `[vocab / ranks, dim]`
     multiplies it; targets int64 `[batch, seq]` have global ids, those that are `ignore` count for
     nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
-    is not a number until the backward fills it in.
+    is not a number until the backward fills it in. `fuses` has loss and gradient compiled where no
+    other rank is needed for them and products are in half precision.
     """
     own = local(weight)
     if torch.is_grad_enabled():
         out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            hidden, own, targets.flatten(), ignore, borders, at_once
+            hidden, own, targets.flatten(), ignore, borders, at_once, fuses
         )
         return out
     inputs = borders.entering(hidden)().flatten(0, 1)
@@ -54,10 +63,11 @@ class _Loss(torch.autograd.Function):
         ignore: int,
         borders: Borders,
         at_once: int,
+        fuses: bool,
     ) -> Tensor:
         value = hidden.new_full((), float("nan"), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, targets, value)
-        ctx.ignore, ctx.borders, ctx.at_once = ignore, borders, at_once
+        ctx.ignore, ctx.borders, ctx.at_once, ctx.fuses = ignore, borders, at_once, fuses
         return value
 
     @staticmethod
@@ -70,11 +80,17 @@ class _Loss(torch.autograd.Function):
         back = torch.empty_like(gathered)
         sent = total = None
         losses = []
+        is_fused = ctx.fuses and borders.link.size == 1 and weight.dtype.itemsize == 2
         for rows in _chunks(len(inputs), ctx.at_once):
-            found = soften(inputs[rows] @ weight.t(), targets[rows], ctx.ignore, borders.link)
-            losses.append(found.loss)
-            logits_grad = found.gradient(grad, weight.dtype)
-            del found
+            if is_fused:
+                logits = inputs[rows] @ weight.t()
+                loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad)
+                del logits
+            else:
+                found = soften(inputs[rows] @ weight.t(), targets[rows], ctx.ignore, borders.link)
+                loss, logits_grad = found.loss, found.gradient(grad, weight.dtype)
+                del found
+            losses.append(loss)
             back.view_as(inputs)[rows] = logits_grad @ weight
             if rows.stop == len(inputs):  # it travels beside the last of the weight's products
                 sent = borders.returning(back)
@@ -88,7 +104,7 @@ class _Loss(torch.autograd.Function):
         assert total is not None
         value.detach().copy_(torch.stack(losses).sum())
         del gathered, inputs
-        return sent(), total, None, None, None, None
+        return sent(), total, None, None, None, None, None
 
 
 class Softmax(NamedTuple):
@@ -136,6 +152,32 @@ def soften(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Softmax:
     # The two logits first: the loss is small where both are large.
     loss = ((total.log() + (largest - picked)) * counted).sum()
     return Softmax(loss, exponentials, (top - largest).exp_() / total, own, inside, counted)
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, ignore: int, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of whole logits `[rows, vocab]`, and the gradient in their dtype.
+
+    What `soften` and `Softmax.gradient` compute in place, written for a compiler: nothing of the
+    logits' size is there in fp32.
+    """
+    counted = targets != ignore
+    own = targets.masked_fill(~counted, 0)[:, None]
+    wide = logits.float()
+    top = wide.amax(-1, keepdim=True)
+    exponentials = (wide - top).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    loss = ((total.log() + (top - wide.gather(-1, own)))[:, 0] * counted).sum()
+    is_own = torch.arange(logits.shape[-1], device=logits.device) == own
+    scale = (counted * grad)[:, None]
+    return loss, (exponentials * (scale / total) - is_own * scale).to(logits.dtype)
+
+
+@cache
+def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `loss_and_gradient` compiled; the compiler is a second of imports."""
+    return torch.compile(loss_and_gradient)
 
 
 def _chunks(tokens: int, each: int) -> Iterator[slice]:

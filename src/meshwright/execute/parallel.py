@@ -89,6 +89,8 @@ class Parallel:
                 ignore=IGNORE,
                 borders=Borders(self.groups.tp, self.program.layout.sp),
                 at_once=self.loss_rows,
+                # A CPU's kernels gain nothing by it.
+                fuses=self.program.train.is_compiled and self.device.type == "cuda",
             )
         out: Tensor = self.modules[stage](
             batch.inputs if hidden is None else hidden,

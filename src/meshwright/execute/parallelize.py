@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -74,22 +75,31 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     Every element counts once, however the parameters are cut; a collective over all ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64)
+    shards = [local_shard(gradient) for gradient in gradients]
+    total = torch.zeros((), dtype=torch.float64, device=shards[0].device if shards else None)
     world = dist.get_world_size()
-    for gradient in gradients:
-        copies = world
-        if isinstance(gradient, DTensor):
-            over = gradient.device_mesh
-            cut = [d for d, p in enumerate(gradient.placements) if not p.is_replicate()]
-            copies //= math.prod(over.size(d) for d in cut)
-        total += local_shard(gradient).double().square().sum().cpu() / copies
-    if gradients:
-        total = total.to(local_shard(gradients[0]).device)
+    held = [_copies(gradient, world) for gradient in gradients]
+    if shards:
+        # In fp32 at least; the host reads nothing until all is summed.
+        dtype = reduce(torch.promote_types, (shard.dtype for shard in shards), torch.float32)
+        norms = torch._foreach_norm(shards, dtype=dtype)
+        for copies in sorted(set(held)):
+            some = [norm for norm, of in zip(norms, held, strict=True) if of == copies]
+            total += torch.stack(some).double().square().sum() / copies
     dist.all_reduce(total)
     norm = math.sqrt(total.item())
     if norm > max_norm:
-        torch._foreach_mul_([local_shard(g) for g in gradients], max_norm / norm)
+        torch._foreach_mul_(shards, max_norm / norm)
     return norm
+
+
+def _copies(gradient: Tensor, world: int) -> int:
+    """Return how many of the ranks hold the same shard of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return world
+    over = gradient.device_mesh
+    cut = [dim for dim, place in enumerate(gradient.placements) if not place.is_replicate()]
+    return world // math.prod(over.size(dim) for dim in cut)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

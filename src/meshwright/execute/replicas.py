@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +105,24 @@ class Replicas:
                 module = model.get_submodule(first.get(name, name))
                 leave = partial(self._leave, index) if unit.sheds else None
                 around_forward(module, partial(self._need, index), leave)
-            for weight in unit.weights:
-                hook = partial(self._ready, unit, weight)
+            for place, weight in enumerate(unit.weights):
+                hook = self._hook(index, place)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
+        """Return what a weight of a unit calls when its gradient has come.
+
+        It keeps no weight alive: where torch holds it, Python's collector sees no circle.
+        """
+        this = ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            replicas = this()
+            if replicas is not None:
+                unit = replicas.units[index]
+                replicas._ready(unit, unit.weights[place], parameter)
+
+        return hook
 
     def _need(self, index: int) -> None:
         """Have a unit as it is now, and the one after it on its way."""

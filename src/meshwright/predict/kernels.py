@@ -42,6 +42,11 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
+def forward_moved(work: Work, stack: Stack) -> float:
+    """Return the bytes that a forward moves beside products and attention, with a stack's norms."""
+    return work.moved + work.norm_moved * (1 if stack.fused_norm else _EAGER_NORM)
+
+
 class Kernels:
     """Prices work on a device with the kernels of a stack.
 
@@ -83,7 +88,7 @@ class Kernels:
         self.loss_moves = find(f"moves.loss.{precision}", *kinds)
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
         self.attention_peak = peak * own(f"attention.{stack.attention}.{precision}")
-        # What the host adds where it does not run ahead of the device: of a layer, and so on.
+        # What the host takes, for a layer and so on.
         self.per_layer = own(f"overhead.layer.{precision}")
         self.per_microbatch = find("overhead.microbatch", *kinds)
         self.per_unit = find("overhead.unit", *kinds)
@@ -123,11 +128,9 @@ class Kernels:
         attention = self._attention(work, element)
         moved = self._moved(work)
         host = (len(work.products) + _SMALL_KERNELS) * self.launch
-        forward = max(products + attention[0] + moved, host) + self.per_layer / PASSES
-        backward = max(
-            PRODUCT_BACKWARD * products + attention[1] + _MOVED_BACKWARD * moved, 2 * host
-        )
-        backward += self.per_layer * PRODUCT_BACKWARD / PASSES
+        backward = PRODUCT_BACKWARD * products + attention[1] + _MOVED_BACKWARD * moved
+        forward = self._with_host(products + attention[0] + moved, host, 1)
+        backward = self._with_host(backward, host, PRODUCT_BACKWARD)
         again = {
             "none": 0.0,
             "full": forward,
@@ -143,6 +146,14 @@ class Kernels:
             tp_again if recompute == "full" or self.stack.selective == "blocks" else 0.0,
             self._context(work, cp, tp, cp_kind, sum(attention)),
         )
+
+    def _with_host(self, device: float, launches: float, passes: int) -> float:
+        """Return the seconds of so many passes of a layer with what the host takes for them.
+
+        A CPU is the host, which computes when it has called; before a GPU the host runs ahead.
+        """
+        device, calls = max(device, passes * launches), self.per_layer * passes / PASSES
+        return device + calls if self.on_cpu else max(device, calls)
 
     def _selective(self, products: float, attention: float, moved: float) -> float:
         """Return what is computed again: see the stack for which part it keeps."""
@@ -200,8 +211,7 @@ class Kernels:
 
     def _moved(self, work: Work) -> float:
         """Return the seconds of a forward beside products and attention."""
-        norms = work.norm_moved * (1 if self.stack.fused_norm else _EAGER_NORM)
-        return self.moves * (work.moved + norms) / self.bandwidth
+        return self.moves * forward_moved(work, self.stack) / self.bandwidth
 
     def _loss(self, work: Work) -> float:
         """Return the seconds of the loss's forward."""
