@@ -165,7 +165,7 @@ def recalculate(bench: Bench) -> None:
     for row in bench.done["training"] if bench.calibrations else ():
         config, layout = load_config(None, row["config"]), Layout.parse(row["layout"])
         blocks = blocks_of(config.model, config.train.seq_len)
-        found = [read_calibration(path, blocks) for path in bench.calibrations]
+        found = [read_calibration(path) for path in bench.calibrations]
         own = next((one for one in found if one.blocks == blocks), found[0])
         setting = on_cluster(setting_of(config, own, layout.world), layout)
         priced = price(setting, layout).time
