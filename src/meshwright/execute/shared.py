@@ -34,12 +34,11 @@ _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "ma
 
 @dataclass
 class Open:
-    """A group's lane, and where its collectives are entered."""
+    """A group's lane, and its number in the lane's ledger."""
 
     group: dist.ProcessGroup
     lane: Lane
     rank: int
-    ledger: Ledger
     number: int = 0
 
 
@@ -60,11 +59,11 @@ def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
     for other in [other for other, one in known.items() if not _is_open(one.group)]:
         del known[other]
     if name not in known or known[name].group is not group:  # names come again with new worlds
-        lane = open_lane(group, timeout_s)
+        lane = open_lane(group, timeout_s, ledger)
         if lane is None:
             return False
-        known[name] = Open(group, lane, dist.get_rank(group), ledger)
-    known[name].ledger = ledger  # another world may have opened it
+        known[name] = Open(group, lane, dist.get_rank(group))
+    known[name].lane.ledger = ledger  # another world may have opened it
     known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
     return True
 
@@ -94,10 +93,10 @@ class Left:
 
     def wait(self) -> None:
         """Wait until all its parts are where they belong."""
-        ledger = self._open.ledger
-        ledger.wait(*self._entries)
-        self._open.lane.collect(self._number)
-        ledger.end(*self._entries)
+        lane = self._open.lane
+        lane.ledger.wait(*self._entries)
+        lane.collect(self._number)
+        lane.ledger.end(*self._entries)
 
 
 def enter(kind: str, size: int, group: dist.ProcessGroup, peer: int = -1) -> int:
@@ -112,7 +111,7 @@ def _enter(kind: str, size: int, peer: int, group: str) -> int:
     found = _process().lanes[group]
     if peer >= 0:
         peer = dist.get_process_group_ranks(found.group)[peer]
-    return found.ledger.begin(kind, found.number, size, peer)
+    return found.lane.ledger.begin(kind, found.number, size, peer)
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
@@ -164,8 +163,8 @@ def _begin(
 ) -> Tensor:
     """Leave this rank's part `x` of what `out` will be; `message` is what the ledger counts."""
     size = message.numel() * message.element_size()
-    entry = found.ledger.begin(kind, found.number, size)
-    _process().begun[out.data_ptr()] = (found, found.lane.leave(x, finish), entry)
+    entry = found.lane.ledger.begin(kind, found.number, size)
+    _process().begun[out.data_ptr()] = (found, found.lane.leave(x, finish, (entry,)), entry)
     return out
 
 
@@ -174,9 +173,10 @@ def _wait(x: Tensor) -> Tensor:
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
         found, number, entry = begun
-        found.ledger.wait(entry)
-        found.lane.collect(number)
-        found.ledger.end(entry)
+        lane = found.lane
+        lane.ledger.wait(entry)
+        lane.collect(number)
+        lane.ledger.end(entry)
     return x
 
 
