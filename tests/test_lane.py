@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 def opened(world):
     group = dist.group.WORLD
-    assert shared.share(group, world.ledger, 30.0)
+    assert shared.share([group], world.ledger, 30.0) == [True]
     return getattr(torch.ops, shared.SPACE), torch.ops._c10d_functional, group.group_name
 
 
@@ -119,23 +120,27 @@ def test_parts_of_unequal_size_are_refused(world):
     dist.barrier()
 
 
+def held():
+    """How many lanes' files this process has open: each once by itself, and once as memory."""
+    files = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    return sum("meshwright-" in os.readlink(file) for file in files if os.path.islink(file))
+
+
 @ranks(2)
-def test_lanes_of_groups_that_are_no_more_give_their_memory_back(world):
-    def held():
-        return sum("meshwright-" in os.readlink(f"/proc/self/fd/{n}") for n in fds())
-
-    def fds():
-        return [n for n in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{n}")]
-
+def test_lanes_that_the_last_layout_has_not_give_their_memory_back(world):
     opened(world)
-    before = held()
+    assert held() == 2
     for _ in range(3):
         group = dist.new_group([0, 1])
-        assert shared.share(group, world.ledger, 5.0)
-        assert held() > before
+        assert shared.share([group], world.ledger, 5.0) == [True]
+        assert held() == 2
         dist.destroy_process_group(group)
-    opened(world)
-    assert held() == before
+    for label, lanes in (("tp2 mb1", 1), ("shard2 zero2 mb1", 1), ("pp2 mb1", 0), ("tp2 mb1", 1)):
+        open_groups(Layout.parse(label), world)
+        assert held() == 2 * lanes, label
+    fsdp = Layout(dp_shard=2, zero=3, offload="params")
+    assert not open_groups(fsdp, world).shard.is_shared
+    assert held() == 0
 
 
 @ranks(2)
@@ -158,17 +163,20 @@ def test_groups_have_lanes_along_tp(world):
 
 
 @ranks(2)
-def test_without_memory_to_share_no_rank_has_a_lane_and_no_file_stays(world):
-    before = set(os.listdir("/dev/shm"))
-    dist.barrier()
-    with mock.patch.object(lane, "ROOM", 1 << 50):
-        assert open_lane(dist.group.WORLD, 5.0, Ledger()) is None
-    # One rank alone that can't open it.
-    with mock.patch.object(lane, "_opened", (lambda path: None) if world.rank else lane._opened):
-        assert open_lane(dist.group.WORLD, 5.0, Ledger()) is None
-    assert open_lane(dist.group.WORLD, 5.0, Ledger()) is not None
-    dist.barrier()
-    assert {name for name in os.listdir("/dev/shm") if "meshwright" in name} <= before
+def test_where_memory_cannot_be_shared_no_rank_has_a_lane_and_no_file_stays(world):
+    no_room = mock.Mock(side_effect=OSError(errno.ENOSPC, "no room"))
+    found, before = dist.group.WORLD, held()
+    with mock.patch.object(lane.os, "posix_fallocate", no_room):
+        assert open_lane(found, 5.0, Ledger()) is None
+    with mock.patch.object(lane.platform, "machine", return_value="aarch64"):
+        assert open_lane(found, 5.0, Ledger()) is None
+    # One rank alone that can't open it, or has another process by that number.
+    real = lane._opened
+    for opens in (lambda *_: None, lambda _, name: real("/proc/self/fd/0", name)):
+        with mock.patch.object(lane, "_opened", opens):
+            assert open_lane(found, 5.0, Ledger()) is None
+    assert held() == before
+    assert open_lane(found, 5.0, Ledger()) is not None
 
 
 def entered(ledger, entry):

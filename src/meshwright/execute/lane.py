@@ -16,7 +16,6 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from meshwright.program.messages import LARGEST_SHARED
 # Bytes of the largest message, and of a rank's room: those on their way must all fit.
 LARGEST: Final = LARGEST_SHARED
 ROOM: Final = 4 * LARGEST
-_FOLDER: Final = Path("/dev/shm")
 # A rank's words, of 8 bytes: how many parts it has left, how many it has read, and where the last
 # ones are in its room, with their bytes. Each rank has a page of its own.
 _PAGE: Final = mmap.PAGESIZE
@@ -237,16 +235,17 @@ def bytes_of(size: int) -> int:
 def open_lane(group: dist.ProcessGroup, timeout_s: float, ledger: Ledger) -> Lane | None:
     """Return a lane for a gloo group, or None on all its ranks where one can't have it.
 
-    A collective. The file has no name any more when it returns.
+    A collective. The file has no name in any folder, so that nothing stays of it, however the ranks
+    end: the first of them makes it, and the others open it as that process has it.
     """
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    made = _made(len(ranks)) if rank == 0 else ""
-    try:
-        file = _opened(exchange(made, group)[0])
-        works = exchange("" if file is None else "works", group)
-    finally:
-        if made:
-            Path(made).unlink()
+    name = f"meshwright-{uuid.uuid4().hex}"
+    file = _made(name, len(ranks)) if rank == 0 else None
+    mine = "" if file is None else f"/proc/{os.getpid()}/fd/{file} {name}"
+    theirs = exchange(mine, group)[0]
+    if rank and theirs:
+        file = _opened(*theirs.split())
+    works = exchange("" if file is None else "works", group)
     if file is None or not all(works):
         if file is not None:
             os.close(file)
@@ -256,27 +255,30 @@ def open_lane(group: dist.ProcessGroup, timeout_s: float, ledger: Ledger) -> Lan
     return lane
 
 
-def _made(size: int) -> str:
-    """Return the path of a new file with all its memory, or nothing where there can't be one."""
-    path = _FOLDER / f"meshwright-{uuid.uuid4().hex}"
+def _made(name: str, size: int) -> int | None:
+    """Return a new file with all its memory, or None where there can't be one."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        file = os.memfd_create(name)
     except OSError:
-        return ""
+        return None
     try:
         os.posix_fallocate(file, 0, bytes_of(size))  # a page that isn't there would kill a rank
     except OSError:
-        path.unlink()
-        return ""
-    finally:
         os.close(file)
-    return str(path)
-
-
-def _opened(path: str) -> int | None:
-    if not path or platform.machine() not in ("x86_64", "AMD64"):
         return None
+    return file
+
+
+def _opened(place: str, name: str) -> int | None:
+    """Return the file that a process of this machine has open.
+
+    None where it can't be had, or where there is another: containers count processes each anew.
+    """
     try:
-        return os.open(path, os.O_RDWR)
+        if os.readlink(place) != f"/memfd:{name} (deleted)":
+            return None
+        return os.open(place, os.O_RDWR)
     except OSError:
         return None

@@ -50,26 +50,27 @@ class _Process:
     begun: dict[int, tuple[Open, int, int]] = field(default_factory=dict)
 
 
-def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
-    """Open a lane for a gloo group, unless there is one; whether it has one. A collective.
+def share(groups: Sequence[dist.ProcessGroup], ledger: Ledger, timeout_s: float) -> list[bool]:
+    """Open lanes for gloo groups that have none; returns which of them have one. A collective.
 
-    Lanes of groups that are no more are let go of.
+    The lanes of all other groups are let go of: their memory would add up where many layouts
+    follow one another.
     """
-    name, known = group.group_name, _process().lanes
-    for other in [other for other, one in known.items() if not _is_open(one.group)]:
+    known = _process().lanes
+    for other in known.keys() - {group.group_name for group in groups}:
         del known[other]
-    if name not in known or known[name].group is not group:  # names come again with new worlds
-        lane = open_lane(group, timeout_s, ledger)
-        if lane is None:
-            return False
-        known[name] = Open(group, lane, dist.get_rank(group))
-    known[name].lane.ledger = ledger  # another world may have opened it
-    known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
-    return True
-
-
-def _is_open(group: dist.ProcessGroup) -> bool:
-    return group in dist.distributed_c10d._world.pg_map
+    for group in groups:
+        name = group.group_name
+        if name in known and known[name].group is not group:  # names come again with new worlds
+            del known[name]
+        if name not in known:
+            lane = open_lane(group, timeout_s, ledger)
+            if lane is None:
+                continue
+            known[name] = Open(group, lane, dist.get_rank(group))
+        known[name].lane.ledger = ledger  # another world may have opened it
+        known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
+    return [group.group_name in known for group in groups]
 
 
 def lane_of(group: dist.ProcessGroup) -> Lane:
