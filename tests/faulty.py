@@ -23,6 +23,7 @@ from runs import TINY, clean_environ, faulty_worker, rank_pids
 STEPS = 6
 RUN = ["layout.dp_replicate=2", f"train.steps={STEPS}", "checkpoint.every=2", "model.dropout=0.1"]
 TENSOR = ["layout.tp=2", "layout.dp_replicate=1", "model.n_kv_heads=2"]
+ZERO = ["layout.dp_shard=2", "layout.dp_replicate=1", "layout.zero=3"]
 HANG = ["cluster.hang=3", "cluster.timeout=60"]
 
 

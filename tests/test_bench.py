@@ -1,17 +1,26 @@
 """Measurements: what is fitted to curves, the calibration that is written, layouts side by side."""
 
 import json
+import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 from meshwright.bench import shares
 from meshwright.bench.device import saturation
 from meshwright.cli.main import main
+from meshwright.execute import shared
+from meshwright.execute.borders import all_reduce
+from meshwright.execute.groups import open_groups
+from meshwright.execute.world import World
+from meshwright.layout import Layout
 from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.predict.work import Product
 from meshwright.search.plan import plan, setting_of
 from meshwright.spec.loading import load_config
+from ranks import on_ranks
 
 SMALL = [
     *("model.dim=64", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2"),
@@ -67,13 +76,13 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     out = tmp_path / "rows.json"
     words = ["--rounds", "1", "--steps", "2", "--memory", "--shares", "--json"]
     words += ["--out", str(out)]
-    labels = ["dp2 mb2", "pp2 1f1b mb2"]
+    labels = ["dp2 mb2", "pp2 1f1b mb2", "tp2 mb2", "shard2 zero3 mb2"]
     assert main(["bench", "layouts", *SMALL, "--layout", *labels, *words]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(out.read_text())
     rows = document["rows"]
     assert sorted(row["layout"] for row in rows) == sorted(labels)
-    assert rows[0]["step_time_s"] <= rows[1]["step_time_s"]
+    assert rows == sorted(rows, key=lambda row: row["step_time_s"])
     for row in rows:
         assert len(row["step_times_s"]) == 2
         assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.01)
@@ -84,6 +93,8 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     assert waits["dp2 mb2"][0]["waiting: data"] > 0
     assert waits["dp2 mb2"][0]["waiting: bubble"] == 0
     assert waits["pp2 1f1b mb2"][1]["waiting: bubble"] > 0
+    assert waits["tp2 mb2"][0]["waiting: tp"] > 0
+    assert waits["shard2 zero3 mb2"][0]["waiting: data"] > 0
     # The last stage alone has the loss.
     assert waits["pp2 1f1b mb2"][1]["loss"] > waits["pp2 1f1b mb2"][0]["loss"] == 0
 
@@ -102,6 +113,44 @@ def test_an_operation_is_of_the_kind_of_what_called_it():
     assert kind("Optimizer.step#AdamW.step", "aten::lerp_") == "optimizer"
     assert kind("AddBackward0", "aten::sum") == "other operations"
     assert kind("_Gather", "c10d::allgather_", "aten::empty") is None
+    assert kind("_LossBackward", "meshwright_lane::wait_tensor", "aten::add") is None
+
+
+def seconds_by_kind(world, *, in_parts):
+    """What a step takes in which rank 1 comes late to a message, and whose end computes a while."""
+    fresh = World(world.rank, 2, world.device, world.store, world.opened)
+    link = open_groups(Layout.parse("tp2"), fresh).tp
+    lane = shared.lane_of(link.required)
+    numbers = torch.rand(1 << 21)
+
+    def compute(*_):
+        numbers.sort()
+
+    def step():
+        fresh.ledger.step(1)
+        if world.rank == 1:
+            time.sleep(0.3)
+        x = torch.ones(8)
+        if in_parts:
+            entry = shared.enter("all_reduce", 32, link.required)
+            number = lane.leave_pieces([x], x.dtype, [8, 8], compute)
+            shared.Left(link.required, number, [entry]).wait()
+        else:
+            with mock.patch.object(shared, "_sum", compute):
+                all_reduce(x, link)
+
+    step()
+    return shares.shares(fresh, step, pp=1, dp=1)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_what_goes_through_shared_memory_counts_once(in_parts):
+    first, second = on_ranks(2, seconds_by_kind, in_parts=in_parts)
+    for found, waits in ((first, 0.2), (second, 0.0)):
+        assert found["waiting: tp"] > waits
+        assert found[shares.OTHER] < 0.01
+        assert found[shares.REST] > 0
+    assert second[shares.REST] > 0.3
 
 
 @pytest.mark.parametrize(

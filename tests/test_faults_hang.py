@@ -3,6 +3,7 @@
 The numbers are those of docs/fault-cases.md.
 """
 
+import re
 import signal
 import time
 
@@ -10,6 +11,8 @@ import pytest
 
 from faulty import (
     HANG,
+    TENSOR,
+    ZERO,
     end_supervisor,
     last_files,
     of,
@@ -52,11 +55,36 @@ def test_a_stopped_rank_is_named_with_what_the_others_wait_in(go, whole):
 
 
 @pytest.mark.case(13)
-def test_a_time_out_names_the_rank_that_was_waited_for(go):
-    limits = ["cluster.timeout=4", "cluster.hang=0", "checkpoint.restarts=0"]
+@pytest.mark.parametrize(
+    ("words", "inside"),
+    [
+        (TENSOR, "all_reduce # of tp ("),
+        (ZERO, "send # of shard to rank 1 ("),
+    ],
+)
+def test_a_stopped_rank_is_named_where_ranks_share_memory(go, whole, words, inside):
+    folder, _, events = go("1:forward:5:stop", *HANG, *words)
+    cause = of(events, "restart")[0]["cause"]
+    assert "rank 1 is stopped (SIGSTOP) in step 5, forward of microbatch 0 on stage 0" in cause
+    assert f"rank 0 waits in {inside}" in re.sub(r"#\d+", "#", cause)
+    assert "which rank 1 has not begun" in cause
+    assert last_files(folder) == whole(*words)
+
+
+@pytest.mark.case(13)
+@pytest.mark.parametrize(
+    ("words", "raised"),
+    [
+        ([], ("RuntimeError", "Timed out waiting 4000ms")),
+        (TENSOR, ("DistError", "Timed out after 4 s of waiting for rank 1,")),
+        (ZERO, ("DistError", "Timed out after 4 s of waiting for rank 1,")),
+    ],
+)
+def test_a_time_out_names_the_rank_that_was_waited_for(go, words, raised):
+    limits = ["cluster.timeout=4", "cluster.hang=0", "checkpoint.restarts=0", *words]
     _, text, events = go("1:forward:4:stop", *limits, error=RankFailed)
-    assert text.startswith("rank 0 raised RuntimeError: ")
-    assert "Timed out waiting 4000ms" in text
+    assert text.startswith(f"rank 0 raised {raised[0]}: ")
+    assert raised[1] in text
     assert "rank 1 is stopped (SIGSTOP) in step 4, forward of microbatch 0 on stage 0" in text
     assert "rank 1 is stopped" in of(events, "failed")[0]["cause"]
 
@@ -128,8 +156,7 @@ Parallel.count_targets = count
 
 @pytest.mark.case(14)
 def test_a_skipped_collective_is_named_on_both_ranks(go):
-    limits = ["checkpoint.restarts=0", "layout.dp_shard=2", "layout.zero=3"]
-    limits += ["layout.dp_replicate=1", *HANG]
+    limits = ["checkpoint.restarts=0", *ZERO, *HANG]
     _, text, _ = go(None, *limits, error=RankFailed, body=SKIP)
     assert "rank 0 waits in all_reduce #3 of data (8 bytes), which rank 1 has not begun" in text
     assert "rank 1 waits in all_gather #" in text

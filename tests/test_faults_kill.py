@@ -14,6 +14,7 @@ import pytest
 from faulty import RUN, TENSOR, events_of, last_files, of
 from meshwright.checkpoint.commit import PLACES, step_name, steps
 from meshwright.errors import ConfigError, NoProgress, RankFailed
+from meshwright.launch.diagnosis import diagnose
 from meshwright.launch.fault import ACTIONS, Fault
 from meshwright.launch.restart import recoveries
 from runs import TINY, clean_environ
@@ -215,6 +216,27 @@ def test_torchrun_restarts_go_on_with_the_run(corpus, tmp_path, whole, outcome):
     outcome.add(0, restart["cause"], ended - restart["time"])  # since it was started again
     assert last_files(folders[0]) == whole()
     assert (folders[0] / "lock").read_text() == ""
+
+
+@pytest.mark.faults
+def test_under_torchrun_doctor_names_who_was_killed_and_not_who_lost_it(corpus, tmp_path):
+    """Of ranks that share memory: no supervisor tells who was the first."""
+    words = [*TINY, *RUN, *TENSOR, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    words += [f"log.dir={tmp_path / 'runs'}", "log.name=run"]
+    at = ["--standalone", "--nproc-per-node", "2", "-m", "meshwright", "train"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *at, *words],
+        capture_output=True,
+        text=True,
+        env={**clean_environ(), "OMP_NUM_THREADS": "1", "FAULT": "1:backward:4:kill"},
+        timeout=150,
+    )
+    assert done.returncode != 0
+    found = diagnose(tmp_path / "runs" / "run")
+    assert found.state == "failed"
+    assert found.failures[0].startswith("DistError: Connection closed by peer: rank 1, with which")
+    assert found.why.startswith("rank 1 is gone, last seen in step 4, backward")
+    assert "raised" not in found.why
 
 
 # --- a full disk, as a whole run meets it (case 7) -------------------------------------------

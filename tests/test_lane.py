@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,6 +17,11 @@ import torch.multiprocessing as mp
 from meshwright.execute import lane, shared
 from meshwright.execute.groups import open_groups
 from meshwright.execute.lane import LARGEST, ROOM, open_lane
+from meshwright.execute.ledger import Ledger
+from meshwright.execute.ledger_file import RECORD, RING_AT, SLOTS
+from meshwright.execute.tape import Tape
+from meshwright.execute.world import World
+from meshwright.launch.explain import TIMED_OUT, lost_a_peer
 from meshwright.layout import Layout
 from ranks import on_ranks, ranks
 
@@ -24,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 def opened(world):
     group = dist.group.WORLD
-    assert shared.share(group, world.ledger, 30.0)
+    assert shared.share([group], world.ledger, 30.0) == [True]
     return getattr(torch.ops, shared.SPACE), torch.ops._c10d_functional, group.group_name
 
 
@@ -106,30 +112,35 @@ def test_many_messages_under_way_do_not_wait_for_a_rank_that_is_elsewhere(world)
 
 @ranks(2)
 def test_parts_of_unequal_size_are_refused(world):
-    lane_of_two = open_lane(dist.group.WORLD, 5.0)
+    lane_of_two = open_lane(dist.group.WORLD, 5.0, Ledger())
     lane_of_two.leave(torch.ones(3 + world.rank), lambda parts: None)
-    with pytest.raises(dist.DistError, match="a rank left"):
+    other = 1 - world.rank
+    with pytest.raises(dist.DistError, match=f"rank {other} left {4 * (3 + other)} bytes"):
         lane_of_two.collect(0)
     dist.barrier()
 
 
+def held():
+    """How many lanes' files this process has open: each once by itself, and once as memory."""
+    files = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    return sum("meshwright-" in os.readlink(file) for file in files if os.path.islink(file))
+
+
 @ranks(2)
-def test_lanes_of_groups_that_are_no_more_give_their_memory_back(world):
-    def held():
-        return sum("meshwright-" in os.readlink(f"/proc/self/fd/{n}") for n in fds())
-
-    def fds():
-        return [n for n in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{n}")]
-
+def test_lanes_that_the_last_layout_has_not_give_their_memory_back(world):
     opened(world)
-    before = held()
+    assert held() == 2
     for _ in range(3):
         group = dist.new_group([0, 1])
-        assert shared.share(group, world.ledger, 5.0)
-        assert held() > before
+        assert shared.share([group], world.ledger, 5.0) == [True]
+        assert held() == 2
         dist.destroy_process_group(group)
-    opened(world)
-    assert held() == before
+    for label, lanes in (("tp2 mb1", 1), ("shard2 zero2 mb1", 1), ("pp2 mb1", 0), ("tp2 mb1", 1)):
+        open_groups(Layout.parse(label), world)
+        assert held() == 2 * lanes, label
+    fsdp = Layout(dp_shard=2, zero=3, offload="params")
+    assert not open_groups(fsdp, world).shard.is_shared
+    assert held() == 0
 
 
 @ranks(2)
@@ -152,43 +163,105 @@ def test_groups_have_lanes_along_tp(world):
 
 
 @ranks(2)
-def test_without_memory_to_share_no_rank_has_a_lane_and_no_file_stays(world):
-    before = set(os.listdir("/dev/shm"))
-    dist.barrier()
-    with mock.patch.object(lane, "ROOM", 1 << 50):
-        assert open_lane(dist.group.WORLD, 5.0) is None
-    # One rank alone that can't open it.
-    with mock.patch.object(lane, "_opened", (lambda path: None) if world.rank else lane._opened):
-        assert open_lane(dist.group.WORLD, 5.0) is None
-    assert open_lane(dist.group.WORLD, 5.0) is not None
-    dist.barrier()
-    assert {name for name in os.listdir("/dev/shm") if "meshwright" in name} <= before
+def test_where_memory_cannot_be_shared_no_rank_has_a_lane_and_no_file_stays(world):
+    no_room = mock.Mock(side_effect=OSError(errno.ENOSPC, "no room"))
+    found, before = dist.group.WORLD, held()
+    with mock.patch.object(lane.os, "posix_fallocate", no_room):
+        assert open_lane(found, 5.0, Ledger()) is None
+    with mock.patch.object(lane.platform, "machine", return_value="aarch64"):
+        assert open_lane(found, 5.0, Ledger()) is None
+    # One rank alone that can't open it, or has another process by that number.
+    real = lane._opened
+    for opens in (lambda *_: None, lambda _, name: real("/proc/self/fd/0", name)):
+        with mock.patch.object(lane, "_opened", opens):
+            assert open_lane(found, 5.0, Ledger()) is None
+    assert held() == before
+    assert open_lane(found, 5.0, Ledger()) is not None
 
 
-def one_of_two(rank, port_file, ends):
-    store = dist.FileStore(port_file, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    shared.share(dist.group.WORLD, shared.Ledger(), 1.5)
-    ops, name = getattr(torch.ops, shared.SPACE), dist.group.WORLD.group_name
-    ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", name))
-    if rank == 1:
-        if ends:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(20)
+def entered(ledger, entry):
+    at = RING_AT + entry % SLOTS * RECORD.size
+    return RECORD.unpack_from(ledger._memory, at)
+
+
+@ranks(2)
+def test_a_wait_inside_of_leaving_is_entered_once(world):
+    ledger = Ledger()
+    lane_of_two = open_lane(dist.group.WORLD, 30.0, ledger)
+    group = ledger.group("1", (0, 1), "tp")
+    part, entries = torch.ones(LARGEST // 4), []
+    dist.barrier()
+    ledger.tape = Tape()
     began = time.monotonic()
-    with pytest.raises(dist.DistError, match="has ended" if ends else "waited 2 s"):
-        ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", name))
-    Path(port_file + ".waited").write_text(str(time.monotonic() - began))
+    if world.rank == 1:
+        time.sleep(0.3)
+    for _ in range(3):  # the third one does not go before the first two have come
+        entries.append(ledger.begin("all_reduce", group, LARGEST))
+        lane_of_two.leave(part, lambda parts: None, (entries[-1],))
+    waited = ledger._waited_s
+    assert all(entered(ledger, entry)[2:4] == (0.0, 0.0) for entry in entries)
+    if world.rank == 0:
+        assert waited > 0.2
+        assert {wait.entries for wait in ledger.tape.waits} <= {(entry,) for entry in entries}
+        lasted = sum(wait.until - wait.since for wait in ledger.tape.waits)
+        assert lasted == pytest.approx(waited, abs=0.01)
+    for number, entry in enumerate(entries):
+        ledger.wait(entry)
+        lane_of_two.collect(number)
+        ledger.end(entry)
+    assert ledger._waited_s <= time.monotonic() - began
+    assert all(entered(ledger, entry)[3] > 0 for entry in entries)
+
+
+@ranks(2)
+def test_who_hangs_inside_of_leaving_is_seen_to_wait(world):
+    ledger = Ledger()
+    lane_of_two = open_lane(dist.group.WORLD, 0.5, ledger)
+    group = ledger.group("1", (0, 1), "tp")
+    if world.rank == 0:
+        entries = [ledger.begin("all_reduce", group, LARGEST) for _ in range(3)]
+        with pytest.raises(dist.DistError, match="of waiting for rank 1,"):  # noqa: PT012
+            for entry in entries:
+                lane_of_two.leave(torch.ones(LARGEST // 4), lambda parts: None, (entry,))
+        assert [entered(ledger, entry)[2] > 0 for entry in entries] == [True, False, False]
+        assert entered(ledger, entries[0])[3] == 0
+    dist.barrier()
+
+
+def one_of_four(rank, file, ends):
+    store = dist.FileStore(file, 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    world = World(rank, 4, torch.device("cpu"), store)
+    tp = open_groups(Layout(tp=2, dp_replicate=2), world).tp
+    shared.lane_of(tp.required)._timeout_s = 1.5
+    ops = getattr(torch.ops, shared.SPACE)
+    ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", tp.name))
+    if rank == 3 and ends:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != 2:
+        time.sleep(30)
+    began = time.monotonic()
+    with pytest.raises(dist.DistError) as caught:
+        ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", tp.name))
+    Path(file + ".waited").write_text(f"{time.monotonic() - began}\n{caught.value}")
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_rank_that_ended_or_does_not_come_is_no_endless_wait(tmp_path, ends):
+def test_a_rank_that_ended_or_does_not_come_is_named_as_in_the_world(tmp_path, ends):
+    """With its number among all: in its group it is the second. And as failures are read."""
     file = str(tmp_path / "store")
     context = mp.get_context("spawn")
-    both = [context.Process(target=one_of_two, args=(r, file, ends), daemon=True) for r in (0, 1)]
-    for process in both:
+    four = [
+        context.Process(target=one_of_four, args=(r, file, ends), daemon=True) for r in range(4)
+    ]
+    for process in four:
         process.start()
-    both[0].join(60)
-    both[1].kill()
-    assert both[0].exitcode == 0
-    assert float(Path(file + ".waited").read_text()) < (1.0 if ends else 4.0)
+    four[2].join(60)
+    for process in four:
+        process.kill()
+    assert four[2].exitcode == 0
+    seconds, text = Path(file + ".waited").read_text().split("\n")
+    assert float(seconds) < (1.0 if ends else 4.0)
+    assert "rank 3, with which this one shares memory" in text
+    assert lost_a_peer({"type": "DistError", "message": text}) == ends
+    assert bool(TIMED_OUT.search(text)) != ends

@@ -1,5 +1,8 @@
 """The ledger of a rank: what is entered, and that another process reads it."""
 
+import time
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -8,6 +11,7 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.ledger import Ledger, Pending
 from meshwright.execute.ledger_file import SIZE, SLOTS, LedgerFile, ranges_of, ranks_of, read_ledger
 from meshwright.execute.recorder import Recorder
+from meshwright.execute.tape import Tape
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from ranks import ranks
@@ -62,6 +66,30 @@ def test_collectives_are_counted_by_group_and_waited_for(tmp_path):
     assert len(found.records) == SLOTS
     assert found.records[-1].sequence == 2 + 2 * SLOTS
     assert found.begun(found.groups[0]) == 2 + 2 * SLOTS
+
+
+def test_a_wait_for_what_has_not_ended_may_be_over_for_a_while(tmp_path):
+    path = tmp_path / "rank-0.ledger"
+    ledger = Ledger.open(path, 0, 2)
+    group = ledger.group("5", (0, 1), "tp")
+    entries = [ledger.begin("all_reduce", group, 8) for _ in range(2)]
+    ledger.tape = Tape()
+
+    def waited_for():
+        return [record.is_waited_for for record in read_ledger(path).records]
+
+    seconds = 0.0
+    for leave in (ledger.go_on, ledger.go_on, ledger.end):
+        ledger.wait(*entries)
+        assert waited_for() == [True, True]
+        time.sleep(0.01)
+        leave(*entries)
+        assert waited_for() == [False, False]
+        seconds = sum(wait.until - wait.since for wait in ledger.tape.waits)
+    assert all(record.ended for record in read_ledger(path).records)
+    assert len(ledger.tape.waits) == 3
+    ledger.step(1)
+    assert 0.03 <= LedgerFile(path).pace().waited_s == pytest.approx(seconds, abs=1e-3)
 
 
 def test_no_ledger_is_none(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.bench.layouts import Stepper
-from meshwright.execute import groups, shared
+from meshwright.execute import groups
 from meshwright.execute.gather import full_tensor
 from meshwright.execute.groups import open_groups
 from meshwright.execute.lane import LARGEST
@@ -24,6 +24,9 @@ MODEL = model_spec(
     dim=60, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=121, vocab_size=LARGEST // 4 // 60 * 3
 )
 TRAIN = TrainSpec(batch=12, seq_len=16)
+# Of five rows, which are those of two ranks and one: the last of four ranks has none, neither of
+# the embedding, which is a unit, nor of the MLP's.
+FEW = model_spec(dim=60, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=5, vocab_size=5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -36,33 +39,42 @@ TRAIN = TrainSpec(batch=12, seq_len=16)
         "shard3 zero3 mb2",
         "dp2 shard2 zero2 mb3",
         "zero2 cp2-ring mb6",
+        "pp2 1f1b shard2 zero2 mb3",
+        "pp2 1f1b shard2 zero3 mb3",
+        "shard2 tp2 zero1 mb3",
+        "shard2 tp2 zero3 mb3",
     ],
 )
 def test_steps_are_those_by_gloo(label, precision):
     world = Layout.parse(label).world
-    on_ranks(world, same_steps, label=label, precision=precision)
+    on_ranks(world, same_steps, model=MODEL, label=label, precision=precision)
 
 
-def same_steps(world, label, precision):
-    case = Case(MODEL, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
+@pytest.mark.parametrize("label", ["shard4 zero1 mb3", "shard4 zero2 mb3", "shard4 zero3 mb3"])
+def test_steps_are_those_by_gloo_where_a_rank_has_no_rows(label):
+    on_ranks(4, same_steps, model=FEW, label=label, precision="bf16")
+
+
+def same_steps(world, model, label, precision):
+    """Two steps with lanes and without: along tp messages go by them in both, else in no place."""
+    case = Case(model, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
     found = []
-    for is_shared in (True, False):
-        with mock.patch.object(groups, "share", shared.share if is_shared else no_lane):
+    for axes in ({"tp", "shard"}, {"tp"}):
+        with mock.patch.object(groups, "goes_by_lane", axes.__contains__):
             step = Stepper(world, case)
-            sent = Wire(open_groups(case.layout, world))
+            opened = open_groups(case.layout, world)
+        assert opened.shard.is_shared == ("shard" in axes)
+        assert opened.tp.is_shared == (case.layout.tp > 1)
+        sent = Wire(opened)
+        step()
+        with sent:
             step()
-            with sent:
-                step()
         held = {h.name: full_tensor(h.parameter.detach()) for h in step._parallel.held}
         found.append((held, sent.messages))
     (ours, sent), (theirs, by_gloo) = found
     assert sent == by_gloo
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]), name
-
-
-def no_lane(*_):
-    return False
 
 
 @ranks(2)

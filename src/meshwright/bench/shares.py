@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.execute.clock import clock_of
 from meshwright.execute.measured import recorded
 from meshwright.execute.recorder import Recorder
+from meshwright.execute.shared import SPACE
 from meshwright.execute.tape import Tape
 from meshwright.execute.world import World
 
@@ -34,7 +35,7 @@ _KINDS: Final = tuple(
     )
 )
 # What is sent is told by the ledger's waits, which last as long.
-_MESSAGES: Final = re.compile(r"^c10d::|^gloo:|^nccl|_c10d_functional")
+_MESSAGES: Final = re.compile(rf"^c10d::|^gloo:|^nccl|_c10d_functional|^{SPACE}::")
 # Waits, as a ledger names them by what is waited for.
 _WAITS: Final = ("tp", "cp", "data", "bubble")
 OTHER: Final = "other operations"

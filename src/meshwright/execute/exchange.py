@@ -75,8 +75,8 @@ class Exchange:
         """The memory of what is sent and of what is received."""
         return self._sent, self._got
 
-    def settle(self) -> list[Weight]:
-        """Wait for what comes from others and add it up; returns the weights."""
+    def settle(self) -> None:
+        """Wait for what comes from others and add it up."""
         if self._pending is not None:
             self._pending.wait()
         rooms = _views(self._got, self._shapes)
@@ -84,7 +84,6 @@ class Exchange:
             self._weights * (len(rooms) // len(self._weights)), rooms, strict=True
         ):
             weight.add(rows)
-        return self._weights
 
 
 def gather(

@@ -6,7 +6,7 @@ import datetime
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from meshwright.execute.shared import share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 from meshwright.program.messages import goes_by_lane
+from meshwright.program.shards import sums_in_place
 
 
 @dataclass(frozen=True)
@@ -95,34 +96,48 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         if len(ranks) > 1:
             everyone = sorted({mesh.group(rank, axes) for rank in range(mesh.size)})
             group = parameters.get_group(of) if of else opener.open(everyone)
-        is_shared = of is not None and goes_by_lane(of) and _share(group, ranks, world, timeout_s)
-        return Link(group, ranks, ranks.index(world.rank), is_shared)
+        return Link(group, ranks, ranks.index(world.rank))
 
-    groups = Groups(
-        mesh.coordinates(world.rank),
-        parameters,
-        tp=link("tp", of="tp"),
-        cp=link("cp"),
-        pp=link("pp", of="pp"),
-        shard=link(*(("dp_shard", "cp") if layout.zero else ()), of="shard"),
-        replicate=link(
+    links = {
+        "tp": link("tp", of="tp"),
+        "cp": link("cp"),
+        "pp": link("pp", of="pp"),
+        "shard": link(*(("dp_shard", "cp") if layout.zero else ()), of="shard"),
+        "replicate": link(
             *(("dp_replicate",) if layout.zero else ("dp_replicate", "cp")), of="replicate"
         ),
-        data=link("dp_replicate", "dp_shard", "cp"),
-        ends=_ends(mesh, world, opener),
-        ledger=world.ledger,
-    )
+        "data": link("dp_replicate", "dp_shard", "cp"),
+        "ends": _ends(mesh, world, opener),
+    }
+    links |= _shared(links, layout, world, timeout_s)
+    at = mesh.coordinates(world.rank)
+    groups = Groups(at, parameters, **links, ledger=world.ledger)
     _label(groups)
     return groups
 
 
-def _share(
-    group: dist.ProcessGroup | None, ranks: Sequence[int], world: World, timeout_s: float
-) -> bool:
-    """Open a lane where CPU ranks are on one machine; whether there is one, on all of them."""
-    if group is None or world.device.type != "cpu" or len({world.node(rank) for rank in ranks}) > 1:
-        return False
-    return "gloo" in dist.get_backend(group) and share(group, world.ledger, timeout_s)
+def _shared(
+    links: Mapping[str, Link], layout: Layout, world: World, timeout_s: float
+) -> Mapping[str, Link]:
+    """Return the links between CPU ranks of one machine whose messages go through a lane.
+
+    Those of earlier layouts lose theirs. FSDP2 knows of none.
+    """
+    if world.device.type != "cpu" or "gloo" not in dist.get_backend():
+        return {}
+    found = {
+        axis: link
+        for axis, link in links.items()
+        if goes_by_lane(axis)
+        and link.group is not None
+        and len({world.node(rank) for rank in link.ranks}) == 1
+        and (axis != "shard" or sums_in_place(layout, on_cpu=True))
+    }
+    opened = share([link.required for link in found.values()], world.ledger, timeout_s)
+    return {
+        axis: replace(link, is_shared=is_shared)
+        for (axis, link), is_shared in zip(found.items(), opened, strict=True)
+    }
 
 
 def _label(groups: Groups) -> None:

@@ -16,20 +16,19 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.execute.ledger import Ledger
 from meshwright.execute.world import exchange
 from meshwright.program.messages import LARGEST_SHARED
 
 # Bytes of the largest message, and of a rank's room: those on their way must all fit.
 LARGEST: Final = LARGEST_SHARED
 ROOM: Final = 4 * LARGEST
-_FOLDER: Final = Path("/dev/shm")
 # A rank's words, of 8 bytes: how many parts it has left, how many it has read, and where the last
 # ones are in its room, with their bytes. Each rank has a page of its own.
 _PAGE: Final = mmap.PAGESIZE
@@ -42,27 +41,36 @@ Finish = Callable[[list[Tensor]], None]
 
 
 class _Due(NamedTuple):
-    """A message to be finished: its number, the elements of each rank's part, their dtype."""
+    """A message to be finished: its number, the elements of each rank's part, their dtype.
+
+    `entries` are those of the ledger that it belongs to.
+    """
 
     number: int
     counts: Sequence[int]
     dtype: torch.dtype
     finish: Finish
+    entries: Sequence[int]
 
 
 class Lane:
     """The rooms of some ranks, of which this one is `rank`.
 
-    Every rank leaves equally many parts, which are read in that order.
+    Every rank leaves equally many parts, which are read in that order. Where a rank waits for the
+    others inside of `leave`, `ledger` is told.
     Only for processors that let others see writes in their order, as x86 does.
     """
 
-    def __init__(self, file: int, rank: int, size: int, timeout_s: float) -> None:
-        """Map an open file that has `bytes_of(size)` bytes, and hold this rank's lock of it.
+    def __init__(
+        self, file: int, rank: int, ranks: Sequence[int], timeout_s: float, ledger: Ledger
+    ) -> None:
+        """Map an open file of `bytes_of(len(ranks))` bytes, and hold this rank's lock of it.
 
-        The system lets go of the lock when the process ends, however it does.
+        `rank` is its place among `ranks`, which are numbers of the world. The system lets go of
+        the lock when the process ends, however it does.
         """
-        self._file, self._rank, self._size, self._timeout_s = file, rank, size, timeout_s
+        self._file, self._rank, self._timeout_s, self.ledger = file, rank, timeout_s, ledger
+        self._ranks, size = tuple(ranks), len(ranks)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = torch.frombuffer(mmap.mmap(file, bytes_of(size)), dtype=torch.uint8)
         words = memory[: size * _PAGE].view(torch.int64).view(size, -1).numpy()
@@ -74,14 +82,18 @@ class Lane:
         self._due_bytes = 0
         weakref.finalize(self, os.close, file)
 
-    def leave(self, part: Tensor, finish: Finish) -> int:
+    def leave(self, part: Tensor, finish: Finish, entries: Sequence[int] = ()) -> int:
         """Leave this rank's part, contiguous and as large as the others'; returns its number.
 
         As `leave_pieces`, but that `finish` gets parts of the same shape.
         """
-        counts, shape = [part.numel()] * self._size, part.shape
+        counts, shape = [part.numel()] * len(self._ranks), part.shape
         return self.leave_pieces(
-            [part], part.dtype, counts, lambda parts: finish([each.view(shape) for each in parts])
+            [part],
+            part.dtype,
+            counts,
+            lambda parts: finish([each.view(shape) for each in parts]),
+            entries,
         )
 
     def leave_pieces(
@@ -90,20 +102,23 @@ class Lane:
         dtype: torch.dtype,
         counts: Sequence[int],
         finish: Finish,
+        entries: Sequence[int] = (),
     ) -> int:
         """Leave this rank's part in a dtype, of which `pieces` are one after the other.
 
         `counts` are the elements of each rank's part. `finish` is called with the parts of all,
         flat, once `collect` wants it, or before: what is due takes half of a room at most. So a
         rank waits here for no more than that the others come to where it is, whatever they do
-        between. Returns the message's number.
+        between. The ledger is told of that by the `entries` of the message which it is for.
+        Returns the message's number.
         """
         number, size = self._next, counts[self._rank] * dtype.itemsize
         assert size <= LARGEST, "a larger message goes another way"
         largest = max(counts) * dtype.itemsize  # of all ranks', so that they collect together
         if self._due_bytes + largest > ROOM // 2 or len(self._due) >= _TURNS // 2:
-            self.collect(number)
-        start = self._place(size)
+            while self._due:
+                self._collect_first(self._due[0].entries)
+        start = self._place(size, entries)
         room = self._rooms[self._rank, start : start + size].view(dtype)
         for piece, into in zip(pieces, torch.split(room, [p.numel() for p in pieces]), strict=True):
             into.view(piece.shape).copy_(piece.detach())
@@ -112,47 +127,49 @@ class Lane:
         mine[_LEFT] = number + 1  # from here on the others may read it
         self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
-        self._due.append(_Due(number, counts, dtype, finish))
+        self._due.append(_Due(number, counts, dtype, finish, entries))
         self._due_bytes += largest
         return number
 
     def collect(self, number: int) -> None:
         """Finish what was left up to a number, where it is not yet; waits for the others' parts.
 
-        Raises `torch.distributed.DistError` where a rank has ended or is too late.
+        Who calls it tells the ledger. Raises `torch.distributed.DistError` where a rank has ended
+        or is too late.
         """
         while self._due and self._due[0].number <= number:
-            self._collect_first()
+            self._collect_first(())
 
-    def _collect_first(self) -> None:
-        number, counts, dtype, finish = self._due.popleft()
+    def _collect_first(self, entries: Sequence[int]) -> None:
+        number, counts, dtype, finish, _ = self._due.popleft()
         self._due_bytes -= max(counts) * dtype.itemsize
-        self._wait(lambda: all(words[_LEFT] > number for words in self._words))
+        self._wait(_LEFT, number, entries)
         parts = []
-        for words, room, count in zip(self._words, self._rooms, counts, strict=True):
+        for rank, (words, room, count) in enumerate(
+            zip(self._words, self._rooms, counts, strict=True)
+        ):
             start, theirs = (int(words[at + number % _TURNS]) for at in (_PLACES, _SIZES))
             if theirs != count * dtype.itemsize:
                 raise dist.DistError(
-                    f"a rank left {theirs} bytes for a message where {count * dtype.itemsize} "
-                    "were due"
+                    f"rank {self._ranks[rank]} left {theirs} bytes for a message where "
+                    f"{count * dtype.itemsize} were due"
                 )
             parts.append(room[start : start + theirs].view(dtype))
         finish(parts)
         self._words[self._rank][_READ] = number + 1
 
-    def _place(self, size: int) -> int:
+    def _place(self, size: int, entries: Sequence[int]) -> int:
         """Return where a part of some bytes goes, once nobody reads what was there."""
         start = self._at if self._at + size <= ROOM else 0
         self._forget()
         if not self._live:
             return 0  # the same pages again, which are in the cache
-
-        def is_free() -> bool:
+        taken = [n for n, first, stop in self._live if first < start + size and start < stop]
+        if len(self._live) >= _TURNS:
+            taken.append(self._live[-_TURNS][0])
+        if taken:
+            self._wait(_READ, max(taken), entries)
             self._forget()
-            taken = any(first < start + size and start < stop for _, first, stop in self._live)
-            return not taken and len(self._live) < _TURNS
-
-        self._wait(is_free)
         return start
 
     def _forget(self) -> None:
@@ -162,12 +179,19 @@ class Lane:
             while self._live and self._live[0][0] < read:
                 self._live.popleft()
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
+    def _late(self, word: int, number: int) -> list[int]:
+        """Return the ranks, by their places, that have not left or not read a message."""
+        return [rank for rank, words in enumerate(self._words) if words[word] <= number]
+
+    def _wait(self, word: int, number: int, entries: Sequence[int]) -> None:
+        """Wait until all have left or read a message; enter it by `entries`, if there are any."""
         for _ in range(_SPINS):
-            if ready():
+            if not self._late(word, number):
                 return
+        if entries:
+            self.ledger.wait(*entries)
         began = looked = time.monotonic()
-        while not ready():
+        while late := self._late(word, number):
             now = time.monotonic()
             if now - began < _YIELD_S:
                 os.sched_yield()
@@ -175,21 +199,32 @@ class Lane:
             time.sleep(_NAP_S)
             if now - looked > _LOOK_S:
                 looked = now
-                self._look(ready, now - began)
+                self._look(word, number, late, now - began)
+        if entries:
+            self.ledger.go_on(*entries)
 
-    def _look(self, ready: Callable[[], bool], waited_s: float) -> None:
-        """Raise where there is nothing to wait for any more."""
-        for rank in set(range(self._size)) - {self._rank}:
+    def _look(self, word: int, number: int, late: Sequence[int], waited_s: float) -> None:
+        """Raise where there is nothing to wait for any more.
+
+        In gloo's words, by which `launch.explain` tells what has befallen others.
+        """
+        for rank in late:  # never this one, which would lose its own lock
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
             except OSError:
                 continue  # it holds its lock
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-            if ready():  # it ended after it had come
-                return
-            raise dist.DistError(f"rank {rank} of the ranks that share memory has ended")
+            if rank in self._late(word, number):  # else it ended after it had come
+                raise dist.DistError(
+                    f"Connection closed by peer: rank {self._ranks[rank]}, with which this one "
+                    "shares memory, has ended"
+                )
         if waited_s > self._timeout_s:
-            raise dist.DistError(f"waited {waited_s:.0f} s for the other ranks' parts of a message")
+            whom = ", ".join(str(self._ranks[rank]) for rank in late)
+            raise dist.DistError(
+                f"Timed out after {waited_s:.0f} s of waiting for rank{'s'[: len(late) - 1]} "
+                f"{whom}, with which this one shares memory"
+            )
 
 
 def bytes_of(size: int) -> int:
@@ -197,49 +232,53 @@ def bytes_of(size: int) -> int:
     return size * (_PAGE + ROOM)
 
 
-def open_lane(group: dist.ProcessGroup, timeout_s: float) -> Lane | None:
+def open_lane(group: dist.ProcessGroup, timeout_s: float, ledger: Ledger) -> Lane | None:
     """Return a lane for a gloo group, or None on all its ranks where one can't have it.
 
-    A collective. The file has no name any more when it returns.
+    A collective. The file has no name in any folder, so that nothing stays of it, however the ranks
+    end: the first of them makes it, and the others open it as that process has it.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    made = _made(size) if rank == 0 else ""
-    try:
-        file = _opened(exchange(made, group)[0])
-        works = exchange("" if file is None else "works", group)
-    finally:
-        if made:
-            Path(made).unlink()
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    name = f"meshwright-{uuid.uuid4().hex}"
+    file = _made(name, len(ranks)) if rank == 0 else None
+    mine = "" if file is None else f"/proc/{os.getpid()}/fd/{file} {name}"
+    theirs = exchange(mine, group)[0]
+    if rank and theirs:
+        file = _opened(*theirs.split())
+    works = exchange("" if file is None else "works", group)
     if file is None or not all(works):
         if file is not None:
             os.close(file)
         return None
-    lane = Lane(file, rank, size, timeout_s)
+    lane = Lane(file, rank, ranks, timeout_s, ledger)
     exchange("", group)  # nobody looks for a lock before all have theirs
     return lane
 
 
-def _made(size: int) -> str:
-    """Return the path of a new file with all its memory, or nothing where there can't be one."""
-    path = _FOLDER / f"meshwright-{uuid.uuid4().hex}"
+def _made(name: str, size: int) -> int | None:
+    """Return a new file with all its memory, or None where there can't be one."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        file = os.memfd_create(name)
     except OSError:
-        return ""
+        return None
     try:
         os.posix_fallocate(file, 0, bytes_of(size))  # a page that isn't there would kill a rank
     except OSError:
-        path.unlink()
-        return ""
-    finally:
         os.close(file)
-    return str(path)
-
-
-def _opened(path: str) -> int | None:
-    if not path or platform.machine() not in ("x86_64", "AMD64"):
         return None
+    return file
+
+
+def _opened(place: str, name: str) -> int | None:
+    """Return the file that a process of this machine has open.
+
+    None where it can't be had, or where there is another: containers count processes each anew.
+    """
     try:
-        return os.open(path, os.O_RDWR)
+        if os.readlink(place) != f"/memfd:{name} (deleted)":
+            return None
+        return os.open(place, os.O_RDWR)
     except OSError:
         return None

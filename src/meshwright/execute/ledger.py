@@ -41,6 +41,7 @@ from meshwright.execute.ledger_file import (
 )
 from meshwright.execute.tape import Tape
 
+_TIME: Final = struct.Struct("=d")
 _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
 
 
@@ -208,19 +209,29 @@ class Ledger:
     def end(self, *entries: int) -> None:
         """Enter that something has ended, or that the rank no longer waits for it."""
         now = time.monotonic()
-        since = min((self._stamp(entry, "ended", now) for entry in entries), default=now)
-        self._waited_s += now - since
+        since = min((self._stamp(entry, "ended", now) or now for entry in entries), default=now)
+        self._waited(entries, now - since)
+
+    def go_on(self, *entries: int) -> None:
+        """Enter that the rank no longer waits for something that has not ended."""
+        now = time.monotonic()
+        since = min((self._stamp(entry, "waiting", 0.0) or now for entry in entries), default=now)
+        self._waited(entries, now - since)
+
+    def _waited(self, entries: Sequence[int], seconds: float) -> None:
+        self._waited_s += seconds
         self._move()
         if self.tape is not None:
             self.tape.end(*entries)
 
-    def _stamp(self, entry: int, field: str, now: float) -> float:
-        """Set a time of an entry; returns since when it was waited for."""
+    def _stamp(self, entry: int, field: str, time_s: float) -> float:
+        """Set a time of an entry; returns since when it was waited for, 0 where it was not."""
         if entry <= self._number - SLOTS:  # written over meanwhile
-            return now
+            return 0.0
         at = RING_AT + entry % SLOTS * RECORD.size
-        struct.pack_into("=d", self._memory, at + RECORD_TIMES[field], now)
-        return RECORD.unpack_from(self._memory, at)[2] or now
+        since = float(_TIME.unpack_from(self._memory, at + RECORD_TIMES["waiting"])[0])
+        _TIME.pack_into(self._memory, at + RECORD_TIMES[field], time_s)
+        return since
 
     def left_open(self) -> tuple[int, ...]:
         """Return the collective that this thread began last, if it has not ended."""

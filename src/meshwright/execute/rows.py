@@ -45,8 +45,8 @@ def leave_gradients(
         cuts.append(_by_rows(weight.gradient, weight.rows))
         sums.append(weight.shard_gradient.view(-1))
     left = sum(len(cut.whole) - _length(cut.cuts[rank]) for cut in cuts)
-    entry = enter("all_to_all", left * dtype.itemsize, group)  # before: it may wait for others
-    return Left(group, _leave_to_owners(cuts, sums, group, rank, dtype), [entry])
+    entries = [enter("all_to_all", left * dtype.itemsize, group)]  # before: it may wait for others
+    return Left(group, _leave_to_owners(cuts, sums, group, rank, dtype, entries), entries)
 
 
 def leave_weights(weights: Sequence[Weight], group: dist.ProcessGroup, rank: int) -> Left:
@@ -58,7 +58,7 @@ def leave_weights(weights: Sequence[Weight], group: dist.ProcessGroup, rank: int
             for kind, whose, peer in (("send", rank, after), ("recv", before, before)):
                 if count := _length(of[whose]):
                     entries.append(enter(kind, count * whole.element_size(), group, peer))
-    return Left(group, _leave_to_all(cuts, group, rank), entries)
+    return Left(group, _leave_to_all(cuts, group, rank, entries), entries)
 
 
 def _leave_to_owners(
@@ -67,6 +67,7 @@ def _leave_to_owners(
     group: dist.ProcessGroup,
     rank: int,
     dtype: torch.dtype,
+    entries: Sequence[int],
 ) -> int:
     """Leave what belongs to others, and add theirs to sums of this rank's; returns the number."""
     lane, number, others = lane_of(group), -1, group.size() - 1
@@ -76,9 +77,8 @@ def _leave_to_owners(
         ]
         each = [sum(_length(of[whose]) for _, of in turn) for whose in range(others + 1)]
         counts = [sum(each) - own for own in each]
-        number = lane.leave_pieces(
-            pieces, dtype, counts, partial(_add, turn, [c.cuts[rank] for c in cuts], sums, rank)
-        )
+        finish = partial(_add, turn, [c.cuts[rank] for c in cuts], sums, rank)
+        number = lane.leave_pieces(pieces, dtype, counts, finish, entries)
     return number
 
 
@@ -100,13 +100,16 @@ def _add(
             start += sum(map(_length, of)) - _length(of[whose])
 
 
-def _leave_to_all(cuts: Sequence[_Cut], group: dist.ProcessGroup, rank: int) -> int:
+def _leave_to_all(
+    cuts: Sequence[_Cut], group: dist.ProcessGroup, rank: int, entries: Sequence[int]
+) -> int:
     """Leave what belongs to this rank, and take what belongs to others; returns the number."""
     lane, number, dtype = lane_of(group), -1, cuts[0].whole.dtype
     for turn in _turns(cuts, LARGEST // dtype.itemsize):
         pieces = [cuts[at].whole[of[rank]] for at, of in turn]
         counts = [sum(_length(of[whose]) for _, of in turn) for whose in range(group.size())]
-        number = lane.leave_pieces(pieces, dtype, counts, partial(_put, turn, cuts, rank))
+        finish = partial(_put, turn, cuts, rank)
+        number = lane.leave_pieces(pieces, dtype, counts, finish, entries)
     return number
 
 

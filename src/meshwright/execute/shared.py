@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
 
 from meshwright.execute.lane import LARGEST, Finish, Lane, open_lane
 from meshwright.execute.ledger import Ledger
@@ -34,12 +35,11 @@ _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "ma
 
 @dataclass
 class Open:
-    """A group's lane, and where its collectives are entered."""
+    """A group's lane, and its number in the lane's ledger."""
 
     group: dist.ProcessGroup
     lane: Lane
     rank: int
-    ledger: Ledger
     number: int = 0
 
 
@@ -51,26 +51,27 @@ class _Process:
     begun: dict[int, tuple[Open, int, int]] = field(default_factory=dict)
 
 
-def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> bool:
-    """Open a lane for a gloo group, unless there is one; whether it has one. A collective.
+def share(groups: Sequence[dist.ProcessGroup], ledger: Ledger, timeout_s: float) -> list[bool]:
+    """Open lanes for gloo groups that have none; returns which of them have one. A collective.
 
-    Lanes of groups that are no more are let go of.
+    The lanes of all other groups are let go of: their memory would add up where many layouts
+    follow one another.
     """
-    name, known = group.group_name, _process().lanes
-    for other in [other for other, one in known.items() if not _is_open(one.group)]:
+    known = _process().lanes
+    for other in known.keys() - {group.group_name for group in groups}:
         del known[other]
-    if name not in known or known[name].group is not group:  # names come again with new worlds
-        lane = open_lane(group, timeout_s)
-        if lane is None:
-            return False
-        known[name] = Open(group, lane, dist.get_rank(group), ledger)
-    known[name].ledger = ledger  # another world may have opened it
-    known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
-    return True
-
-
-def _is_open(group: dist.ProcessGroup) -> bool:
-    return group in dist.distributed_c10d._world.pg_map
+    for group in groups:
+        name = group.group_name
+        if name in known and known[name].group is not group:  # names come again with new worlds
+            del known[name]
+        if name not in known:
+            lane = open_lane(group, timeout_s, ledger)
+            if lane is None:
+                continue
+            known[name] = Open(group, lane, dist.get_rank(group))
+        known[name].lane.ledger = ledger  # another world may have opened it
+        known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
+    return [group.group_name in known for group in groups]
 
 
 def lane_of(group: dist.ProcessGroup) -> Lane:
@@ -94,10 +95,11 @@ class Left:
 
     def wait(self) -> None:
         """Wait until all its parts are where they belong."""
-        ledger = self._open.ledger
-        ledger.wait(*self._entries)
-        self._open.lane.collect(self._number)
-        ledger.end(*self._entries)
+        lane = self._open.lane
+        lane.ledger.wait(*self._entries)
+        with _RecordFunctionFast(f"{SPACE}::collect"):  # as what is an operator has a name
+            lane.collect(self._number)
+        lane.ledger.end(*self._entries)
 
 
 def enter(kind: str, size: int, group: dist.ProcessGroup, peer: int = -1) -> int:
@@ -112,7 +114,7 @@ def _enter(kind: str, size: int, peer: int, group: str) -> int:
     found = _process().lanes[group]
     if peer >= 0:
         peer = dist.get_process_group_ranks(found.group)[peer]
-    return found.ledger.begin(kind, found.number, size, peer)
+    return found.lane.ledger.begin(kind, found.number, size, peer)
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
@@ -164,8 +166,8 @@ def _begin(
 ) -> Tensor:
     """Leave this rank's part `x` of what `out` will be; `message` is what the ledger counts."""
     size = message.numel() * message.element_size()
-    entry = found.ledger.begin(kind, found.number, size)
-    _process().begun[out.data_ptr()] = (found, found.lane.leave(x, finish), entry)
+    entry = found.lane.ledger.begin(kind, found.number, size)
+    _process().begun[out.data_ptr()] = (found, found.lane.leave(x, finish, (entry,)), entry)
     return out
 
 
@@ -174,9 +176,10 @@ def _wait(x: Tensor) -> Tensor:
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
         found, number, entry = begun
-        found.ledger.wait(entry)
-        found.lane.collect(number)
-        found.ledger.end(entry)
+        lane = found.lane
+        lane.ledger.wait(entry)
+        lane.collect(number)
+        lane.ledger.end(entry)
     return x
 
 

@@ -89,4 +89,4 @@ def _lanes(setting: Setting) -> Chosen | None:
         return None
     text = f"sums of {format_bytes(size)} take {by_lane * 1e3:.1f} ms through shared memory, "
     text += f"{by_gloo * 1e3:.1f} ms by gloo, as measured"
-    return Chosen("messages", text, by_gloo / by_lane, "where ranks share /dev/shm")
+    return Chosen("messages", text, by_gloo / by_lane, "between CPU ranks of one machine")
