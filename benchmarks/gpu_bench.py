@@ -80,7 +80,7 @@ class Bench:
         if left < 5:
             self.skip(what, "no time left")
             return None
-        print(f"{self.seconds:5.0f} s: {what} ...", flush=True)
+        print(f"{self.seconds:5.0f} s: {what} ...\n", end="", flush=True)
         path = os.pathsep.join(["src", *sys.path])
         try:
             return subprocess.run(

@@ -76,7 +76,8 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     out = tmp_path / "rows.json"
     words = ["--rounds", "1", "--steps", "2", "--memory", "--shares", "--json"]
     words += ["--out", str(out)]
-    labels = ["dp2 mb2", "pp2 1f1b mb2", "tp2 mb2", "shard2 zero3 mb2"]
+    # How far predicted peaks may be off: through shared memory an exchange has no buffers.
+    labels = {"dp2 mb2": 0.01, "pp2 1f1b mb2": 0.01, "tp2 mb2": 0.01, "shard2 zero3 mb2": 0.05}
     assert main(["bench", "layouts", *SMALL, "--layout", *labels, *words]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(out.read_text())
@@ -85,7 +86,9 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     assert rows == sorted(rows, key=lambda row: row["step_time_s"])
     for row in rows:
         assert len(row["step_times_s"]) == 2
-        assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.01)
+        assert row["predicted_peak_bytes"] == pytest.approx(
+            row["peak_bytes"], rel=labels[row["layout"]]
+        )
         assert all(min(each.values()) > -1e-3 for each in row["shares_s"])
         for kind in ("products", "attention", "norms", "rotation", "optimizer"):
             assert all(each[kind] > 0 for each in row["shares_s"]), kind

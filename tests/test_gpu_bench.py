@@ -112,6 +112,7 @@ def test_every_case_of_syncs_has_a_name_of_its_own():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(570)
 def test_the_whole_of_it(tmp_path):
     words = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "gpu.json")]
     assert main([*words, "--page", str(tmp_path / "gpu.md")]) == 0
