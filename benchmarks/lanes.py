@@ -61,7 +61,7 @@ def serve(rank: int, folder: str, precision: str, label: str, pairs: int) -> Non
     world = World(rank, RANKS, device, store)
     case = Case(config.model, config.train, Layout.parse(label))
     lane = Stepper(world, case)
-    with mock.patch.object(groups, "share", lambda found, *_: [False] * len(found)):
+    with mock.patch.object(groups, "share", return_value=None):
         gloo = Stepper(world, case)
     found: dict[Stepper, list[float]] = {gloo: [], lane: []}
     for step in found:

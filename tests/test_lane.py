@@ -30,8 +30,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 def opened(world):
     group = dist.group.WORLD
-    assert shared.share([group], world.ledger, 30.0) == [True]
-    return getattr(torch.ops, shared.SPACE), torch.ops._c10d_functional, group.group_name
+    kept = shared.share(group, world.ledger, 30.0)
+    assert kept is not None
+    return getattr(torch.ops, shared.SPACE), torch.ops._c10d_functional, group.group_name, kept
 
 
 def drawn(shape, dtype, seed):
@@ -58,7 +59,7 @@ def test_collectives_are_those_of_torch(n):
 
 
 def same_as_torch(world):
-    ops, like, name = opened(world)
+    ops, like, name, _kept = opened(world)
     for at, dtype in enumerate(DTYPES):
         begun = []
         for seed in range(5):
@@ -70,7 +71,7 @@ def same_as_torch(world):
 
 @ranks(2)
 def test_rooms_are_used_again_by_ranks_that_are_ahead_of_each_other(world):
-    ops, _, name = opened(world)
+    ops, _, name, _kept = opened(world)
     sizes = torch.Generator().manual_seed(3)
     for turn in range(60):
         outs = []
@@ -87,7 +88,7 @@ def test_rooms_are_used_again_by_ranks_that_are_ahead_of_each_other(world):
 
 @ranks(2)
 def test_a_full_room_waits_for_the_readers(world):
-    ops, _, name = opened(world)
+    ops, _, name, _kept = opened(world)
     # Twice what a room holds is begun before anything is waited for.
     outs = [
         ops.all_reduce_(torch.full((LARGEST // 4,), float(at)), "sum", name)
@@ -100,7 +101,7 @@ def test_a_full_room_waits_for_the_readers(world):
 
 @ranks(2)
 def test_many_messages_under_way_do_not_wait_for_a_rank_that_is_elsewhere(world):
-    ops, _, name = opened(world)
+    ops, _, name, _kept = opened(world)
     small = ops.all_reduce_(torch.ones(2), "sum", name)
     if world.rank == 0:
         time.sleep(0.05)
@@ -127,20 +128,47 @@ def held():
 
 
 @ranks(2)
-def test_lanes_that_the_last_layout_has_not_give_their_memory_back(world):
-    opened(world)
+def test_a_lane_lasts_as_long_as_what_uses_it(world):
+    *_, kept = opened(world)
     assert held() == 2
     for _ in range(3):
         group = dist.new_group([0, 1])
-        assert shared.share([group], world.ledger, 5.0) == [True]
+        more = shared.share(group, world.ledger, 5.0)
+        assert more is not None
+        assert held() == 4
+        del more
         assert held() == 2
         dist.destroy_process_group(group)
+    del kept
+    assert held() == 0
     for label, lanes in (("tp2 mb1", 1), ("shard2 zero2 mb1", 1), ("pp2 mb1", 0), ("tp2 mb1", 1)):
-        open_groups(Layout.parse(label), world)
+        groups = open_groups(Layout.parse(label), world)
         assert held() == 2 * lanes, label
+        del groups
+        assert held() == 0
     fsdp = Layout(dp_shard=2, zero=3, offload="params")
     assert not open_groups(fsdp, world).shard.is_shared
-    assert held() == 0
+
+
+@ranks(2)
+def test_layouts_that_are_used_side_by_side_have_their_lanes(world):
+    one, other = (open_groups(Layout.parse(label), world) for label in ("tp2 mb1", "shard2 zero2"))
+    again = open_groups(Layout.parse("tp2 mb2"), world)
+    assert one.tp.lane is again.tp.lane is not None
+    ops = getattr(torch.ops, shared.SPACE)
+    for link in (one.tp, other.shard, again.tp):
+        found = ops.all_reduce(torch.full((3,), world.rank + 1.0), "sum", link.name)
+        assert ops.wait_tensor(found).tolist() == [3.0] * 3
+
+
+@ranks(2)
+def test_a_lane_that_one_rank_has_forgotten_is_made_anew_on_all(world):
+    groups = open_groups(Layout.parse("tp2 mb1"), world)
+    before = groups.tp.lane
+    if world.rank:
+        shared._process().lanes.clear()
+    after = open_groups(Layout.parse("tp2 mb1"), world).tp.lane
+    assert before is not after is not None
 
 
 @ranks(2)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.execute.ledger import Ledger
-from meshwright.execute.shared import share
+from meshwright.execute.shared import Open, share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 from meshwright.program.messages import goes_by_lane
@@ -25,13 +25,18 @@ from meshwright.program.shards import sums_in_place
 class Link:
     """The ranks along one axis or some, and this rank's place among them; `size` 1 has no group.
 
-    `is_shared`: they are on one machine, and the group has a lane through its memory.
+    `lane` is the group's through the memory of the machine that they all are on, if it has one.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
-    is_shared: bool = False
+    lane: Open | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether messages go through memory that the ranks share."""
+        return self.lane is not None
 
     @property
     def size(self) -> int:
@@ -121,7 +126,7 @@ def _shared(
 ) -> Mapping[str, Link]:
     """Return the links between CPU ranks of one machine whose messages go through a lane.
 
-    Those of earlier layouts lose theirs. FSDP2 knows of none.
+    FSDP2 knows of none.
     """
     if world.device.type != "cpu" or "gloo" not in dist.get_backend():
         return {}
@@ -133,10 +138,9 @@ def _shared(
         and len({world.node(rank) for rank in link.ranks}) == 1
         and (axis != "shard" or sums_in_place(layout, on_cpu=True))
     }
-    opened = share([link.required for link in found.values()], world.ledger, timeout_s)
     return {
-        axis: replace(link, is_shared=is_shared)
-        for (axis, link), is_shared in zip(found.items(), opened, strict=True)
+        axis: replace(link, lane=share(link.required, world.ledger, timeout_s))
+        for axis, link in found.items()
     }
 
 

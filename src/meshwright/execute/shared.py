@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from meshwright.execute.lane import LARGEST, Finish, Lane, open_lane
 from meshwright.execute.ledger import Ledger
+from meshwright.execute.world import exchange
 
 SPACE: Final = "meshwright_lane"
 _SCHEMAS: Final = (
@@ -45,33 +47,35 @@ class Open:
 
 @dataclass
 class _Process:
-    """What a process has: lanes by the names of groups, and what was begun by its memory."""
+    """What a process has: lanes by the names of groups, and what was begun by its memory.
 
-    lanes: dict[str, Open] = field(default_factory=dict)
+    The lanes are those that links keep.
+    """
+
+    lanes: WeakValueDictionary[str, Open] = field(default_factory=WeakValueDictionary)
     begun: dict[int, tuple[Open, int, int]] = field(default_factory=dict)
 
 
-def share(groups: Sequence[dist.ProcessGroup], ledger: Ledger, timeout_s: float) -> list[bool]:
-    """Open lanes for gloo groups that have none; returns which of them have one. A collective.
+def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> Open | None:
+    """Return the lane of a gloo group, a new one where it has none. A collective.
 
-    The lanes of all other groups are let go of: their memory would add up where many layouts
-    follow one another.
+    None on all its ranks where it can't have one. A lane lasts as long as what is returned is
+    kept: those of layouts that nobody trains any more would add up.
     """
-    known = _process().lanes
-    for other in known.keys() - {group.group_name for group in groups}:
-        del known[other]
-    for group in groups:
-        name = group.group_name
-        if name in known and known[name].group is not group:  # names come again with new worlds
-            del known[name]
-        if name not in known:
-            lane = open_lane(group, timeout_s, ledger)
-            if lane is None:
-                continue
-            known[name] = Open(group, lane, dist.get_rank(group))
-        known[name].lane.ledger = ledger  # another world may have opened it
-        known[name].number = ledger.group(name, dist.get_process_group_ranks(group))
-    return [group.group_name in known for group in groups]
+    known, name = _process().lanes, group.group_name
+    one = known.get(name)
+    if one is not None and one.group is not group:  # names come again with new worlds
+        one = None
+    # Each rank forgets what nobody keeps at a moment of its own.
+    if not all(exchange("" if one is None else "known", group)):
+        lane = open_lane(group, timeout_s, ledger)
+        if lane is None:
+            return None
+        one = known[name] = Open(group, lane, dist.get_rank(group))
+    assert one is not None
+    one.lane.ledger = ledger  # another world may have opened it
+    one.number = ledger.group(name, dist.get_process_group_ranks(group))
+    return one
 
 
 def lane_of(group: dist.ProcessGroup) -> Lane:
