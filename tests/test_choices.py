@@ -109,6 +109,6 @@ def test_the_allocator_is_compared_where_ranks_are_started_with_it(monkeypatch):
     monkeypatch.setattr(bench, "measure_on_ranks", measure)
     monkeypatch.setattr(bench.os, "environ", {})
     assert bench._allocator_gain({"what": "device"}, MACHINE) == 1.5
-    assert asked == [("blocks", 2, keeps) for keeps in (False, True, True, False)]
+    assert asked == [("blocks", 2, keeps) for keeps in (False, True)]
     monkeypatch.setattr(bench.os, "environ", {"LD_PRELOAD": "libtcmalloc.so"})
     assert bench._allocator_gain({"what": "device"}, MACHINE) is None

@@ -160,12 +160,12 @@ def _compiles(config: Config, machine: Machine) -> bool:
 def _allocator_gain(request: Mapping[str, Any], machine: Machine) -> float | None:
     """Return how many times as fast blocks are with the allocator that ranks are started with.
 
-    None where ranks are started with nothing of the kind. Launches without and with it take turns.
+    None where ranks are started with nothing of the kind. One launch has it, and one has not.
     """
     if machine.device != "cpu" or not sets_allocator(os.environ):
         return None
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for keeps in (False, True, True, False):
+    for keeps in (False, True):
         measure_on_ranks(
             {**request, "what": "blocks"},
             machine.devices,
