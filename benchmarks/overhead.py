@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.plain_loop import BATCH, DIM, FFN, HEADS, LAYERS, SEQ, VOCAB
+from benchmarks.plain_loop import BATCH, DIM, FFN, HEADS, LAYERS, NOT_COUNTED, SEQ, VOCAB
 
 TOKENS = BATCH * SEQ
 MICROBATCHES = (1, 2, 4, 8)
@@ -68,7 +68,7 @@ def trained(ranks: int, precision: str, steps: int, compiled: bool = False) -> l
             "model.ffn_dim": FFN,
             "train.batch": BATCH,
             "train.seq_len": SEQ,
-            "train.steps": steps + 1,
+            "train.steps": steps + NOT_COUNTED,
             "train.precision": precision,
             "train.compile": str(compiled).lower(),
             "layout.dp_replicate": ranks,
@@ -80,7 +80,7 @@ def trained(ranks: int, precision: str, steps: int, compiled: bool = False) -> l
         _python("meshwright", "train", *(f"{key}={value}" for key, value in words.items()))
         events = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
         steps_done = [e for e in map(json.loads, events) if e["event"] == "step"]
-    return [event["step_time_s"] for event in steps_done[1:]]
+    return [event["step_time_s"] for event in steps_done[NOT_COUNTED:]]
 
 
 def _python(module: str, *words: str) -> subprocess.CompletedProcess[str]:
