@@ -104,7 +104,7 @@ def timed(world: World, case: Case, steps: int) -> Timed:
 
 
 def release() -> None:
-    """Give a GPU's memory back that nothing needs: weights and their hooks refer to each other."""
+    """Give a GPU's memory back that nothing needs any more, before the next model takes it."""
     gc.collect()
     torch.cuda.empty_cache()
 
