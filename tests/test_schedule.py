@@ -383,6 +383,7 @@ def test_activations_that_a_rank_holds():
     assert peak_in_flight(parse("0F0 0I0 0F1 0W0 0B1")[0]) == 2
 
 
+@pytest.mark.perf
 def test_lowering_a_large_pipeline_is_quick():
     def seconds():
         start = time.process_time()
