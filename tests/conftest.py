@@ -4,12 +4,18 @@ import os
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
 from runs import TINY, ip
 
 pytest.register_assert_rewrite("faulty")
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,9 +41,7 @@ def as_planned(world, label, seconds=None):
     took = {(s.name, s.stage): scale * s.seconds for s in mine if s.lane == "compute"}
     sent = max(span.seconds for span in mine if span.name in ("SEND_F", "SEND_B"))
     clock = Carried(sent) if seconds is None else Slept()
-    return performed(
-        world, program.tables, program.stage_ranks, program.microbatches, took, clock
-    )
+    return performed(world, program.tables, program.stage_ranks, program.microbatches, took, clock)
 
 
 LABELS = ("pp4 1f1b mb1", "pp4 interleaved_1f1b v2 mb1", "pp4 interleaved_zero_bubble v2 mb1")

@@ -231,7 +231,7 @@ def test_any_override_gives_a_config_or_a_clear_refusal(outcome):
     """Nothing but a config or a refusal, and a layout that fits its rules."""
     said = []
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=500)
     @given(st.lists(st.tuples(st.sampled_from(KEYS), WRITTEN), max_size=4))
     def check(pairs):
         overrides = [f"{key}={value}" for key, value in pairs]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data import IGNORE, Sampler
@@ -34,7 +34,6 @@ def stream(*documents_by_shard):
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 50))
-@settings(deadline=None)
 def test_permutation_is_a_bijection(n, seed, epoch):
     order = permute(np.arange(n), n, f"{seed}/{epoch}")
     assert np.array_equal(np.sort(order), np.arange(n))
@@ -117,7 +116,6 @@ def test_samples_are_windows_of_the_stream():
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.integers(2, 20), st.integers(0, 9))
-@settings(deadline=None)
 def test_documents_against_a_plain_loop(lengths, seq_len, step):
     lengths = [*lengths, seq_len + 2]
     view = stream(lengths)
@@ -218,7 +216,6 @@ def test_rows_without_a_target_are_named():
     st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=20), min_size=1, max_size=4),
     st.sampled_from([0.01, 0.1, 0.3, 0.7]),
 )
-@settings(deadline=None)
 def test_split_is_disjoint_and_complete(lengths, share):
     total = sum(map(sum, lengths))
     documents = sum(map(len, lengths))

@@ -236,7 +236,7 @@ def placed(draw):
 
 
 @given(placed())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_an_order_is_refused_if_and_only_if_its_graph_has_a_circle(case):
     tables, ranks, graph = case
     try:
