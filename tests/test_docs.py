@@ -112,6 +112,41 @@ def test_commands(page, workplace, capsys):
         assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"
         shown = capsys.readouterr()
         assert shown.err if code else shown.out
+        if code == 2:
+            assert shown.err.startswith(f"meshwright {command}: "), shown.err
+        if command == "train" and code == 0:
+            assert_trained(workplace / "runs/latest", words)
+
+
+def assert_trained(run, words):
+    """A run came to the last step that it was asked for, and its losses are those of a model."""
+    found = list(map(json.loads, (run / "events.jsonl").read_text().splitlines()))
+    steps = int([word for word in words if word.startswith("train.steps=")][-1].partition("=")[2])
+    assert (found[-1]["event"], found[-1]["step"]) == ("end", steps)
+    losses = [event["loss"] for event in found if event["event"] == "step"]
+    assert all(1 < loss < 7 for loss in losses), losses
+    return losses
+
+
+def test_the_readmes_layouts_train_to_the_same_losses(workplace):
+    """With one replica: as many processes as they need."""
+    told = [words[1:] for words, _ in commands(README) if words[:2] == ["meshwright", "train"]]
+    layouts = [words for words in told if sum(word.startswith("layout.") for word in words) > 1]
+    assert len(layouts) == 3
+    size = ["model.n_layers=4", "train.steps=3", ONE_RANK]
+    alone = [*told[0], *TINY, *size]
+    assert main(alone) == 0
+    expected = assert_trained(workplace / "runs/latest", alone)
+    for number, layout in enumerate(layouts):
+        words = [*layout, *TINY, *size, f"log.name={number}"]
+        assert main(words) == 0
+        plan = json.loads((workplace / f"runs/{number}/plan.json").read_text())
+        for word in layout[3:]:
+            key, _, value = word.removeprefix("layout.").partition("=")
+            assert str(plan["layout"][key]).lower() == value
+        assert assert_trained(workplace / f"runs/{number}", words) == pytest.approx(
+            expected, abs=1e-4
+        )
 
 
 def test_torchrun_line(workplace):

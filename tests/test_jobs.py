@@ -1,12 +1,20 @@
 """Jobs: what `launch` writes for torchrun, Slurm, SkyPilot and Kubernetes."""
 
+import json
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from meshwright.cli import main
+from meshwright.launch import jobs
 from meshwright.launch.jobs import parse_time
+from meshwright.launch.supervisor import listen_on_loopback
+from meshwright.spec.dump import to_toml
+from runs import clean_environ
 
 CONFIG = """
 [model]
@@ -42,6 +50,25 @@ def test_torchrun_has_a_line_for_each_node_and_one_meeting_place(written):
     assert lines[1] == lines[3]
     assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint a:29500" in lines[1]
     assert lines[1].endswith("-m meshwright train run.toml")
+
+
+def test_the_line_of_torchrun_runs_as_it_is_printed(config, written, tmp_path, monkeypatch):
+    """By a shell, on one node, whose ranks meet by c10d at a free port in place of the usual."""
+    with listen_on_loopback(None) as listener:
+        monkeypatch.setattr(jobs, "PORT", listener.getsockname()[1])
+    tiny = config("cluster.devices_per_node=2", "layout.dp_shard=2", "layout.zero=2")
+    (tmp_path / "tiny run.toml").write_text(to_toml(tiny))
+    line = written("torchrun", "--nodes", "1", config="tiny run.toml")
+    assert line.count("\n") == 1
+    assert f"--rdzv-backend c10d --rdzv-endpoint localhost:{jobs.PORT} --rdzv-id" in line
+    environ = {**clean_environ(), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    done = subprocess.run(["bash", "-ec", line], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()
+    start, *_, end = map(json.loads, events)
+    assert start["world"] == 2
+    assert (end["event"], end["step"]) == ("end", 4)
 
 
 def test_a_slurm_script_is_a_shell_script_and_asks_for_what_it_needs(written, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -26,6 +27,8 @@ NOTICES: Final = {
     "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
+    "disk_full": "the disk of {path} is full: the run goes on without its log, and writes the "
+    "events once there is room",
 }
 MFU_UNKNOWN = "unknown: the device's peak is not stated (cluster.peak_tflops)"
 
@@ -183,6 +186,20 @@ def step_block(event: Mapping[str, Any], start: Mapping[str, Any]) -> Group:
     eta = f"eta {format_seconds(remaining_s(event, start))}"
     bar.add_row(ProgressBar(total=steps, completed=event["step"], width=50), Text(eta))
     return Group(table, Text.assemble(("MFU  ", "dim"), mfu_text(event)), bar)
+
+
+class Room:
+    """Sees when the disk of a run folder is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._was_full = folder, False
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the event that there is no room any more, once each time."""
+        was_full, self._was_full = self._was_full, os.statvfs(self._folder).f_bavail == 0
+        if was_full or not self._was_full:
+            return []
+        return [{"event": "disk_full", "path": str(self._folder)}]
 
 
 class EventTail:
