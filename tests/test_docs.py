@@ -138,13 +138,13 @@ def test_the_readmes_layouts_train_to_the_same_losses(workplace):
     assert main(alone) == 0
     expected = assert_trained(workplace / "runs/latest", alone)
     for number, layout in enumerate(layouts):
-        words = [*layout, *TINY, *size, f"log.name={number}"]
+        words = [*layout, *TINY, *size, f"log.name=layout-{number}"]
         assert main(words) == 0
-        plan = json.loads((workplace / f"runs/{number}/plan.json").read_text())
+        plan = json.loads((workplace / f"runs/layout-{number}/plan.json").read_text())
         for word in layout[3:]:
             key, _, value = word.removeprefix("layout.").partition("=")
             assert str(plan["layout"][key]).lower() == value
-        assert assert_trained(workplace / f"runs/{number}", words) == pytest.approx(
+        assert assert_trained(workplace / f"runs/layout-{number}", words) == pytest.approx(
             expected, abs=1e-4
         )
 
