@@ -79,13 +79,10 @@ def test_the_norm_of_a_model_of_ones_own(world):
 class OneStage:
     """A stage whose every microbatch has the same loss."""
 
-    modules = {0: nn.Identity()}
-    deferral = Deferral()
-    device = torch.device("cpu")
-    stage_ranks = (0,)
-    pp = Link(None, (0,), 0)
-    zero = 0
-    ledger = Ledger()
+    def __init__(self):
+        self.modules, self.stage_ranks = {0: nn.Identity()}, (0,)
+        self.deferral, self.ledger, self.zero = Deferral(), Ledger(), 0
+        self.device, self.pp = torch.device("cpu"), Link(None, (0,), 0)
 
     def forward(self, stage, hidden, batch):
         return torch.tensor(0.1)
