@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from meshwright.errors import ConfigError, nearest_divisors, refusal
 from meshwright.execute.borders import Borders
 from meshwright.execute.data import distribute_data
 from meshwright.execute.deferred import Deferral
-from meshwright.execute.gradients import local_shard
+from meshwright.execute.gradients import local_shard, norms
 from meshwright.execute.groups import Link
 from meshwright.execute.parts import Agreement, Parts
 from meshwright.execute.recompute import recompute
@@ -88,12 +87,10 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     world = dist.get_world_size()
     held = [_copies(gradient, world) for gradient in gradients]
     if shards:
-        # In fp32 at least; the host reads nothing until all is summed.
-        dtype = reduce(torch.promote_types, (shard.dtype for shard in shards), torch.float32)
-        norms = torch._foreach_norm(shards, dtype=dtype)
+        each = norms(shards).unbind()  # the host reads nothing until all is summed
         for copies in sorted(set(held)):
-            some = [norm for norm, of in zip(norms, held, strict=True) if of == copies]
-            total += torch.stack(some).double().square().sum() / copies
+            some = [norm for norm, of in zip(each, held, strict=True) if of == copies]
+            total += torch.stack(some).square().sum() / copies
     dist.all_reduce(total)
     norm = math.sqrt(total.item())
     if norm > max_norm:
