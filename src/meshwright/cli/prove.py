@@ -170,8 +170,9 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     cases = [case for case in draw(seed, args.random, worlds) if only in case.label]
     if not cases:
         raise ConfigError(f"no layout of these {args.random} has {only!r} in its label")
-    ranks = " or ".join(map(str, worlds))
-    _say(out, f"{len(cases)} layouts of {ranks} ranks by chance, seed {seed}")
+    counts = sorted({case.layout.world for case in cases})
+    ranks = " or ".join(map(str, counts))
+    _say(out, f"{len(cases)} layouts by chance, seed {seed}, of {ranks} ranks")
     return cases, {"seed": seed}
 
 

@@ -136,7 +136,7 @@ def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
     stages = layout.schedule, layout.pp, layout.virtual_stages
     most = 2 * layout.stages + _COUNTS
     legal = [n for n in range(1, most + 1) if microbatch_rule(*stages, n) is None]
-    count = legal[dealer.number(0, _COUNTS - 1)]
+    count = legal[dealer.deal("count", tuple(range(_COUNTS)))]
     cut = layout.cp * (layout.tp if layout.sp else 1)
     if layout.cp > 1 and layout.cp_kind == "ring":
         cut = math.lcm(cut, 2 * layout.cp)
