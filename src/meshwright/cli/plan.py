@@ -23,6 +23,7 @@ from meshwright.cli.common import (
 from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.execute.processor import processor
 from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import on_machine
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         lacks = lacks_compiler(machine.device, os.environ)
         config = on_machine(config, machine)
     if args.explain:
-        setting = setting_of(config, calibration)
+        setting = setting_of(config, calibration, processor=processor())
         found = explain(setting, Layout.parse(args.explain))
         if args.json:
             terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
@@ -116,9 +117,10 @@ def run(args: argparse.Namespace) -> int:
         layout = (
             Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
         )
-        return _after_oom(setting_of(config, calibration), layout, args)
+        setting = setting_of(config, calibration, processor=processor())
+        return _after_oom(setting, layout, args)
     started = time.perf_counter()
-    made = plan(config, args.top, calibration, args.margin, lacks=lacks)
+    made = plan(config, args.top, calibration, args.margin, lacks=lacks, processor=processor())
     seconds = time.perf_counter() - started
     document = as_json(made)
     more = answers(args, made)

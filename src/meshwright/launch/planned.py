@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
+from meshwright.execute.processor import processor
 from meshwright.launch.machine import CPU_RANKS, gpu_name
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.spec.loading import Config
@@ -26,7 +27,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         # Only here: a run whose layout is given starts without the planner.
         from meshwright.search.plan import planned
 
-        found = planned(on_machine(config, machine), lacks)
+        found = planned(on_machine(config, machine), lacks, processor())
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
     if config.train.compile == "auto" and config.cluster.calibration is not None:
@@ -46,7 +47,8 @@ def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
     from meshwright.predict.catalogue import slowed
     from meshwright.search.plan import on_cluster, setting_of
 
-    setting = on_cluster(setting_of(on_machine(config, machine)), layout)
+    found = setting_of(on_machine(config, machine), processor=processor())
+    setting = on_cluster(found, layout)
     if machine.device != "cpu":
         return setting
     # Ranks share the cores, which the catalogue's device has for as many as run by default.

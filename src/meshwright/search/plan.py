@@ -20,6 +20,7 @@ from meshwright.predict.catalogue import resolve_cluster
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
+from meshwright.program.target import Processor
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
@@ -80,13 +81,17 @@ def setting_of(
     config: Config,
     calibration: Calibration | None = None,
     local_devices: int = _LOCAL_DEVICES,
+    processor: Processor | None = None,
 ) -> Setting:
-    """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
+    """Return what a config's layouts are priced for; raises `ConfigError` for unknown names.
+
+    `processor` is this machine's, for a cluster that is "local".
+    """
     if calibration is None:
         own = config.cluster.calibration
         calibration = shipped_calibration() if own is None else read_calibration(Path(own))
     calibration = calibration.of(config.model, config.train.seq_len)
-    cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
+    cluster = as_measured(resolve_cluster(config.cluster, local_devices, processor), calibration)
     return Setting(
         config.model,
         config.train,
@@ -105,15 +110,17 @@ def plan(
     local_devices: int = _LOCAL_DEVICES,
     pins: Pins | None = None,
     lacks: str | None = None,
+    processor: Processor | None = None,
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; torch is not imported.
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
     those that leave the share `margin` of the memory free; `pins` are keys of the layout that keep
-    a value, `lacks` is what the machine's compiler lacks. The plan's config has `train.compile`
-    decided, for the best layout. Raises `ConfigError` where no layout is legal.
+    a value, `lacks` is what the machine's compiler lacks, `processor` is this machine's. The plan's
+    config has `train.compile` decided, for the best layout. Raises `ConfigError` where no layout is
+    legal.
     """
-    setting = setting_of(config, calibration, local_devices)
+    setting = setting_of(config, calibration, local_devices, processor)
     found = Search(setting, setting.cluster.devices, margin, pins).run(top)
     if not found.considered:
         fixed = "".join(f", layout.{key} = {value}" for key, value in (pins or {}).items())
@@ -130,15 +137,15 @@ def plan(
     return Plan(decided(config, choice), setting, found, margin, choice)
 
 
-def planned(config: Config, lacks: str | None = None) -> Config:
+def planned(config: Config, lacks: str | None = None, processor: Processor | None = None) -> Config:
     """Return a config whose `layout.auto` and `train.compile` are decided for its cluster.
 
-    The keys of the layout that were given stay, the others get the origin "plan"; `lacks` is that
-    of `plan`. Raises `ConfigError` where no layout is legal or fits.
+    The keys of the layout that were given stay, the others get the origin "plan"; `lacks` and
+    `processor` are those of `plan`. Raises `ConfigError` where no layout is legal or fits.
     """
     section = config.layout.model_dump(exclude={"auto"})
     pins = {key: value for key, value in section.items() if _is_given(config, key)}
-    made = plan(config, 1, pins=pins, lacks=lacks)
+    made = plan(config, 1, pins=pins, lacks=lacks, processor=processor)
     if made.best is None:
         held = made.found.unfit
         needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""
