@@ -24,13 +24,14 @@ def take_route(matmul: Matmul, device: torch.device) -> Route:
     """Have this process compute the fp32 products of a device so, from now on."""
     if device.type != "cpu":
         return Route()
-    found = route(matmul, processor()) if _has_onednn() else Route()
+    found = route(matmul, processor()) if has_onednn() else Route()
     if found.rows or _router.cache_info().currsize:
         _router().route = found
     return found
 
 
-def _has_onednn() -> bool:
+def has_onednn() -> bool:
+    """Whether this torch has oneDNN's operator."""
     onednn: Any = torch.backends.mkldnn
     return bool(onednn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

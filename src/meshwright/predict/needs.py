@@ -20,7 +20,8 @@ class Need(NamedTuple):
     """An operation's backward: bytes beside the kept ones, and whose gradients it makes.
 
     `deferred` are the bytes that a product's weight gradient waits with beside its input: the
-    gradient of its result. `room` are further ones while gradients of weights are made at once.
+    gradient of its result. `room` are further ones while the gradients of weights are made at once,
+    `added` while they are added to others later.
     """
 
     op: str
@@ -28,6 +29,7 @@ class Need(NamedTuple):
     weights: tuple[str, ...] = ()
     deferred: int = 0
     room: int = 0
+    added: int = 0
 
 
 def backward_needs(
@@ -54,7 +56,7 @@ def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
         masked + gathered + hidden,
         _of("mlp.down", biases),
         sizes.whole_bytes,
-        _room(program, sizes, sizes.dim, sizes.ffn, hidden),
+        *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
     )
     if program.model.family == "llama":
         # The gradient that came, and those of both factors.
@@ -88,7 +90,7 @@ def _attention(program: Program, sizes: Sizes, on_host: bool, blocks: int) -> It
         masked + gathered + of_heads,
         _of("attn.o", biases),
         sizes.whole_bytes + of_heads,
-        _room(program, sizes, sizes.dim, sizes.heads * sizes.head_dim, of_heads),
+        *_room(program, sizes, sizes.dim, sizes.heads * sizes.head_dim, of_heads),
     )
     # Attention keeps its result, which is the input of that product.
     yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
@@ -111,7 +113,7 @@ def _columns(
             last = names.pop()
             made = whole if len(names) == len(results) - 1 else 2 * whole
             room = _room(program, sizes, results[last] // line, sizes.dim, whole)
-            yield Need(last, held + made, _of(last, biases), results[last], room)
+            yield Need(last, held + made, _of(last, biases), results[last], *room)
         return
     first, grads = names[0], sum(results.values())
     again = gathers_again(program)
@@ -119,8 +121,10 @@ def _columns(
     yield Need(f"{first}: input", grads + made)
     weights = tuple(of for name in names for of in _of(name, biases))
     waits = whole - sizes.stream_bytes if again else 0
-    room = max(_room(program, sizes, size // line, sizes.dim) for size in results.values())
-    yield Need(first, grads + travelling, weights, grads + waits, room)
+    rooms = [_room(program, sizes, size // line, sizes.dim) for size in results.values()]
+    yield Need(
+        first, grads + travelling, weights, grads + waits, *map(max, zip(*rooms, strict=True))
+    )
 
 
 def of_input(
@@ -142,16 +146,17 @@ def of_input(
     return made, gathered + whole + sizes.stream_bytes
 
 
-def _room(program: Program, sizes: Sizes, outer: int, inner: int, made: int = 0) -> int:
-    """Return what the product for the gradient of a weight `[outer, inner]` needs for itself.
+def _room(program: Program, sizes: Sizes, outer: int, inner: int, made: int = 0) -> tuple[int, int]:
+    """Return `Need.room` and `Need.added` of the product for the gradient of `[outer, inner]`.
 
-    Autograd makes it before the gradient of the input, whose bytes are `made`: what is more than
-    those. Our own function makes it after that.
+    Autograd makes it before the gradient of the input, whose bytes are `made`, and so needs what is
+    more than those. Our own function makes it after that.
     """
     if sizes.element != _WIDE:
-        return 0
-    room = program.target.products.room(outer, sizes.tokens, inner)
-    return room if is_joint(program) else max(room - made, 0)
+        return 0, 0
+    products, shape = program.target.products, (outer, sizes.tokens, inner)
+    room = products.room(*shape)
+    return room if is_joint(program) else max(room - made, 0), products.room(*shape, adds=True)
 
 
 def _norm(program: Program, sizes: Sizes) -> int:

@@ -264,6 +264,9 @@ class _Walk:
 
     def _weights(self, action: Action) -> None:
         needs = backward_needs(self.program, self.sizes, on_host=self.on_host, packed=self.packed)
-        with self.tally.spike("gradients of activations", max(need.room for need in needs)):
-            self.units[action.stage].finish_deferred(is_last=action == self.ends[action.stage])
+        self.units[action.stage].finish_deferred(
+            is_last=action == self.ends[action.stage],
+            room=max(need.room for need in needs),
+            added=max(need.added for need in needs),
+        )
         self.tally.drop(DEFERRED, self.deferred.pop((action.stage, action.microbatch)))
