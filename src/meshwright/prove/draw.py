@@ -103,9 +103,7 @@ def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
     model, train = _model(dealer, layout), _train(dealer, layout)
     rule = broken(model, train, layout)
     assert rule is None, rule
-    packed = dealer.deal("packed", _BOOLS)
-    steps = dealer.deal("steps", (2, 2, 3))
-    return Case(model, train, layout, packed, steps, adam_steps=ADAM_STEPS)
+    return Case(model, train, layout, dealer.deal("packed", _BOOLS), adam_steps=ADAM_STEPS)
 
 
 def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
