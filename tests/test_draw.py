@@ -53,6 +53,7 @@ HAS = {
     **{f"microbatch of {n}": {"microbatch": n} for n in (1, 2, 3)},
     **{f"{n} virtual stages": {"virtual_stages": n} for n in (1, 2, 3)},
     "sp": {"sp": True},
+    **{f"steps of {name}": {"optimizer": name} for name in ("adamw", "sgd")},
     **{f"in {name}": {"precision": name} for name in ("fp32", "bf16", "fp16")},
     **{f"products of {name}": {"matmul": name} for name in ("torch", "onednn")},
     **{f"clipped at {norm}": {"clip_norm": norm} for norm in (0.0, 0.1, 1.0)},
@@ -71,7 +72,7 @@ HAS = {
 
 def facts(case):
     """All values of a case by their names."""
-    found = {"world": case.layout.world, "packed": case.packed}
+    found = {"world": case.layout.world, "packed": case.packed, "optimizer": case.optimizer}
     for section in (case.layout, case.model, case.train):
         found |= dict(section)
     if not case.layout.is_pipelined:
@@ -160,7 +161,7 @@ def test_what_a_failure_needs_stays_and_all_else_goes(case):
     assert found.train.batch == 1
     assert (model.n_layers, model.family, model.dropout) == (1, "llama", 0.0)
     assert not model.attention_bias
-    assert not found.packed
+    assert (found.packed, found.optimizer, found.steps) == (False, "sgd", 1)
     assert found.train.precision == "fp32"
     assert len(set(tried)) == len(tried) <= 80
 

@@ -45,7 +45,7 @@ _PLAIN_MODEL: Final = {
     "vocab_size": 128,
 }
 # Of the case itself: what is compared.
-_PLAIN_CASE: Final = {"packed": False, "adam_steps": 0, "steps": 1}
+_PLAIN_CASE: Final = {"packed": False, "optimizer": "sgd", "steps": 1}
 _PLAIN: Final[Mapping[str, Mapping[str, object]]] = {
     "layout": _PLAIN_LAYOUT,
     "train": _PLAIN_TRAIN,
