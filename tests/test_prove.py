@@ -188,7 +188,7 @@ def test_what_is_shrunk_stays_of_its_kind(preset, label):
         assert (model.n_kv_heads < model.n_heads) == (
             whole.get("n_kv_heads", whole["n_heads"]) < whole["n_heads"]
         )
-        assert case.adam_steps == 3
+        assert case.steps == 3
     wanted = {a for a in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(asked, a) > 1}
     assert seen == set(combinations(sorted(wanted), min(2, len(wanted))))
 
@@ -215,9 +215,13 @@ def test_two_ranks_wholly_and_json(capsys):
     assert len(found["refused"]) == len(matrix(2)) - len(legal(2))
     assert {"layout", "rule", "nearest"} <= set(found["refused"][0])
     claims = Counter(verdict["claim"] for verdict in found["verdicts"])
-    for claim in ("loss", "gradients", "gradient norm", "weights after 2 SGD steps"):
+    for claim in ("loss", "gradients", "gradient norm", "evaluation"):
         assert claims[claim] == found["layouts"]
-    assert claims["weights after 3 AdamW steps"] == sum(c.adam_steps > 0 for c in legal(2))
+        assert claims[f"in fp32: {claim}"] == sum(c.train.precision != "fp32" for c in legal(2))
+    for optimizer, name in (("adamw", "AdamW"), ("sgd", "SGD")):
+        count = sum(case.optimizer == optimizer for case in legal(2))
+        assert claims[f"updates of 3 {name} steps"] == count
+        assert claims[f"optimizer state after 3 {name} steps"] == count
     assert claims["order cannot deadlock"] == sum(c.layout.is_pipelined for c in legal(2))
     assert f"{found['passed']} of {found['layouts']} layouts passed" in shown.err
 
@@ -282,7 +286,7 @@ def test_a_config_is_proven_small(capsys):
     assert "asked: shard64 zero3 tp8 sp" in out
     assert "on 512 ranks, 1.24B parameters" in out
     assert "run:   shard2 zero3 tp4 sp" in out
-    assert "weights after 3 AdamW steps" in out
+    assert "updates of 3 AdamW steps" in out
     assert "1 of 1 layouts passed" in out
 
 

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `prove`."""
     parser.description = (
         "Prove on local ranks that a layout computes what one device does: loss, every gradient, "
-        "weights after steps of SGD and AdamW."
+        "what steps of the optimizer add to the weights, its state, and an evaluation."
     )
     parser.epilog = EXAMPLE
     add_config_arguments(parser)

@@ -24,6 +24,7 @@ from meshwright.prove.locate import locate
 from meshwright.prove.reference import Reference, make_batch, run_reference
 from meshwright.prove.trial import Numbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
+from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts
 
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 
@@ -59,17 +60,24 @@ def check(
     """Return the verdicts without looking for the first divergence; a collective."""
     reference = reference or run_reference(case)
     trial = Trial(case, groups, world, reference, fault)
-    return tuple(_verdicts(case, trial, world, reference))
+    verdicts = tuple(_verdicts(case, trial, world, reference))
+    if case.train.precision == "fp32":
+        return verdicts
+    return (*verdicts, *prove_sums(case, groups, world, fault))
 
 
 def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> Iterator[Verdict]:
     exact, rounded = reference.exact, reference.rounded
     gradients = Expected(exact.gradients, rounded.gradients, case.train)
-    worst, numbers = list[Difference](), list[Numbers]()
+    worst, numbers, gathered = list[Difference](), list[Numbers](), list[float]()
+    is_half = case.train.precision != "fp32"
 
     def look() -> None:
-        if not numbers:
-            worst.append(compare(trial.parallel, trial.gradient, gradients, world))
+        if numbers:
+            return
+        worst.append(compare(trial.parallel, trial.gradient, gradients, world))
+        if is_half:
+            gathered.append(gathered_norm(trial.parallel, trial.gradient, world))
 
     for step in range(case.steps):
         numbers.append(trial.step(step, look))
@@ -85,6 +93,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
         for key in exact.state
     ]
     state = max(states, key=lambda one: one.share)
+    share = rounded_share(trial.parallel, case, world) if is_half else 0.0
     evaluation = trial.evaluation()
     batch = make_batch(case, 0)
     bound = loss_tolerance(case.train, case.model, batch, exact.losses[0])
@@ -97,6 +106,8 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, f"updates of {steps}", added, "update")
     yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
+    if is_half:
+        yield from wide_verdicts(case, (norms[0], gathered[0]), share)
 
 
 def _numbers(

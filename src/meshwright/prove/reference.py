@@ -279,10 +279,11 @@ class _Optimizer:
             master.sub_(rate * mean / (size + spec.eps))
 
     def _rate(self, step: int) -> float:
-        spec, low = self._spec, self._spec.min_lr_ratio
-        if step < spec.warmup_steps:
-            return spec.lr * (step + 1) / spec.warmup_steps
-        progress = (step - spec.warmup_steps) / max(1, self._steps - spec.warmup_steps)
+        """Return the rate of a step, from 0."""
+        spec, low, number = self._spec, self._spec.min_lr_ratio, step + 1
+        if number <= spec.warmup_steps:
+            return spec.lr * number / spec.warmup_steps
+        progress = (number - spec.warmup_steps) / (self._steps - spec.warmup_steps)
         return spec.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 
 

@@ -17,8 +17,9 @@ from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Fault, build_small, mine
 from meshwright.prove.reference import Reference, evaluated, make_batch
+from meshwright.spec.schedule import learning_rate
 from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.optimizer import build_optimizer, set_learning_rate
 from meshwright.train.update import evaluate, update
 
 
@@ -50,7 +51,7 @@ class Trial:
 
     def step(self, step: int, look: Callable[[], None] = lambda: None) -> Numbers:
         """Take a step, from 0; `look` is called when gradients are there and weights unchanged."""
-        rate = learning_rate(step, self._case.steps, self._reference.optimizer)
+        rate = learning_rate(step + 1, self._case.steps, self._reference.optimizer)
         set_learning_rate(self._optimizer, rate)
         rows = mine(make_batch(self._case, step), self._program, self._world)
         done = update(
