@@ -143,11 +143,15 @@ def _processor_s() -> float:
 def read(task: Task, code: int) -> Said:
     """Return what a task that has ended has said."""
     if not task.answer.is_file():
-        log = task.answer.with_suffix(".log")
-        last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
-        return Said(error=f"ended with {code} and no answer: {' '.join(last)}")
+        return Said(error=f"ended with {code} and no answer: {_last_line(task)}")
     failed, error, seconds = json.loads(task.answer.read_text(encoding="utf-8"))
-    return Said(tuple(failed), error, seconds)
+    return Said(tuple(failed), f"{error}: {_last_line(task)}" if error else "", seconds)
+
+
+def _last_line(task: Task) -> str:
+    log = task.answer.with_suffix(".log")
+    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+    return lines[-1] if lines else ""
 
 
 def end(child: int) -> None:
