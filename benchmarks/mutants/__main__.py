@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class Row(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 where all mutants were caught, 1 where one was not, 2 for a table of no use."""
     args = _arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then, too
     try:
         table = Table.read(args.table)
         chosen = choose(table, args.only, args.draw, args.seed)
@@ -74,9 +75,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose(
-    table: Table, only: Sequence[str] | None, draw: int | None, seed: str
-) -> list[Mutant]:
+def choose(table: Table, only: Sequence[str] | None, draw: int | None, seed: str) -> list[Mutant]:
     """Return the mutants that are asked for; raises `TableError` where there are none."""
     found = [m for m in table.mutants.values() if not only or any(o in m.name for o in only)]
     if not found:
@@ -141,7 +140,10 @@ def _planted(mutant: Mutant, folder: Path) -> Path:
 
 def page(table: Table, rows: Sequence[Row]) -> str:
     """Return the table of mutants, and that of killers, in Markdown."""
-    lines = ["| mutant | what goes wrong | caught by | claim that failed | s |", "|---|---|---|---|--:|"]
+    lines = [
+        "| mutant | what goes wrong | caught by | claim that failed | s |",
+        "|---|---|---|---|--:|",
+    ]
     for row in rows:
         one, told = row.mutant, (row.said.failed or ("**survived**",))[0].replace("|", "\\|")
         lines.append(

@@ -100,6 +100,7 @@ def start(task: Task) -> int:
         code = 1
         try:
             os.setsid()  # so that all of it can be ended together
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _work(task)
             code = 0
         except BaseException:
@@ -218,7 +219,7 @@ class Forked:
             os.setsid()
             for number in (1, 2):
                 os.dup2(stdout.fileno(), number)
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
             os.environ.clear()
             os.environ.update(env)
             for number in (signal.SIGINT, signal.SIGTERM):
