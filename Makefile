@@ -4,6 +4,7 @@
 #   make perf   what is measured in seconds, on a machine that does nothing else
 #   make faults ranks killed, stopped and cut off in every way
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
+#   make mutants  faults put into the code that trains, each of which must be caught: docs/mutants.md
 #   make docs   the site, into build/site
 #   make gpu    checks and benchmarks on one GPU, in nine minutes
 #   make prove  every layout of the support matrix against one device
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: docs gpu gpu-wheels demo test test-all perf faults fault-table prove check lint types bench clean
+.PHONY: docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -43,6 +44,9 @@ fault-table: $(VENV)/.dev
 
 prove: $(VENV)/.base
 	@for world in 2 4 8 16; do $(BIN)/meshwright prove --matrix --world $$world || exit; done
+
+mutants: $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python -m benchmarks.mutants --page docs/mutants.md
 
 check: lint types test
 

@@ -353,6 +353,12 @@ def test_verdicts_survive_json():
     assert verdict.error is None
 
 
+def test_a_number_that_is_not_finite_is_shown():
+    verdict = Verdict("gradients", {}, 0.0, float("inf"), 2e-6, False)
+    outcome = Outcome(legal(2)[0], (Verdict.from_dict(verdict.as_dict()),), 0.1)
+    assert any("gradients inf" in line for line in outcome.lines())
+
+
 def test_no_proof_is_no_pass():
     assert not Outcome(legal(2)[0], (), 0.0).passed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class Verdict:
         """The number that was held against the tolerance; None where there is none."""
         if self.tolerance is None:
             return None
-        if isinstance(self.observed, Sequence):
+        if isinstance(self.observed, list | tuple):  # not a text: that is a number beyond JSON
             return max(map(relative_error, self.observed, self.expected))
         return float(self.observed)
 
