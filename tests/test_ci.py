@@ -18,6 +18,7 @@ from ci.parts import SLOW_SHARES, Part, everything, of_commit
 from ci.running import Budget, Result, descendants, run_all, run_part, table
 from ci.turns import head, order_of, seed_of
 
+pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[1]
 # So many commits in a row leave nothing out, in all but one case of a thousand.
 COMMITS = 30
@@ -246,51 +247,51 @@ def test_expected(): assert False
 """
 
 
-def pytest_says(folder, *words):
-    command = [sys.executable, "-m", "pytest", "-p", "ci.plugin", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--rootdir", str(folder), "-c", "/dev/null", "-rA", *words, str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout
+@pytest.fixture
+def says(pytester):
+    """Return a function that runs pytest with the plugin on some text, and returns its outcomes."""
+
+    def run(text, *words):
+        pytester.makepyfile(text)
+        options = ["-p", "ci.plugin", "-p", "no:cacheprovider", "-rA", *words]
+        done = pytester.runpytest_inprocess(*options)
+        return int(done.ret), done.parseoutcomes() if done.outlines else {}, done.stdout.str()
+
+    return run
 
 
-def test_a_skip_of_any_kind_is_a_failure_where_it_is_asked_for(tmp_path):
-    (tmp_path / "test_some.py").write_text(SKIPPING)
-    code, said = pytest_says(tmp_path)
-    assert (code, "1 passed, 4 skipped, 1 xfailed" in said) == (0, True)
-    code, said = pytest_says(tmp_path, "--no-skips")
+def test_a_skip_of_any_kind_is_a_failure_where_it_is_asked_for(says):
+    code, found, _ = says(SKIPPING)
+    assert (code, found) == (0, {"passed": 1, "skipped": 4, "xfailed": 1})
+    code, found, said = says(SKIPPING, "--no-skips")
     assert code == 1
-    assert re.search(r"3 failed, 1 passed, 1 xfailed, 1 error|2 failed, .* 2 errors", said), said
+    assert found.pop("failed") + found.pop("errors") == 4
+    assert found == {"passed": 1, "xfailed": 1}
     for reason in ("needs a GPU", "by mark", "by fixture", "no_such_package"):
         assert re.search(rf"was skipped where it may not be.*{reason}", said)
-    code, said = pytest_says(tmp_path, "--no-skips", "--may-skip=GPU", "--may-skip=test_fixture")
-    assert code == 1
-    assert "2 skipped" in said
-    assert pytest_says(tmp_path, "--no-skips", "--may-skip=test_some.py")[0] == 0
+    code, found, _ = says(SKIPPING, "--no-skips", "--may-skip=GPU", "--may-skip=::test_fixture")
+    assert (code, found["skipped"]) == (1, 2)
+    assert says(SKIPPING, "--no-skips", "--may-skip=kind_is_a_failure")[0] == 0
 
 
-def test_a_file_that_is_skipped_while_it_is_read_is_a_failure(tmp_path):
-    (tmp_path / "test_none.py").write_text("import pytest\npytest.importorskip('no_such')\n")
-    (tmp_path / "test_some.py").write_text("def test_good(): pass\n")
-    assert pytest_says(tmp_path)[0] == 0
-    code, said = pytest_says(tmp_path, "--no-skips")
-    assert code != 0
+def test_a_file_that_is_skipped_while_it_is_read_is_a_failure(says):
+    text = "import pytest\npytest.importorskip('no_such')\ndef test_good(): pass\n"
+    assert says(text)[1] == {"skipped": 1}
+    code, found, said = says(text, "--no-skips")
+    assert code not in (0, 5)
+    assert found == {"errors": 1}
     assert "no_such" in said
 
 
-def test_shares_are_apart_and_make_the_whole(tmp_path):
+def test_shares_are_apart_and_make_the_whole(says):
     text = "".join(f"def test_{name}(): pass\n" for name in "abcdefg") + "def other(): pass\n"
-    (tmp_path / "test_some.py").write_text(text)
     found = []
     for number in (1, 2, 3):
-        code, said = pytest_says(tmp_path, "--share", f"{number}/3")
+        code, _, said = says(text, "--share", f"{number}/3")
         assert code == 0
         found += re.findall(r"^PASSED .*::test_(\w)", said, re.MULTILINE)
     assert sorted(found) == list("abcdefg")
-    assert pytest_says(tmp_path, "--share", "4/3")[0] == 4
+    assert says(text, "--share", "4/3")[0] == 4
 
 
 # --- the groups of extras ---------------------------------------------------------------------
