@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, product
+from random import Random
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -116,6 +117,20 @@ def _large(world: int) -> Iterator[Case]:
     case = _case(big, TrainSpec(batch=3 * big.dp, seq_len=16), turn=2)  # tied: one such tensor
     model = case.model.model_copy(update={"vocab_size": _BIG_VOCAB, "n_layers": 2})
     yield replace(case, model=model)
+
+
+def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
+    """Return so many of some cases at random, in their order; the same ones for the same seed.
+
+    Raises `ConfigError` where there are not so many.
+    """
+    if not 1 <= number <= len(cases):
+        nearest = min(max(number, 1), len(cases))
+        raise ConfigError(
+            refusal(f"no {number} of {len(cases)} layouts are drawn", legal=[nearest])
+        )
+    places = Random(seed).sample(range(len(cases)), number)
+    return [cases[place] for place in sorted(places)]
 
 
 def _layouts(world: int) -> Iterator[Layout]:
