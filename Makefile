@@ -1,6 +1,7 @@
 # Everything sets up its own virtual environment; nothing needs to be installed by hand.
 #   make demo   train a small Llama on real text with two ranks, then let it write
 #   make test   the tests
+#   make perf   what is measured in seconds, on a machine that does nothing else
 #   make faults ranks killed, stopped and cut off in every way
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make docs   the site, into build/site
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: docs gpu gpu-wheels demo test test-all faults fault-table prove check lint types bench clean
+.PHONY: docs gpu gpu-wheels demo test test-all perf faults fault-table prove check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -27,10 +28,14 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "not perf"
+	$(BIN)/python -m pytest -m perf
+
+perf: $(VENV)/.dev
+	$(BIN)/python -m pytest -m perf
 
 faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m pytest -m "faults and not perf"
 
 fault-table: $(VENV)/.dev
 	$(BIN)/python -m pytest -m case --junitxml build/cases.xml

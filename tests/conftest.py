@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from forking import Forks, Server
 from meshwright.spec.loading import load_config
@@ -14,6 +15,11 @@ from ranks import close_pools
 from runs import TINY, ip
 
 pytest.register_assert_rewrite("faulty")
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,40 +1,27 @@
-"""Planned and measured steps: the same order on every rank, and about the same idle time.
+"""Planned and measured steps: the same order on every rank, and the same idle time."""
 
-A rank for each of four stages performs the real tables with the real transfers, but sleeps for as
-long as each action of a planned step takes: four ranks that compute would share the two cores of a
-small machine, and a rank that waits would make the others faster.
-"""
-
-import time
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-from meshwright.execute.batch import Batch
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.groups import Link
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.pipeline import Pipeline, Scale
 from meshwright.layout import Layout
 from meshwright.predict.ledger import predicted_ledger
-from meshwright.program.ledger import RankLedger, Span, StepLedger
+from meshwright.program.ledger import RankLedger, StepLedger
 from meshwright.program.lower import lower
 from meshwright.report.agreement import agreement
 from meshwright.report.terminal import summary
 from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
+from paced import Carried, Slept, idle, performed
 from ranks import on_ranks
 
 WORDS = [
     *("model.dim=256", "model.n_layers=12", "model.n_heads=8", "model.n_kv_heads=4"),
     *("train.seq_len=256", "train.batch=8"),
 ]
-POINTS = 5
-# How long the actions of a step take together on a rank, at first and on a busy machine.
-LENGTHS_S = (1.0, 2.5, 6.0)
+POINTS, POINTS_SLEPT = 0.01, 5
+# How long the actions of a step that is slept take together on a rank.
+LENGTH_S = 2.5
 
 
 def planned(label):
@@ -43,91 +30,46 @@ def planned(label):
     return predicted_ledger(found, layout), lower(found.model, found.train, layout)
 
 
-class Paced(torch.autograd.Function):
-    """A stage that takes the planned times: forward, and both halves of the backward."""
+def as_planned(world, label, seconds=None):
+    """What a rank of the pipeline did of a plan.
 
-    @staticmethod
-    def forward(ctx, x, stages, stage):
-        ctx.stages, ctx.stage = stages, stage
-        stages.sleep("F", stage)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        stages, stage = ctx.stages, ctx.stage
-        if stages.deferral.pending is None:
-            stages.sleep("B", stage)
-        else:
-            stages.sleep("I", stage)
-            stages.deferral.pending.append(lambda: stages.sleep("W", stage))
-        return grad.clone(), None, None
-
-
-class PacedStages:
-    """The stages of a rank, as `Pipeline` wants them."""
-
-    zero = 0
-    device = torch.device("cpu")
-
-    def __init__(self, ranks_of_stage, pp, seconds):
-        self.stage_ranks, self.pp, self.seconds = ranks_of_stage, pp, seconds
-        self.deferral, self.ledger = Deferral(), Ledger()
-        self.modules = {
-            at: nn.Module() for at, rank in enumerate(ranks_of_stage) if rank == pp.rank
-        }
-        self.began = 0.0
-
-    def sleep(self, kind, stage):
-        self.began = time.perf_counter()
-        time.sleep(self.seconds[kind, stage])
-
-    def stream(self, batch):
-        return (1, 8), torch.float32
-
-    def forward(self, stage, hidden, batch):
-        x = torch.zeros((1, 8), requires_grad=True) if hidden is None else hidden
-        out = Paced.apply(x, self, stage)
-        return out.sum() if stage == len(self.stage_ranks) - 1 else out
-
-
-def performed(world, label, seconds):
-    """What a rank of the pipeline did of a plan that was stretched to so many seconds."""
+    It slept for the planned times, stretched to so many seconds, or spent them on paper.
+    """
     plan, program = planned(label)
-    scale = seconds / plan.step_time_s
+    scale = 1.0 if seconds is None else seconds / plan.step_time_s
     mine = plan.ranks[world.rank].spans
     took = {(s.name, s.stage): scale * s.seconds for s in mine if s.lane == "compute"}
-    link = Link(dist.group.WORLD, tuple(range(world.size)), world.rank)
-    stages = PacedStages(program.stage_ranks, link, took)
-    spans = []
-
-    def observe(action, started, ended):
-        if not action.is_transfer:  # a wait for its input is not part of it
-            spans.append(Span("compute", action.kind, stages.began, ended, *action[1:]))
-
-    nothing = Batch(torch.zeros(1, 1), torch.zeros(1, 1))
-    batches = [nothing] * program.microbatches
-    world.barrier()
-    Pipeline(stages, program.tables[world.rank], batches, Scale(torch.ones(()))).run(observe)
-    return RankLedger(world.rank, {"pp": world.rank}, tuple(stages.modules), tuple(spans))
+    sent = max(span.seconds for span in mine if span.name in ("SEND_F", "SEND_B"))
+    clock = Carried(sent) if seconds is None else Slept()
+    return performed(world, program.tables, program.stage_ranks, program.microbatches, took, clock)
 
 
-@pytest.mark.parametrize(
-    "label", ["pp4 1f1b mb1", "pp4 interleaved_1f1b v2 mb1", "pp4 interleaved_zero_bubble v2 mb1"]
-)
+LABELS = ("pp4 1f1b mb1", "pp4 interleaved_1f1b v2 mb1", "pp4 interleaved_zero_bubble v2 mb1")
+
+
+@pytest.mark.parametrize("label", LABELS)
 def test_four_stages_go_as_planned(label):
     plan, _ = planned(label)
-    on_ranks(4, performed, label=label, seconds=0.05)  # connects the ranks
-    for seconds in LENGTHS_S:
-        ranks = tuple(on_ranks(4, performed, label=label, seconds=seconds))
-        found = agreement(plan, StepLedger("measured", {}, label, "cpu", ranks))
-        assert found.difference is None
-        if abs(found.points) < POINTS:
-            break
+    ranks = tuple(on_ranks(4, as_planned, label=label))
+    found = agreement(plan, StepLedger("measured", {}, label, "cpu", ranks))
+    assert found.difference is None
     assert 0.05 < found.planned < 0.4
     assert abs(found.points) < POINTS
+    assert found.measured == pytest.approx(idle(ranks))
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("label", LABELS)
+def test_four_stages_that_sleep_go_as_planned(label):
+    plan, _ = planned(label)
+    on_ranks(4, as_planned, label=label, seconds=0.05)  # connects the ranks
+    ranks = tuple(on_ranks(4, as_planned, label=label, seconds=LENGTH_S))
+    found = agreement(plan, StepLedger("measured", {}, label, "cpu", ranks))
+    assert found.difference is None
+    assert abs(found.points) < POINTS_SLEPT
     works = [span for one in ranks for span in one.spans]
     length = max(span.end for span in works) - min(span.start for span in works)
-    assert length == pytest.approx(seconds, rel=0.2)
+    assert length == pytest.approx(LENGTH_S, rel=0.2)
 
 
 def test_the_first_difference_is_named():

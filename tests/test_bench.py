@@ -2,11 +2,13 @@
 
 import json
 import time
+import uuid
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.bench import shares
 from meshwright.bench.device import saturation
@@ -14,7 +16,7 @@ from meshwright.cli.main import main
 from meshwright.execute import shared
 from meshwright.execute.borders import all_reduce
 from meshwright.execute.groups import open_groups
-from meshwright.execute.world import World
+from meshwright.execute.world import World, exchange
 from meshwright.layout import Layout
 from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.predict.work import Product
@@ -22,6 +24,7 @@ from meshwright.search.plan import plan, setting_of
 from meshwright.spec.loading import load_config
 from ranks import on_ranks
 
+LATE_S = 0.1
 SMALL = [
     *("model.dim=64", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2"),
     *("model.ffn_dim=128", "model.vocab_size=128", "train.batch=8", "train.seq_len=32"),
@@ -120,19 +123,30 @@ def test_an_operation_is_of_the_kind_of_what_called_it():
 
 
 def seconds_by_kind(world, *, in_parts):
-    """What a step takes in which rank 1 comes late to a message, and whose end computes a while."""
+    """What a step takes in which rank 1 comes late to a message, and whose end computes a while.
+
+    Rank 1 sleeps once rank 0 waits. Returns the seconds of the computation, too.
+    """
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     link = open_groups(Layout.parse("tp2"), fresh).tp
     lane = shared.lane_of(link.required)
-    numbers = torch.rand(1 << 21)
+    numbers, took = torch.rand(1 << 21), []
+    key, wait = exchange(uuid.uuid4().hex, dist.group.WORLD)[0], fresh.ledger.wait
+
+    def waits(*entries):
+        wait(*entries)
+        fresh.store.set(f"{key}/{world.rank}", "waits")
 
     def compute(*_):
+        began = time.perf_counter()
         numbers.sort()
+        took.append(time.perf_counter() - began)
 
     def step():
         fresh.ledger.step(1)
         if world.rank == 1:
-            time.sleep(0.3)
+            fresh.store.wait([f"{key}/0"])
+            time.sleep(LATE_S)
         x = torch.ones(8)
         if in_parts:
             entry = shared.enter("all_reduce", 32, link.required)
@@ -142,18 +156,21 @@ def seconds_by_kind(world, *, in_parts):
             with mock.patch.object(shared, "_sum", compute):
                 all_reduce(x, link)
 
+    fresh.ledger.wait = waits
     step()
-    return shares.shares(fresh, step, pp=1, dp=1)
+    key += "/again"
+    return shares.shares(fresh, step, pp=1, dp=1), took[-1]
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_what_goes_through_shared_memory_counts_once(in_parts):
     first, second = on_ranks(2, seconds_by_kind, in_parts=in_parts)
-    for found, waits in ((first, 0.2), (second, 0.0)):
-        assert found["waiting: tp"] > waits
-        assert found[shares.OTHER] < 0.01
+    for (found, took), late in ((first, LATE_S), (second, 0.0)):
+        # The computation at the message's end is part of the wait for it, and of nothing else.
+        assert found["waiting: tp"] > late + took
+        assert found[shares.OTHER] < took / 2
         assert found[shares.REST] > 0
-    assert second[shares.REST] > 0.3
+    assert second[0][shares.REST] > LATE_S
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 import json
-import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from meshwright.cli.main import main
 from meshwright.data import open_data
 from meshwright.launch.match import Entrant, line_up, random_tokens, table
 from meshwright.launch.peers.catalogue import PEERS, Sizes, ranks_of
-from meshwright.launch.peers.common import Task
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Task
+from meshwright.launch.peers.llama import Llama
 from meshwright.launch.peers.native import train
 from meshwright.spec.training import DataSpec
 from ranks import on_ranks
@@ -16,25 +18,44 @@ from ranks import on_ranks
 TINY = Sizes(vocab=64, dim=16, layers=2, heads=2, ffn=32, seq=16, batch=8)
 
 
+STEPS = 4
+
+
 def losses(world, mode, microbatch):
     torch.manual_seed(0)
-    return train(Task(mode, 2, microbatch, TINY)).losses
+    return train(Task(mode, STEPS, microbatch, TINY)).losses
+
+
+def plain_losses(mode):
+    """The losses of one model on one device, all of a step's rows at once."""
+
+    def drawn(layers):
+        torch.manual_seed(0)
+        return Llama(TINY, layers=layers)
+
+    # Ranks of a pipeline draw their stages each by itself.
+    of_ranks = [range(0, 1), range(1, 2)] if mode == "pp" else [range(TINY.layers)]
+    net = nn.Sequential(*map(drawn, of_ranks))
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
+    found = []
+    for step in range(STEPS):
+        rows = torch.randint(
+            *(0, TINY.vocab, (TINY.batch, TINY.seq + 1)),
+            generator=torch.Generator().manual_seed(step),
+        )
+        loss = F.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), CLIP_NORM)
+        optimizer.step()
+        found.append(loss.item())
+    return found
 
 
 @pytest.mark.parametrize("mode", PEERS["native"].modes)
-def test_a_native_mode_trains(mode):
-    first, second = on_ranks(ranks_of(mode), losses, mode=mode, microbatch=2)[0]
-    assert math.isfinite(first)
-    assert abs(first - math.log(TINY.vocab)) < 0.1
-    assert second < first + 0.1
-
-
-@pytest.mark.parametrize("mode", ["single", "zero1", "zero2", "zero3", "tp"])
-def test_native_modes_compute_the_same(mode):
-    expected = on_ranks(2, losses, mode="ddp", microbatch=4)[0]
-    assert on_ranks(ranks_of(mode), losses, mode=mode, microbatch=2)[0] == pytest.approx(
-        expected, abs=1e-5
-    )
+def test_a_native_mode_computes_what_one_device_does(mode):
+    found = on_ranks(ranks_of(mode), losses, mode=mode, microbatch=2)[0]
+    assert found == pytest.approx(plain_losses(mode), abs=1e-3 if mode == "bf16" else 1e-5)
 
 
 def test_the_ratio_is_to_the_best_peer_of_the_mode():

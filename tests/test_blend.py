@@ -29,7 +29,7 @@ def sources(tmp_path):
 
 
 @given(weights)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_shares_are_near_at_every_moment_and_no_sample_is_left_out(weights):
     blend = Blend(weights)
     bound = 0.5 if len(weights) == 2 else 2.0

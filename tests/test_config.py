@@ -3,6 +3,7 @@
 import json
 import string
 import time
+import tomllib
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.errors import EXIT_REFUSED, ConfigError, MeshwrightError
 from meshwright.layout import Machine, resolve_layout
-from meshwright.spec.dump import to_toml
+from meshwright.spec.dump import to_toml, toml_value
 from meshwright.spec.loading import SECTIONS, config_schema, load_config
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec, tokenizer_json_size
@@ -226,14 +227,27 @@ WRITTEN = st.one_of(
 )
 
 
-@pytest.mark.case(21)
-def test_any_override_gives_a_config_or_a_clear_refusal(outcome):
-    """Nothing but a config or a refusal, and a layout that fits its rules."""
-    said = []
+# What the defaults say, as it is written: of a few of them at random many are legal together.
+SHOWN = tomllib.loads(to_toml(load_config(None, [])))
+DEFAULTS = [
+    (f"{section}.{key}", toml_value(value))
+    for section, values in SHOWN.items()
+    for key, value in values.items()
+]
 
-    @settings(max_examples=500, deadline=None)
-    @given(st.lists(st.tuples(st.sampled_from(KEYS), WRITTEN), max_size=4))
-    def check(pairs):
+
+@pytest.mark.case(21)
+def test_any_override_gives_a_config_or_a_clear_refusal(outcome, tmp_path):
+    """A config reads back as it was, and its layout fits; a refusal names a key that was given."""
+    said, taken, file = [], [], tmp_path / "config.toml"
+
+    @settings(max_examples=500)
+    @given(
+        st.lists(st.tuples(st.sampled_from(KEYS), WRITTEN), max_size=2),
+        st.lists(st.sampled_from(DEFAULTS), max_size=4),
+    )
+    def check(anything, defaults):
+        pairs = anything + defaults
         overrides = [f"{key}={value}" for key, value in pairs]
         began = time.monotonic()
         try:
@@ -241,10 +255,19 @@ def test_any_override_gives_a_config_or_a_clear_refusal(outcome):
             layout = resolve_layout(config, CPU)
         except MeshwrightError as error:
             said.append((time.monotonic() - began, error.exit_code))
+            assert any(key in str(error) for key, _ in pairs), (pairs, str(error))
             return
+        taken.append(config)
         assert config.train.batch % (layout.dp * layout.microbatch) == 0
-        assert config.model.dim > 0
+        for key, value in defaults:
+            if key not in dict(anything):
+                assert config.origins[key].startswith(f"override {key}={value}")
+        file.write_text(to_toml(config))
+        again = load_config(file)
+        assert again == config.model_copy(update={"origins": again.origins})
 
     check()
+    assert len(taken) > 50
+    assert len(said) > 50
     assert {code for _, code in said} == {EXIT_REFUSED}
     outcome.add(EXIT_REFUSED, f"{len(said)} of 500 at random refused", max(said)[0])

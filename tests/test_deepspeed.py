@@ -53,4 +53,6 @@ def test_it_trains_as_our_engine_does(zero, config):
     for name, parameter in ours.items():
         assert parameter.detach().numpy() == pytest.approx(theirs[name].detach().numpy(), abs=1e-4)
     assert (runs[1].folder / "report/index.html").is_file()
-    assert json.loads((runs[1].folder / "plan.json").read_text())["config"]["train"]["engine"]
+    for run, engine in zip(runs, ("native", "deepspeed"), strict=True):
+        recorded = json.loads((run.folder / "plan.json").read_text())
+        assert recorded["config"]["train"]["engine"] == engine

@@ -22,12 +22,27 @@ from meshwright.train.run_folder import RunFolder
 from runs import clean_environ, rank_pids
 
 
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
 @pytest.fixture
-def ledgers(tmp_path):
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ledgers(tmp_path, clock):
     """Two ranks in step 4 that have done the same three collectives."""
     (tmp_path / "logs").mkdir()
     folder = RunFolder(tmp_path)
-    made = [Ledger.open(folder.ledger(rank), rank, 2) for rank in (0, 1)]
+    made = [Ledger.open(folder.ledger(rank), rank, 2, clock=clock) for rank in (0, 1)]
     for ledger in made:
         for name, label in (("1", "tp"), ("2", "data")):
             ledger.group(name, (0, 1), label)
@@ -100,48 +115,63 @@ def test_silent_gone_and_late_ranks_are_told_apart(ledgers, tmp_path):
     assert text == "rank 1 has not begun; rank 0 waits in all_reduce #4 of tp (8 bytes)"
 
 
-def test_the_watchdog_waits_for_the_last_move_of_any_rank(ledgers):
+def test_the_watchdog_waits_for_the_last_move_of_any_rank(ledgers, clock):
     folder, (first, _) = ledgers
-    watchdog = Watchdog(folder, 2, hang_s=0.3)
+    watchdog, off = (Watchdog(folder, 2, seconds, clock) for seconds in (30.0, 0))
     pids = [os.getpid(), os.getpid()]
     assert watchdog.look(pids) is None
-    time.sleep(0.2)
+    clock.now += 20
     first.phase("update")
     assert watchdog.look(pids) is None
-    time.sleep(0.2)
+    clock.now += 29
     assert watchdog.look(pids) is None
-    time.sleep(0.2)
+    clock.now += 1
     hang = watchdog.look(pids)
-    assert hang.silent_s >= 0.3
-    assert hang.cause.startswith("no rank has done anything for ")
-    off = Watchdog(folder, 2, hang_s=0)
-    time.sleep(0.1)
+    assert hang.silent_s == 30
+    assert hang.cause.startswith("no rank has done anything for 30.0s: rank 0 is silent for 30.0s")
     assert off.look(pids) is None
 
 
-def test_a_slow_rank_is_the_one_that_does_not_wait(ledgers):
-    folder, (first, second) = ledgers
-    watchdog = Watchdog(folder, 2, hang_s=0)
+@pytest.mark.parametrize(
+    ("first_waits", "second_waits", "slow"),
+    [
+        (0.6, 0.1, 1),  # seconds of a step of one second
+        (0.1, 0.6, 0),
+        (0.6, 0.6, None),  # both wait alike
+        (0.4, 0.1, None),  # for less than half of the step
+        (0.6, 0.4, None),  # for less than twice as long as the other
+    ],
+)
+def test_a_slow_rank_is_the_one_that_does_not_wait(ledgers, clock, first_waits, second_waits, slow):
+    folder, both = ledgers
+    watchdog = Watchdog(folder, 2, 0, clock)
     watchdog.look([1, 1])
 
-    def steps(begin, count, waits):
-        for step in range(begin, begin + count):
-            for ledger, waiting in zip((first, second), waits, strict=True):
-                ledger.step(step)
-                entry = ledger.begin("all_reduce", 0, 8, waits=waiting)
-                time.sleep(0.002)
+    def steps(count):
+        for _ in range(count):
+            began = clock.now
+            for ledger, waits in zip(both, (first_waits, second_waits), strict=True):
+                clock.now = began + 1 - waits
+                entry = ledger.begin("all_reduce", 0, 8, waits=True)
+                clock.now = began + 1
                 ledger.end(entry)
-        first.step(begin + count)
-        second.step(begin + count)
+            for ledger in both:
+                ledger.step(steps.next)
+            steps.next += 1
 
-    steps(5, 1, (True, True))
+    steps.next = 5
+    steps(1)
     assert watchdog.slow() is None  # where the comparison begins
-    steps(6, 10, (True, True))
-    assert watchdog.slow() is None  # both wait alike
-    # A step lasts two waits here, of which the first rank waits in one.
-    steps(17, 10, (True, False))
+    steps(7)
+    assert watchdog.slow() is None  # too few steps to say
+    steps(1)
     event = watchdog.slow()
-    assert event is None or event["rank"] == 1
+    if slow is None:
+        assert event is None
+        return
+    assert (event["rank"], event["from_step"], event["step"]) == (slow, 5, 13)
+    assert event["others_wait"] == pytest.approx(0.6)
+    assert event["waits"] == pytest.approx(0.1)
 
 
 def test_the_machine_is_examined(tmp_path):

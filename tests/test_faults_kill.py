@@ -33,16 +33,22 @@ def kill_and_compare(go, whole, fault, *overrides):
         restart["cause"],
     ), restart["cause"]
     assert restart["attempt"] == 1
-    assert 0 < restart["detect_s"] < 2
+    assert restart["detect_s"] > 0
     starts = of(events, "start")
     assert [start["from_step"] for start in starts] == [0, restart["from_step"]]
     assert restart["from_step"] + restart["lost_steps"] >= int(step) - 1
     cost = next(recoveries(events))
     assert cost.detect_s == restart["detect_s"]
-    assert 0 < cost.restart_s < 60
+    assert cost.restart_s > 0
     assert cost.seconds >= cost.detect_s + cost.restart_s
     assert last_files(folder) == whole(*overrides)
     return restart
+
+
+@pytest.mark.perf
+def test_a_killed_rank_is_noticed_within_two_seconds(go):
+    _, _, events = go("1:forward:4:kill")
+    assert of(events, "restart")[0]["detect_s"] < 2
 
 
 @pytest.mark.case(1, 25)
@@ -183,7 +189,7 @@ def test_a_wrong_clock_on_one_rank_changes_nothing(go, whole):
     done = of(events, "step")
     assert [event["step"] for event in done] == [1, 2, 3, 3, 4, 5, 6]
     assert all(event["step_time_s"] > 0 for event in done)
-    assert 0 < of(events, "restart")[0]["detect_s"] < 2
+    assert of(events, "restart")[0]["detect_s"] > 0
     assert next(recoveries(events)).restart_s is None  # rather than a day less than nothing
     assert last_files(folder) == whole()
 

@@ -50,7 +50,6 @@ def test_sigterm_saves_and_exits_with_4(corpus, tmp_path, outcome):
 def stop(process, folder, outcome):
     """Send SIGTERM and look at what is left; returns all output."""
     out, seconds = send(process, signal.SIGTERM)
-    assert seconds < 60
     assert process.returncode == 4, out
     assert rank_pids(folder) == []
     outcome.add(process.returncode, out.strip().splitlines()[-1], seconds)

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+import uuid
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +21,7 @@ from meshwright.execute.lane import LARGEST, ROOM, open_lane
 from meshwright.execute.ledger import Ledger
 from meshwright.execute.ledger_file import RECORD, RING_AT, SLOTS
 from meshwright.execute.tape import Tape
-from meshwright.execute.world import World
+from meshwright.execute.world import World, exchange
 from meshwright.launch.explain import TIMED_OUT, lost_a_peer
 from meshwright.layout import Layout
 from ranks import on_ranks, ranks
@@ -212,32 +213,54 @@ def entered(ledger, entry):
     return RECORD.unpack_from(ledger._memory, at)
 
 
+class InWaits:
+    """A clock on which a second passes in every wait that a ledger is told of, and nowhere else."""
+
+    def __init__(self):
+        self.ledger = Ledger(clock=self.stamp)
+        self.now, self.on_wait, self._wait = 1.0, lambda: None, self.ledger.wait
+        self.ledger.wait = self.wait
+
+    def wait(self, *entries):
+        self._wait(*entries)
+        self.now += 1.0
+        self.on_wait()
+
+    def stamp(self):
+        return getattr(self, "now", 0.0)
+
+    def seconds(self, stamp):
+        return stamp
+
+
 @ranks(2)
 def test_a_wait_inside_of_leaving_is_entered_once(world):
-    ledger = Ledger()
+    clock = InWaits()
+    ledger = clock.ledger
     lane_of_two = open_lane(dist.group.WORLD, 30.0, ledger)
     group = ledger.group("1", (0, 1), "tp")
     part, entries = torch.ones(LARGEST // 4), []
-    dist.barrier()
-    ledger.tape = Tape()
-    began = time.monotonic()
-    if world.rank == 1:
-        time.sleep(0.3)
+    key = exchange(uuid.uuid4().hex, dist.group.WORLD)[0]
+    ledger.tape = Tape(clock)
+    if world.rank == 0:
+        clock.on_wait = lambda: world.store.set(key, "rank 0 waits")
+    else:
+        world.store.wait([key])
     for _ in range(3):  # the third one does not go before the first two have come
         entries.append(ledger.begin("all_reduce", group, LARGEST))
         lane_of_two.leave(part, lambda parts: None, (entries[-1],))
     waited = ledger._waited_s
     assert all(entered(ledger, entry)[2:4] == (0.0, 0.0) for entry in entries)
+    assert waited == clock.now - 1.0
     if world.rank == 0:
-        assert waited > 0.2
+        assert waited > 0
         assert {wait.entries for wait in ledger.tape.waits} <= {(entry,) for entry in entries}
-        lasted = sum(wait.until - wait.since for wait in ledger.tape.waits)
-        assert lasted == pytest.approx(waited, abs=0.01)
+        assert sum(wait.until - wait.since for wait in ledger.tape.waits) == waited
     for number, entry in enumerate(entries):
         ledger.wait(entry)
         lane_of_two.collect(number)
         ledger.end(entry)
-    assert ledger._waited_s <= time.monotonic() - began
+    assert ledger._waited_s == clock.now - 1.0
     assert all(entered(ledger, entry)[3] > 0 for entry in entries)
 
 
@@ -261,22 +284,24 @@ def one_of_four(rank, file, ends):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     world = World(rank, 4, torch.device("cpu"), store)
     tp = open_groups(Layout(tp=2, dp_replicate=2), world).tp
-    shared.lane_of(tp.required)._timeout_s = 1.5
+    shared.lane_of(tp.required)._timeout_s = 1000.0 if ends else 1.5
     ops = getattr(torch.ops, shared.SPACE)
     ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", tp.name))
     if rank == 3 and ends:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank != 2:
-        time.sleep(30)
-    began = time.monotonic()
+        time.sleep(1000)
     with pytest.raises(dist.DistError) as caught:
         ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", tp.name))
-    Path(file + ".waited").write_text(f"{time.monotonic() - began}\n{caught.value}")
+    Path(file + ".waited").write_text(str(caught.value))
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rank_that_ended_or_does_not_come_is_named_as_in_the_world(tmp_path, ends):
-    """With its number among all: in its group it is the second. And as failures are read."""
+    """With its number among all: in its group it is the second. And as failures are read.
+
+    Who ends is missed at once, long before the time-out, which nobody here would live to see.
+    """
     file = str(tmp_path / "store")
     context = mp.get_context("spawn")
     four = [
@@ -284,12 +309,11 @@ def test_a_rank_that_ended_or_does_not_come_is_named_as_in_the_world(tmp_path, e
     ]
     for process in four:
         process.start()
-    four[2].join(60)
+    four[2].join(150)
     for process in four:
         process.kill()
     assert four[2].exitcode == 0
-    seconds, text = Path(file + ".waited").read_text().split("\n")
-    assert float(seconds) < (1.0 if ends else 4.0)
+    text = Path(file + ".waited").read_text()
     assert "rank 3, with which this one shares memory" in text
     assert lost_a_peer({"type": "DistError", "message": text}) == ends
     assert bool(TIMED_OUT.search(text)) != ends

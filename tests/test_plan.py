@@ -13,7 +13,8 @@ from meshwright.errors import ConfigError
 from meshwright.launch import planned
 from meshwright.launch.machine import gpu_name
 from meshwright.layout import Layout, Machine
-from meshwright.search.plan import digest
+from meshwright.search import rank
+from meshwright.search.plan import digest, plan
 
 ROOT = Path(__file__).parents[1]
 SEVENTY = [
@@ -38,7 +39,8 @@ def run(capsys, *words):
     return code, capsys.readouterr()
 
 
-def test_seventy_billion_on_512_devices_without_torch():
+def seventy_billion():
+    """Plan in a process of its own: the document, whether torch was loaded, its CPU seconds."""
     code = (
         "import sys, time\n"
         "from meshwright.cli.main import main\n"
@@ -48,14 +50,32 @@ def test_seventy_billion_on_512_devices_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     has_torch, seconds = done.stderr.split()
-    assert has_torch == "False"
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout), has_torch == "True", float(seconds)
+
+
+def test_seventy_billion_on_512_devices_without_torch():
+    found, has_torch, _ = seventy_billion()
+    assert not has_torch
     assert found["considered"] > 1_000_000
     assert found["ledger"]["fits"]
     assert 0.3 < found["ledger"]["mfu"] < 0.6
     assert Layout(**found["layout"]).world == 512
-    # Imports and all, 1.4 s of an idle core; a busy one's caches are worth some more.
-    assert float(seconds) < 3
+
+
+@pytest.mark.perf
+def test_seventy_billion_on_512_devices_is_quick():
+    """Imports and all, 1.4 s of an idle core."""
+    assert seventy_billion()[2] < 3
+
+
+def test_few_of_the_layouts_are_priced(monkeypatch):
+    """What makes planning quick, counted: most layouts are left out by a bound of their cores."""
+    calls = []
+    whole = rank.closed_form
+    monkeypatch.setattr(rank, "closed_form", lambda *a: calls.append(1) or whole(*a))
+    found = plan(mw.load_config(overrides=SEVENTY)).found
+    assert found.considered > 1_000_000
+    assert len(calls) < found.considered / 200
 
 
 def test_the_table_the_winner_and_the_losers(capsys):
@@ -195,3 +215,90 @@ def test_rows_that_are_no_objects_are_refused(capsys, tmp_path, text):
     assert "rows.jsonl:1" in printed.err
     code, _ = run(capsys, "predict", "--rows", str(tmp_path / "none"), "--out", str(tmp_path / "o"))
     assert code == 2
+
+
+def fixed(capsys, *words):
+    """The layouts that are ranked with some keys of the layout given, and what is fixed."""
+    code, out = run(capsys, "plan", *SEVEN, "--json", "--top", "20", *words)
+    assert code == 0
+    found = json.loads(out.out)
+    return [Layout(**one["layout"]) for one in found["ranked"]], found
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tp": 2},
+        {"zero": 3, "microbatch": 2},
+        {"recompute": "full"},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"tp": 4, "sp": True},
+        {"tp": 4, "sp": False},
+        {"schedule": "1f1b", "pp": 4, "virtual_stages": 1},
+        {"offload": "optimizer"},
+        {"cp": 2, "cp_kind": "ulysses"},
+    ],
+)
+def test_keys_of_the_layout_that_are_given_stay(capsys, tmp_path, keys):
+    free, everything = fixed(capsys)
+    assert everything["fixed"] == {}
+    assert any(getattr(one, key) != value for one in free for key, value in keys.items())
+    words = [f"layout.{key}={str(value).lower()}" for key, value in keys.items()]
+    ranked, found = fixed(capsys, *words)
+    assert ranked
+    for one in ranked:
+        assert {key: getattr(one, key) for key in keys} == keys
+        assert one.world == 8
+    assert found["fixed"] == keys
+    assert 0 < found["considered"] < everything["considered"]
+    assert sum(found["ruled_out"].values()) < found["considered"]
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    (tmp_path / "run.toml").write_text(f"[layout]\n{lines}")
+    assert fixed(capsys, str(tmp_path / "run.toml"))[1]["ranked"] == found["ranked"]
+
+
+def test_what_is_fixed_is_said(capsys):
+    _, out = run(capsys, "plan", *SEVEN, "layout.tp=2", "layout.sp=false")
+    assert "fixed by the config: layout.tp = 2, layout.sp = false" in out.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layout.tp=3"], "layout.tp = 3 must divide model.n_heads = 32; nearest legal: layout.tp"),
+        (["layout.tp=2", "layout.pp=3"], "6 ranks do not divide the cluster's 8 devices"),
+        (["layout.dp_shard=16"], "16 ranks do not divide the cluster's 8 devices"),
+        (["layout.zero=0", "layout.dp_shard=2"], "nearest legal: layout.zero = 1"),
+        (["layout.microbatch=5"], "layout.microbatch = 5 must divide"),
+        (["layout.pp=8", "layout.virtual_stages=5"], "40 stages, but model.n_layers = 32"),
+        (["layout.tp=2", "--fewest"], "--fewest: its answer chooses the whole layout"),
+        (["layout.zero=1", "--longest-context"], "the config fixes layout.zero = 1"),
+        (["--explain", "tp3 mb1"], "layout.tp = 3 must divide model.n_heads = 32; nearest legal"),
+        (["--explain", "zero3 shard8 mb3"], "layout.microbatch = 3 must divide"),
+    ],
+)
+def test_keys_that_no_layout_has_are_refused(capsys, words, message):
+    code, out = run(capsys, "plan", *SEVEN, *words)
+    assert code == 2
+    assert message in " ".join(out.err.split())
+
+
+def test_a_layout_on_fewer_devices_than_there_are_says_so(capsys):
+    _, out = run(capsys, "plan", *SEVEN, "layout.zero=3", "--explain", "tp2 mb1")
+    text = " ".join(out.out.split())
+    assert "note: this prices 2 ranks, one on each of as many devices; the cluster has 8" in text
+    assert "note: the config's layout.zero = 3 is not in this layout" in text
+    _, out = run(capsys, "plan", *SEVEN, "--explain", "tp2 dp4 mb1")
+    assert "note:" not in out.out
+
+
+def test_ranks_of_a_cpu_are_as_many_as_the_degrees_ask_for(capsys):
+    words = ["plan", "cluster.device=cpu", "--json", "--top", "1", "model.n_kv_heads=4"]
+    found = {}
+    for tp in (2, 4):
+        code, out = run(capsys, *words, f"layout.tp={tp}")
+        assert code == 0
+        found[tp] = json.loads(out.out)["ranked"][0]
+        assert found[tp]["layout"]["tp"] == tp
+    # Four ranks share the cores that two have: no product is faster for it.
+    assert found[4]["seconds"]["compute"] >= 0.9 * found[2]["seconds"]["compute"]

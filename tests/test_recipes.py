@@ -52,6 +52,7 @@ def test_a_recipe_trains_on_local_data(name, tmp_path):
     assert (tmp_path / "stores").exists() == (name == "tinystories")
 
 
+@pytest.mark.perf
 def test_the_demo_hardly_waits_for_its_data(tmp_path):
     words = ["train.steps=8", "train.eval_every=0", "train.log_every=1", "layout.dp_replicate=1"]
     where = [f"data.cache={tmp_path}", f"log.dir={tmp_path}", "log.name=r"]

@@ -1,9 +1,7 @@
 """Pages opened from disk in a browser: quiet, offline, complete, and usable by hand and by keys."""
 
 import json
-import os
 import shutil
-import time
 
 import pytest
 
@@ -148,16 +146,15 @@ def test_a_page_fits_a_phone(show, kind):
     assert page.evaluate(OVERLAPS) == []
 
 
+@pytest.mark.perf
 def test_a_page_is_usable_within_two_seconds(show):
-    """On a machine that others use, too, a share of the processor takes longer."""
     show("layouts")  # the browser's own start is not the page's
-    crowd = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     times = []
     for _ in range(3):
         page, _, _ = show("run")
         times.append(float(page.evaluate("document.documentElement.dataset.usable")))
         page.close()
-    assert min(times) < 2000 * crowd
+    assert min(times) < 2000
 
 
 def test_hover_names_the_action_and_dragging_zooms(show):
@@ -169,7 +166,7 @@ def test_hover_names_the_action_and_dragging_zooms(show):
     box = bars.last.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     hover = plot.locator(".hoverlayer .hovertext")
-    hover.first.wait_for(timeout=5000)
+    hover.first.wait_for()
     assert "microbatch 15" in hover.first.text_content()
     before = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
     page.mouse.move(box["x"] - 300, box["y"] + 4)
@@ -241,6 +238,5 @@ def test_print_opens_everything_on_white_paper(show):
     page.wait_for_function("document.getElementById('loss').layout.width === 680")
     assert not page.locator("nav").is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    time.sleep(0.1)
-    assert page.locator("details[open]").count() == 0
+    page.wait_for_function("!document.querySelector('details[open]')")
     assert len(page.pdf()) > 50_000

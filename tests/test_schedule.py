@@ -236,7 +236,7 @@ def placed(draw):
 
 
 @given(placed())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_an_order_is_refused_if_and_only_if_its_graph_has_a_circle(case):
     tables, ranks, graph = case
     try:
@@ -383,6 +383,7 @@ def test_activations_that_a_rank_holds():
     assert peak_in_flight(parse("0F0 0I0 0F1 0W0 0B1")[0]) == 2
 
 
+@pytest.mark.perf
 def test_lowering_a_large_pipeline_is_quick():
     def seconds():
         start = time.process_time()

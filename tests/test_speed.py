@@ -3,6 +3,7 @@
 import statistics
 import time
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -66,6 +67,7 @@ def plain(case):
     return step
 
 
+@pytest.mark.perf
 @ranks(1)
 def test_a_step_costs_no_more_than_the_plain_loops(world):
     layout = Layout(microbatch=4)

@@ -23,7 +23,7 @@ TIKTOKEN_NAMES = {
 }
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "the quick brown fox, naïve 日本語 🙂\n" * 20]
 unicode_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=200)
-quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ class Ledger:
     """The ledger of this process; in memory of its own unless `open` maps a file.
 
     `on_phase` is called with each phase and the step as it begins, for tests to act there. A `tape`
-    keeps what is entered while it is there.
+    keeps what is entered while it is there. `clock` gives the seconds that are entered.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Ledger:
         world: int = 1,
         attempt: int = 0,
         on_phase: Callable[[str, int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
-        self._on_phase = on_phase
+        self._on_phase, self._clock = on_phase, clock
         self.tape: Tape | None = None
         self._moves, self._number = 0, 0
         self._numbers = itertools.count(1)
@@ -71,7 +72,7 @@ class Ledger:
         self._sequences: dict[tuple[int, int, int], int] = {}
         self._groups: list[Group] = []
         self._mine = threading.local()  # entries of each thread: saving has one of its own
-        head = (MAGIC, attempt, rank, world, machine_id(), os.getpid(), time.monotonic())
+        head = (MAGIC, attempt, rank, world, machine_id(), os.getpid(), self._clock())
         HEAD.pack_into(self._memory, 0, *head)
         self._enter("start")
 
@@ -83,6 +84,7 @@ class Ledger:
         world: int,
         attempt: int = 0,
         on_phase: Callable[[str, int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Ledger:
         """Begin the ledger of a rank in a new file; raises `OSError` where the disk refuses."""
         temporary = path.with_suffix(".tmp")
@@ -91,7 +93,9 @@ class Ledger:
             file.write(bytes(SIZE))
             file.flush()
             memory = mmap.mmap(file.fileno(), SIZE)
-        ledger = cls(memory, rank=rank, world=world, attempt=attempt, on_phase=on_phase)
+        ledger = cls(
+            memory, rank=rank, world=world, attempt=attempt, on_phase=on_phase, clock=clock
+        )
         temporary.replace(path)
         return ledger
 
@@ -102,7 +106,7 @@ class Ledger:
 
     def step(self, step: int) -> None:
         """Enter that a step begins."""
-        now = time.monotonic()
+        now = self._clock()
         if self._step_began:
             self._stepped_s += now - self._step_began
         self._step, self._step_began = step, now
@@ -137,7 +141,7 @@ class Ledger:
         NOW.pack_into(
             self._memory,
             NOW_AT,
-            *(self._moves, time.monotonic(), self._step, self._phase, action, stage, 0),
+            *(self._moves, self._clock(), self._step, self._phase, action, stage, 0),
             *(microbatch, 0, self._waited_s, self._stepped_s),
         )
 
@@ -173,7 +177,7 @@ class Ledger:
         if not hasattr(self._mine, "entries"):
             self._mine.entries = deque(maxlen=2)
         self._mine.entries.append(number)
-        now = time.monotonic()
+        now = self._clock()
         key = (group, code, peer) if kind in TRANSFERS else (group, 0, -1)
         sequence = self._sequences[key] = self._sequences.get(key, 0) + 1
         if key[1] == 0 and group < GROUPS:
@@ -199,7 +203,7 @@ class Ledger:
 
     def wait(self, *entries: int) -> None:
         """Enter that the rank waits for what it began."""
-        now = time.monotonic()
+        now = self._clock()
         for entry in entries:
             self._stamp(entry, "waiting", now)
         self._move()
@@ -208,13 +212,13 @@ class Ledger:
 
     def end(self, *entries: int) -> None:
         """Enter that something has ended, or that the rank no longer waits for it."""
-        now = time.monotonic()
+        now = self._clock()
         since = min((self._stamp(entry, "ended", now) or now for entry in entries), default=now)
         self._waited(entries, now - since)
 
     def go_on(self, *entries: int) -> None:
         """Enter that the rank no longer waits for something that has not ended."""
-        now = time.monotonic()
+        now = self._clock()
         since = min((self._stamp(entry, "waiting", 0.0) or now for entry in entries), default=now)
         self._waited(entries, now - since)
 

@@ -7,7 +7,7 @@ torch here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from meshwright.execute.ledger_file import LedgerFile, Pace
@@ -31,20 +31,30 @@ class Hang(NamedTuple):
 
 
 class Watchdog:
-    """Watches the ranks of one attempt; `hang_s` 0: it never takes them for hanging."""
+    """Watches the ranks of one attempt; `hang_s` 0: it never takes them for hanging.
 
-    def __init__(self, folder: RunFolder, world: int, hang_s: float) -> None:
+    `clock` is that of the ledgers, in seconds.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        world: int,
+        hang_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder, self._world, self._hang_s = folder, world, hang_s
+        self._clock = clock
         self._files: dict[int, LedgerFile] = {}
         self._moves = [0] * world
-        self._moved_at = time.monotonic()
+        self._moved_at = clock()
         self._before: list[Pace] | None = None
 
     def look(self, pids: Sequence[int]) -> Hang | None:
         """Look at the ledgers; returns why the ranks hang, if they do."""
         self._map()
         moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
-        now = time.monotonic()
+        now = self._clock()
         if moves != self._moves:
             self._moves, self._moved_at = moves, now
         silent = now - self._moved_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from meshwright.layout import Layout
@@ -58,10 +58,14 @@ class Case:
             yield "fp8"
 
     def as_json(self) -> str:
-        """Return it as one JSON object, for the ranks to read."""
-        values = asdict(self)
+        """Return it as one JSON object, without what is as by default."""
+        values = {
+            one.name: value
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != one.default
+        }
         for name in ("model", "train", "layout"):
-            values[name] = getattr(self, name).model_dump(mode="json")
+            values[name] = values[name].model_dump(mode="json", exclude_defaults=True)
         return json.dumps(values)
 
     @classmethod

@@ -24,6 +24,11 @@ class Outcome:
         """Whether all of its verdicts are good; none at all is no proof."""
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
+    @property
+    def failed_claims(self) -> frozenset[str]:
+        """What did not hold."""
+        return frozenset(verdict.claim for verdict in self.verdicts if not verdict.passed)
+
     def lines(self) -> Iterator[str]:
         """Yield a line with the claims and their worst errors, then what failed."""
         word = "ok  " if self.passed else "FAIL"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.stored import read_object, stored_spec
@@ -62,7 +62,11 @@ def _bases(given: Values) -> list[Values]:
     """Return what fills the keys that were not given: a stored model, a preset, or the demo's."""
     init_from = given.get("init_from")
     if init_from is not None and init_from.value is not None:
-        spec, origin = stored_spec(Path(init_from.value))
+        try:
+            spec, origin = stored_spec(Path(init_from.value))
+        except MeshwrightError as error:
+            asked = f"model.init_from = {init_from.value!r} ({init_from.origin})"
+            raise type(error)(f"{asked}: {error}") from error
         fields = spec.model_dump(exclude={"preset", "init_from"})
         return [{key: Value(value, str(origin)) for key, value in fields.items()}]
     asked = given.get("preset", Value(None, ""))

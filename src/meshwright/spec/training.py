@@ -168,7 +168,8 @@ class OptimizerSpec(Spec):
 
     The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
-    `decay_steps`. `weight_decay` is decoupled and applies to matrices only.
+    `decay_steps`, a fifth of all unless told. `weight_decay` is decoupled and applies to
+    matrices only.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
