@@ -69,7 +69,7 @@ def forks(processes_are_forked, request):
     if processes_are_forked is None:
         return Forks(lambda request, files: None)
     marks = {mark.name for mark in request.node.iter_markers()}
-    processes_are_forked.is_on = not marks & {"faults", "execs"}
+    processes_are_forked.is_on = not marks & {"faults", "execs", "perf"}
     return processes_are_forked
 
 

@@ -1,8 +1,8 @@
 """`@ranks(n)`: a test whose body runs on n ranks at once, in a pool of gloo workers.
 
-A pool starts once per world size and file of tests. After a failure or a time-out it is thrown away,
-since its process group may hang. Its processes are `python -m ranks RANK N STORE PIPE`, which
-`forking.py` forks from a server that has no process group: after gloo has started, a fork deadlocks.
+A pool starts once per world size and file of tests. After a failure or a time-out it is thrown
+away, since its process group may hang. Its processes are `python -m ranks RANK N STORE PIPE`, which
+`forking.py` forks from a server without a process group: a fork after gloo has started deadlocks.
 """
 
 from __future__ import annotations

@@ -98,9 +98,12 @@ def test_commands(page, workplace, capsys):
             files = [w for last, w in pairs if last != "--deepspeed" and not w.startswith("--")]
             config = read_config(SimpleNamespace(words=files))
             resolve_layout(config, detect(config.cluster, os.environ))
-            if has_run or (page.parent.name == "commands" and page.name != "train.md"):
+            if page == README:  # each of its layouts
+                words, has_run = [*words, *TINY, "model.n_layers=4"], True
+            elif has_run or (page.parent.name == "commands" and page.name != "train.md"):
                 continue  # one run a page is enough
-            words, has_run = overridden(words), True
+            else:
+                words, has_run = overridden(words), True
         of_a_run = command in ("generate", "eval", "checkpoint") or rest[:1] == ["runs/latest"]
         if of_a_run and code == 0 and not has_run:
             assert main(overridden(["train", "run.toml"])) == 0
@@ -112,6 +115,19 @@ def test_commands(page, workplace, capsys):
         assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"
         shown = capsys.readouterr()
         assert shown.err if code else shown.out
+    if page == README:
+        check_losses(workplace / "runs")
+
+
+def check_losses(runs):
+    """Every layout that the README trains computes the same losses, as it says."""
+    latest = (runs / "latest").resolve()  # went on with another of them
+    found = []
+    for folder in sorted(set(runs.iterdir()) - {runs / "latest", latest}):
+        events = map(json.loads, (folder / "events.jsonl").open())
+        found.append([event["loss"] for event in events if event["event"] == "step"])
+    assert [len(losses) for losses in found] == [2, 2, 2]
+    assert found[1:] == [pytest.approx(found[0], abs=2e-5)] * 2
 
 
 def test_torchrun_line(workplace):
@@ -136,12 +152,13 @@ assert len(losses) == 2
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=ids)
-def test_python_snippets(page, workplace):
+def test_python_snippets(page, workplace, forks):
     if page.name == "run-folder.md":
         assert main(overridden(["train", "run.toml"])) == 0
     for code in blocks(page, "python"):
         snippet = SNIPPET.format(tiny=[*TINY, ONE_RANK], code=code)
-        done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
+        with forks.all_python():
+            done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
