@@ -45,10 +45,9 @@ def check(label, precision, matmul, bound, model=MODEL):
 
 def both_ways(cases):
     """The cases in fp32 by torch's products and by oneDNN's; others have no such products."""
-    for case in cases:
-        yield (*case, "torch")
-        if "fp32" in case:
-            yield pytest.param(*case, "onednn", marks=needs_onednn)
+    by_torch = [(*case, "torch") for case in cases]
+    wide = [(*case, "onednn") for case in cases if "fp32" in case]
+    return [*by_torch, *(pytest.param(*case, marks=needs_onednn) for case in wide)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,8 @@ def in_cache(world, scores, matmul):
 
 
 def long_case(matmul):
-    model = MODEL.model_copy(update={"ffn_dim": 64, "n_layers": 2, "vocab_size": 64})
+    sizes = {"dim": 64, "head_dim": 32, "n_kv_heads": 4, "ffn_dim": 32, "vocab_size": 64}
+    model = MODEL.model_copy(update={**sizes, "n_layers": 2})
     train = TRAIN.model_copy(update={"batch": 4, "seq_len": 512, "matmul": matmul})
     return Case(model, train, Layout.parse("mb4"))
 
