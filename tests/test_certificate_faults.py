@@ -1,13 +1,12 @@
 """Optimizer state that is restored wrongly: the resume certificate must be refused."""
 
-import os
-
 import pytest
 
 from meshwright.launch.certificate import certify
+from meshwright.launch.session import train
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
-from runs import clean_environ
+from runs import clean_environ, faulty_worker
 
 # What restores a rank's optimizer wrongly: at the same layout it is not seen, or not at first.
 RESTORES = {
@@ -58,17 +57,20 @@ state.fill_optimizer = forgetful
 
 @pytest.mark.parametrize("fault", RESTORES)
 @pytest.mark.timeout(300)
-def test_a_certificate_is_refused_where_the_optimizer_is_restored_wrongly(fault, config, tmp_path):
-    """Every process of the runs begins with the fault; at the same layout nothing differs."""
-    patches = tmp_path / "patches"
-    patches.mkdir()
+def test_a_certificate_is_refused_where_the_optimizer_is_restored_wrongly(
+    fault, config, tmp_path, monkeypatch
+):
+    """Every rank of the runs has the fault; at the same layout nothing differs."""
     code = "import meshwright.checkpoint.state as state\n" + RESTORES[fault]
-    (patches / "sitecustomize.py").write_text(code)
-    path = os.pathsep.join([str(patches), os.environ.get("PYTHONPATH", "")])
-    environ = {**clean_environ(), "PYTHONPATH": path}
+
+    def faulty(config, environ, out, resume=None):
+        return train(config, environ, out, resume=resume, command=faulty_worker(code))
+
+    monkeypatch.setattr("meshwright.launch.certificate.train", faulty)
     own = config("layout.tp=2")
     case = shrink(own.model, own.train, Layout.parse("tp2 mb2"))[0]
-    verdicts = list(certify(own, case, tmp_path / "runs", environ))
+    verdicts = list(certify(own, case, tmp_path / "runs", clean_environ()))
     passed = {verdict.claim: verdict.passed for verdict in verdicts}
     assert passed["5 + 5 steps are 10, bit for bit"]
     assert not passed["on one rank steps 6 to 8 add the same to weights"]
+    assert not passed["on one rank step 8 has the same state"]

@@ -317,7 +317,7 @@ def test_the_table_has_long_microbatches_and_large_tensors_in_every_world():
 def place(world, name, label):
     case = make(label)
     with globals()[name]():
-        verdicts = prove_parity(case, open_groups(case.layout, world), world, reference_of(case))
+        verdicts = prove_parity(case, open_groups(case.layout, world), world, reference_of)
     return [verdict.first_divergence for verdict in verdicts if not verdict.passed]
 
 

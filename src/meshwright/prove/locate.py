@@ -135,7 +135,7 @@ def _wrong_output(search: _Search) -> Divergence | None:
     """Return the first microbatch and layer whose output is wrong, and the first rank of it."""
     batch = make_batch(search.case, 0)
     rounded, exact = run_streams(search.case, batch)
-    expected = Expected(exact, rounded, search.case.train)
+    expected = Expected(exact, rounded)
     parallel, wrong = search.build(), list[_Output]()
     names = [f"layers.{layer}" for layer in range(search.program.model.n_layers)]
     depths = {name: depth for depth, name in enumerate(["embed", *names])}
@@ -231,7 +231,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     rounded, exact = run_gradients(search.case, batch)
     parallel = search.build()
     search.step(parallel, batch)
-    expected = Expected(exact, rounded, search.case.train)
+    expected = Expected(exact, rounded)
     wrong = _wrong(search, parallel, lambda held: held.gradient, expected)
     return _first(wrong, [*reversed(search.program.shardings)], search.world)
 
@@ -260,11 +260,11 @@ def _wrong_step(search: _Search) -> Divergence | None:
     trial = Trial(search.case, search.groups, search.world, reference, search.fault)
     for step in range(search.case.steps):
         exact, rounded = (of.moments[step] for of in (reference.exact, reference.rounded))
-        gradients_of = Expected(exact.gradients, rounded.gradients, search.case.train)
+        gradients_of = Expected(exact.gradients, rounded.gradients)
         wrong: list[Difference] = []
         look = partial(_look, search, trial, gradients_of, wrong)
         trial.step(step, look)
-        updates = Expected(exact.updates, rounded.updates, search.case.train)
+        updates = Expected(exact.updates, rounded.updates)
         added = _wrong(search, trial.parallel, trial.added, updates)
         names = [*search.program.shardings]
         later: list[tuple[Quantity, list[Difference], list[str]]] = [

@@ -38,15 +38,7 @@ class Suite:
             verdicts = (order,)
         world = self._world
         groups = open_groups(case.layout, world, self._timeout_s)
-        verdicts += prove_parity(case, groups, world, self._reference(case))
-        if case.train.precision != "fp32":
-            # Its own roundings hide what is smaller than they are.
-            train = case.train.model_copy(update={"precision": "fp32", "fp8": False})
-            twin = replace(case, train=train)
-            verdicts += tuple(
-                replace(verdict, claim=f"in fp32: {verdict.claim}")
-                for verdict in prove_parity(twin, groups, world, self._reference(twin))
-            )
+        verdicts += prove_parity(case, groups, world, self._reference)
         return verdicts + prove_census(case, groups, world)
 
     def _reference(self, case: Case) -> Reference:
