@@ -57,9 +57,9 @@ def tests(*words: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "pytest", "-p", "ci.plugin", "--no-skips", *REPORT, *words)
 
 
-def of_mark(mark: str, *words: str) -> tuple[str, ...]:
-    """Return the command of the tests with a mark, but for those of the extras."""
-    return tests("-m", mark, *words, *(f"--ignore={test}" for test in OF_EXTRAS))
+def of_marks(marks: str, *words: str) -> tuple[str, ...]:
+    """Return the command of the tests with such marks, but for those of the extras."""
+    return tests("-m", marks, *words, *(f"--ignore={test}" for test in OF_EXTRAS))
 
 
 ALWAYS: Final = (
@@ -67,9 +67,9 @@ ALWAYS: Final = (
     Part("lint", ("make", "lint"), 0.2),
     Part("types", ("make", "types"), 1),
     Part("test", tests(*(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 9),
-    Part("faults", of_mark("faults"), 6),
+    Part("faults", of_marks("faults and not perf"), 6),
     Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 2),
-    Part("perf", of_mark("perf"), 1),
+    Part("perf", of_marks("perf"), 1),
 )
 
 
@@ -84,7 +84,7 @@ def of_commit(commit: str) -> list[Part]:
         _extra(first, f"one of {len(EXTRAS)} groups"),
         Part(
             "slow",
-            of_mark("slow", "--share", f"{share}/{SLOW_SHARES}"),
+            of_marks("slow and not perf", "--share", f"{share}/{SLOW_SHARES}"),
             4,
             is_required=False,
             why=f"share {share} of {SLOW_SHARES}",
@@ -98,7 +98,7 @@ def everything(commit: str) -> list[Part]:
     """Return all parts: no turns and no draws, but for the seed of the random layouts."""
     return [
         *ALWAYS,
-        Part("slow", of_mark("slow"), 12),
+        Part("slow", of_marks("slow and not perf"), 12),
         *(_extra(name, "") for name in EXTRAS),
         *(
             Part(

@@ -1,6 +1,7 @@
 """What CI runs: turns and draws by the commit, parts with a limit, and skips that are failures."""
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from ci.__main__ import SOFT, chosen
 from ci.counts import Counts, count
 from ci.debian import missing
 from ci.extras import CONSTRAINTS, EXTRAS
-from ci.parts import SLOW_SHARES, Part, everything, of_commit
+from ci.parts import DRAWN, SLOW_SHARES, Part, everything, of_commit
 from ci.running import Budget, Result, descendants, run_all, run_part, table
 from ci.turns import head, order_of, seed_of
+
+from meshwright.cli import main
+from meshwright.prove.matrix import drawn, matrix
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[1]
@@ -91,6 +95,44 @@ def test_everything_has_no_draw_and_no_turn():
         assert "--share" not in one.command
         assert ("--draw" not in one.command) or name == "random"
     assert set(parts) >= {p.name for one in commits(4) for p in of_commit(one)}
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_draw_from_the_table_is_its_seeds_and_many_have_all(world):
+    cases = [case for case in matrix(world) if case.refused is None]
+    number = DRAWN[world]
+    assert drawn(cases, number, 5) == drawn(cases, number, 5) != drawn(cases, number, 6)
+    for seed in range(40):
+        places = [cases.index(case) for case in drawn(cases, number, seed)]
+        assert len(places) == number
+        assert places == sorted(set(places))
+    # A layout is left out by so many draws with a chance of one in 10,000 each.
+    draws = math.ceil(math.log(1e-4) / math.log(1 - number / len(cases)))
+    met = {case.layout for seed in range(draws) for case in drawn(cases, number, seed)}
+    assert len(met) >= len(cases) - 1
+
+
+def test_the_command_draws_from_the_table(capsys):
+    words = ["prove", "--matrix", "--world", "4", "--check-order", "--draw", "3", "--seed", "7"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "3 layouts of 4 ranks, 22 to be refused" in said
+    cases = [case for case in matrix(4) if case.refused is None]
+    assert all(case.label in said for case in drawn(cases, 3, 7))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--draw", "3"], "--draw is of the table: add --matrix"),
+        (["--random", "2", "--draw", "3"], "--draw is of the table: add --matrix"),
+        (["--matrix", "--world", "16", "--draw", "0"], "nearest legal: 1"),
+        (["--matrix", "--world", "2", "--draw", "900"], "900 layouts of a table of"),
+    ],
+)
+def test_draws_that_cannot_be_are_refused(words, told, capsys):
+    assert main(["prove", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 # --- parts are run ----------------------------------------------------------------------------

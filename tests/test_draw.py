@@ -275,7 +275,7 @@ def test_what_fails_after_others_only_is_told_so(capsys, fail):
         (["--random", "5", "--only", "tp7"], "no layout of these 5 has 'tp7'"),
         (["--random", "5", "--resume"], "leave out --random"),
         (["--random", "0"], "prove nothing"),
-        (["--seed", "3"], "--seed is of layouts by chance: add --random N"),
+        (["--seed", "3"], "--seed is of layouts by chance: add --random N, or --matrix --draw N"),
         (["--matrix", "--seed", "3"], "--seed is of layouts by chance"),
         (["--case", "{}", "--world", "2"], "add --matrix, or --random N"),
         (["--case", "{}"], "--case takes what a failure of --random has printed"),

@@ -127,7 +127,7 @@ def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
     if not 1 <= number <= len(cases):
         nearest = min(max(number, 1), len(cases))
         raise ConfigError(
-            refusal(f"no {number} of {len(cases)} layouts are drawn", legal=[nearest])
+            refusal(f"{number} layouts of a table of {len(cases)} cannot be drawn", legal=[nearest])
         )
     places = Random(seed).sample(range(len(cases)), number)
     return [cases[place] for place in sorted(places)]
