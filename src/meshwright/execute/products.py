@@ -73,7 +73,7 @@ class _Router:
         """Make `total` be `beta * total + alpha * a @ b`; returns it."""
         fits = total.shape == (*a.shape[:1], *b.shape[1:]) and total.dtype == torch.float32
         if beta == alpha == 1 and fits and self._takes(a, b):
-            each = Route.piece(*a.shape, b.shape[1])
+            each = Route.piece(a.shape[0], a.shape[1], b.shape[1])
             for start in range(0, len(total), each):
                 piece = slice(start, start + each)
                 total[piece].add_(self._product(a[piece], b, None))
@@ -92,7 +92,8 @@ class _Router:
             return False  # the operator itself says what is wrong
         if a.shape[1] != b.shape[0] or not (_is_dense(a) and _is_dense(b)):
             return False
-        return self.route.takes(*a.shape, b.shape[1], columns=a.stride(1) != 1)
+        is_transposed = a.stride(1) != 1
+        return self.route.takes(a.shape[0], a.shape[1], b.shape[1], columns=is_transposed)
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -77,7 +77,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
     devices = machine.devices
     if not machine.is_fixed:
         devices = max(devices, -(-degree_of(given(config)) // config.cluster.nodes))
-    changes: dict[str, object] = {"devices_per_node": devices}
+    changes: dict[str, object] = {"devices_per_node": devices, "device": machine.device}
     if machine.device == "cuda" and config.cluster.preset == "local":
         name = gpu_name()
         device = None if name is None else device_named(name)

@@ -210,10 +210,10 @@ class Search:
             if obeys(self.pins, with_schedule(one, schedule), OF_SCHEDULE)
         ]
         lightest = min(choice.states[0] for choice in choices)
-        if _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest > self.limit:
-            if self.nearest is not None:
-                self.reasons["does not fit"] += len(choices) * len(orders)
-                return None
+        least = _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest
+        if least > self.limit and self.nearest is not None:
+            self.reasons["does not fit"] += len(choices) * len(orders)
+            return None
         room = parts.room(held_by(setting, one)[0])
         priced = [
             (
