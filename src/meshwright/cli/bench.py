@@ -31,6 +31,7 @@ from meshwright.layout import Layout, Machine, broken, resolve_layout
 from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
 from meshwright.predict.catalogue import device_named, find_device
 from meshwright.predict.price import Prediction, price
+from meshwright.predict.setting import Setting
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
@@ -223,6 +224,14 @@ class Row:
         }
 
 
+def _row(setting: Setting, layout: Layout, *, is_cpu: bool) -> Row:
+    """Return what is predicted of a layout."""
+    program = lower(setting.model, setting.train, layout, setting.target)
+    ranks = range(layout.world)
+    peaks = [timeline(program, rank, on_host=is_cpu).peak.total for rank in ranks]
+    return Row(layout, price(setting, layout), peaks)
+
+
 def _layouts(args: argparse.Namespace) -> int:
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
@@ -248,18 +257,7 @@ def _layouts(args: argparse.Namespace) -> int:
     check_compiler(config.train, lacks)
     setting = setting_of(config, calibration, layouts[0].world, processor())
     setting = on_cluster(setting, layouts[0])
-    rows = [
-        Row(
-            layout,
-            price(setting, layout),
-            [
-                timeline(program, rank, on_host=is_cpu).peak.total
-                for program in [lower(config.model, config.train, layout, setting.target)]
-                for rank in range(layout.world)
-            ],
-        )
-        for layout in layouts
-    ]
+    rows = [_row(setting, layout, is_cpu=is_cpu) for layout in layouts]
     request = {
         "what": "layouts",
         "device": machine.device,
