@@ -119,7 +119,14 @@ def swapped_shards(parallel):
 
 
 def dropped_norm_gradient(parallel):
-    find(parallel, "layers.0.attn_norm.weight").parameter.register_hook(torch.zeros_like)
+    held, backward = find(parallel, "layers.0.attn_norm.weight"), parallel.backward
+
+    def without(batch, loss_scale=1.0):
+        loss = backward(batch, loss_scale)
+        held.gradient.zero_()
+        return loss
+
+    parallel.backward = without
 
 
 def last_microbatch_only(parallel):
@@ -130,6 +137,10 @@ def last_microbatch_only(parallel):
         if action.kind == "B" and action.microbatch < last:
             for held in parallel.held:
                 held.parameter.grad = None
+            for module in parallel.modules.values():
+                if (replicas := replicas_of(module)) is not None:  # sums in another dtype
+                    for weight in replicas.weights.values():
+                        weight.clear()
 
     parallel.observe = forget
 
