@@ -264,7 +264,7 @@ def _wrong_step(search: _Search) -> Divergence | None:
         wrong: list[Difference] = []
         look = partial(_look, search, trial, gradients_of, wrong)
         trial.step(step, look)
-        updates = Expected(exact.updates, rounded.updates)
+        updates = Expected(exact.updates, rounded.updates, reference.start)
         added = _wrong(search, trial.parallel, trial.added, updates)
         names = [*search.program.shardings]
         later: list[tuple[Quantity, list[Difference], list[str]]] = [

@@ -31,11 +31,13 @@ def streams(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
 
-    By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values.
+    By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values: those of
+    the embedding after it is yielded, as it is a module's own output.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
-    x = model.dropped(F.embedding(batch.inputs, weights["embed.weight"]), model.keys, site=0)
+    x = F.embedding(batch.inputs, weights["embed.weight"])
     yield "embed", x
+    x = model.dropped(x, model.keys, site=0)
     for layer in range(spec.n_layers):
         x = model.block(layer, x)
         yield f"layers.{layer}", x

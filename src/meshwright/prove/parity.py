@@ -90,7 +90,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
 
     for step in range(case.steps):
         numbers.append(trial.step(step, look))
-    updates = Expected(exact.updates, rounded.updates)
+    updates = Expected(exact.updates, rounded.updates, reference.start)
     added = compare(trial.parallel, trial.added, updates, world)
     states = [
         compare(

@@ -64,10 +64,11 @@ class Steps:
 class Reference:
     """What a layout is held against: one device's steps, rounded as a layout's and exact ones.
 
-    `optimizer` and `clip_norm` are those of the steps: half of the first gradient's norm, where the
-    case clips at all, so that every step is clipped.
+    `start` are the weights before them. `optimizer` and `clip_norm` are those of the steps: half of
+    the first gradient's norm, where the case clips at all, so that every step is clipped.
     """
 
+    start: Tensors
     optimizer: OptimizerSpec
     clip_norm: float
     rounded: Steps
@@ -121,6 +122,7 @@ def run_reference(case: Case, *, keeps: bool = False) -> Reference:
         warmup_steps=_WARMUP,
     )
     return Reference(
+        whole_weights(case.model, case.train.seed),
         optimizer,
         clip_norm,
         _run(case, optimizer, clip_norm, exact=False, keeps=keeps),
