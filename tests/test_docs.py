@@ -115,6 +115,10 @@ def test_commands(page, workplace, capsys):
         assert main(words[1:]) == code, f"{ids(page)}: {' '.join(words)}"
         shown = capsys.readouterr()
         assert shown.err if code else shown.out
+        if code == 2:
+            assert shown.err.startswith(f"meshwright {command}: "), shown.err
+        if command == "train" and code == 0:
+            assert_trained(workplace / "runs/latest", words)
     if page == README:
         check_losses(workplace / "runs")
 
@@ -128,6 +132,16 @@ def check_losses(runs):
         found.append([event["loss"] for event in events if event["event"] == "step"])
     assert [len(losses) for losses in found] == [2, 2, 2]
     assert found[1:] == [pytest.approx(found[0], abs=2e-5)] * 2
+
+
+def assert_trained(run, words):
+    """A run came to the last step that it was asked for, and its losses are those of a model."""
+    found = list(map(json.loads, (run / "events.jsonl").read_text().splitlines()))
+    steps = int([word for word in words if word.startswith("train.steps=")][-1].partition("=")[2])
+    assert (found[-1]["event"], found[-1]["step"]) == ("end", steps)
+    losses = [event["loss"] for event in found if event["event"] == "step"]
+    assert all(1 < loss < 7 for loss in losses), losses
+    return losses
 
 
 def test_torchrun_line(workplace):

@@ -21,18 +21,53 @@ from hf_folders import (
     write_run,
 )
 from meshwright.checkpoint import hf_check, hf_exchange
+from meshwright.checkpoint.commit import step_name
 from meshwright.checkpoint.weights import load_model, weights_from
 from meshwright.cli import main
-from meshwright.data import train_bpe
+from meshwright.data import open_data, train_bpe
 from meshwright.data.hf_tokenizer import hf_tokenizer
 from meshwright.data.tokenizers import BYTES_EOS
 from meshwright.errors import ConfigError
+from meshwright.launch.session import train
 from meshwright.models.hf import load_hf, save_hf
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.stored import find_step, stored_spec
+from runs import clean_environ
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "data" / "golden"
+
+
+RANKS = {
+    "tp2 x shard2": [
+        *("layout.tp=2", "layout.sp=true", "layout.dp_shard=2", "layout.dp_replicate=1"),
+        "layout.zero=3",
+    ],
+    "pp2": ["layout.pp=2", "layout.microbatch=1", "layout.dp_replicate=1"],
+}
+
+
+@pytest.mark.parametrize("words", RANKS.values(), ids=RANKS)
+def test_a_run_on_several_ranks_is_exported(words, config, tmp_path):
+    """transformers reads what the ranks saved, and has the loss that the last step began with."""
+    transformers = pytest.importorskip("transformers")
+    asked = config(
+        *("model.n_kv_heads=2", "train.steps=3", "checkpoint.every=1", "optimizer.lr=0.02", *words)
+    )
+    run = train(asked, clean_environ())
+    step = run.folder / "checkpoints" / step_name(2)
+    assert export(step, tmp_path / "hf", "--tokenizer", "bytes") == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    data = open_data(asked.data, tmp_path / "cache", asked.model.vocab_size)
+    rows = data.sampler("train", asked.train.seq_len, asked.train.batch).rows(2)
+    inputs, targets = (torch.from_numpy(one) for one in (rows.inputs, rows.targets))
+    with torch.no_grad():
+        logits = theirs(inputs).logits
+        torch.testing.assert_close(logits, load_model(step)(inputs), atol=1e-5, rtol=0)
+    losses = [event["loss"] for event in run.events("step")]
+    found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert found == pytest.approx(losses[2], abs=1e-5)
+    assert abs(losses[2] - losses[0]) > 1e-3
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Jobs: what `launch` writes for torchrun, Slurm, SkyPilot and Kubernetes."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +12,11 @@ import pytest
 import yaml
 
 from meshwright.cli import main
+from meshwright.launch import jobs
 from meshwright.launch.jobs import parse_time
+from meshwright.launch.supervisor import listen_on_loopback
+from meshwright.spec.dump import to_toml
+from runs import clean_environ
 
 CONFIG = """
 [model]
@@ -52,6 +58,25 @@ def test_two_jobs_of_one_name_do_not_meet(written):
     ids = [re.search(r"--rdzv-id (\S+)", written("torchrun", "--hosts", "a", "b"))[1] for _ in "12"]
     assert ids[0] != ids[1]
     assert all(one.startswith("meshwright-") for one in ids)
+
+
+def test_the_line_of_torchrun_runs_as_it_is_printed(config, written, tmp_path, monkeypatch):
+    """By a shell, on one node, whose ranks meet by c10d at a free port in place of the usual."""
+    with listen_on_loopback(None) as listener:
+        monkeypatch.setattr(jobs, "PORT", listener.getsockname()[1])
+    tiny = config("cluster.devices_per_node=2", "layout.dp_shard=2", "layout.zero=2")
+    (tmp_path / "tiny run.toml").write_text(to_toml(tiny))
+    line = written("torchrun", "--nodes", "1", config="tiny run.toml")
+    assert line.count("\n") == 1
+    assert f"--rdzv-backend c10d --rdzv-endpoint localhost:{jobs.PORT} --rdzv-id" in line
+    environ = {**clean_environ(), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    done = subprocess.run(["bash", "-ec", line], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()
+    start, *_, end = map(json.loads, events)
+    assert start["world"] == 2
+    assert (end["event"], end["step"]) == ("end", 4)
 
 
 def test_a_slurm_script_is_a_shell_script_and_asks_for_what_it_needs(written, tmp_path):

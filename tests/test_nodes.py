@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError
 from meshwright.execute.rendezvous import Rendezvous, Seat, own_seat, seated
 from meshwright.launch.machine import on_nodes
+from meshwright.launch.session import train
 from meshwright.launch.supervisor import listen_on_loopback
 from meshwright.layout import Mesh
 from meshwright.predict.network import place
@@ -168,8 +171,10 @@ def test_a_run_is_the_same_bit_for_bit_however_its_ranks_were_dealt(corpus, tmp_
 @needs_root
 def test_a_run_goes_on_when_it_comes_back_on_fewer_nodes(corpus, tmp_path):
     """As torchrun's `--nnodes 1:2` has it when one of two nodes is gone."""
-    words = [*TINY, "train.steps=8", "checkpoint.every=2", "log.name=run", f"data.source={corpus}"]
+    words = [*TINY, "train.steps=8", "checkpoint.every=2", f"data.source={corpus}"]
     words += [f"data.cache={tmp_path / 'cache'}", f"log.dir={tmp_path / 'runs'}"]
+    whole = train(load_config(None, [*words, "log.name=whole"]), clean_environ())
+    words.append("log.name=run")
     for attempt, size, fault in ((0, 2, "1:forward:6:kill"), (1, 1, "")):
         with listen_on_loopback(None) as listener:
             port = listener.getsockname()[1]
@@ -194,6 +199,14 @@ def test_a_run_goes_on_when_it_comes_back_on_fewer_nodes(corpus, tmp_path):
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     starts = [(one["world"], one["from_step"]) for one in events if one["event"] == "start"]
     assert starts == [(2, 0), (1, 4)]
+    last = {one["step"]: one for one in events if one["event"] == "step"}
+    undisturbed = list(whole.events("step"))
+    for kind in ("loss", "grad_norm", "lr"):
+        expected = [one[kind] for one in undisturbed]
+        assert [last[step][kind] for step in range(1, 9)] == pytest.approx(expected, rel=1e-5)
+    weights = (dict(load_model(folder).named_parameters()) for folder in (run, whole.folder))
+    for (name, ours), theirs in zip(next(weights).items(), next(weights).values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4, msg=name)
     assert events[-1] == {**events[-1], "event": "end", "step": 8}
 
 

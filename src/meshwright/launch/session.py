@@ -39,7 +39,7 @@ from meshwright.launch.supervisor import (
     supervise,
     worker_command,
 )
-from meshwright.launch.view import EventTail, View, open_view
+from meshwright.launch.view import EventTail, Room, View, open_view
 from meshwright.launch.watchdog import Watchdog
 from meshwright.layout import resolve_layout
 from meshwright.report.run import write_report
@@ -145,11 +145,12 @@ class _Local:
         """Train to the end and return the exit code; the first attempt meets at `listener`."""
         job = self._job
         tail = EventTail(job.folder.events, only_new=job.resume)
+        room = Room(job.folder.path)
 
         def look(watchdog: Watchdog) -> None:
             if (slow := watchdog.slow()) is not None:
                 append(job, slow)
-            for event in tail.new():
+            for event in (*tail.new(), *room.new()):
                 view.write(event)
 
         def attempt(number: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,8 @@ NOTICES: Final = {
     "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
+    "disk_full": "the disk of {path} is full: the run goes on without its log, and writes the "
+    "events once there is room",
 }
 # Kinds of events that a quiet view leaves out.
 _CHATTER: Final = ("start", "step", "eval", "save")
@@ -201,6 +204,20 @@ def step_block(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float
     if event["mfu"] is None:  # the device's peak is not stated
         return Group(table, bar)
     return Group(table, Text.assemble(("MFU  ", "dim"), f"{event['mfu']:.1%}"), bar)
+
+
+class Room:
+    """Sees when the disk of a run folder is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._was_full = folder, False
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the event that there is no room any more, once each time."""
+        was_full, self._was_full = self._was_full, os.statvfs(self._folder).f_bavail == 0
+        if was_full or not self._was_full:
+            return []
+        return [{"event": "disk_full", "path": str(self._folder)}]
 
 
 class EventTail:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from meshwright.errors import ConfigError
 from meshwright.spec.training import LogSpec
+
+# What a write that finds no room raises: on the disk, in a quota, in the limit of a process.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Event = Mapping[str, Any]
 Emit = Callable[[Event], None]
@@ -29,22 +36,58 @@ class JsonLines:
     """`events.jsonl`: every event, a line each, at once, so that a reader can follow.
 
     A line is one write, so that the supervisor can append to the file that rank 0 appends to. What
-    a process that was killed has left of a line is cut off.
+    a process that was killed has left of a line is cut off. Where the disk is full, lines are kept
+    until there is room, and `say` is told of it, both when it begins and when it is over.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
+        self._path, self._say = path, say or _to_stderr
+        self._kept: list[bytes] = []
         self._file = path.open("ab", buffering=0)
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, event: Event) -> None:
-        """Append one event; a number that is not finite becomes a string, as JSON has none."""
-        self._file.write(json.dumps(_finite(event)).encode() + b"\n")
+        """Append one event; a number that is not finite becomes a string, as JSON has none.
+
+        Raises `OSError` where the disk refuses for another reason than that it is full.
+        """
+        was_full = bool(self._kept)
+        self._kept.append(json.dumps(_finite(event)).encode() + b"\n")
+        count = len(self._kept)
+        while self._kept and self._append(self._kept[0]):
+            self._kept.pop(0)
+        if self._kept and not was_full:
+            self._say(
+                f"{self._path} cannot be written, the disk is full; the run goes on, and its "
+                "events are written once there is room"
+            )
+        elif was_full and not self._kept:
+            self._say(f"{self._path} can be written again; it has all events, {count} of them late")
+
+    def _append(self, line: bytes) -> bool:
+        """Write a line, or nothing of it; returns whether it is written."""
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return False
+        if written < len(line):
+            self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
+        return written == len(line)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; says how many events it lacks, if there was no room to the end."""
         self._file.close()
+        if self._kept:
+            self._say(f"{self._path} lacks the last {len(self._kept)} events: the disk is full")
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError):  # a log on the same full disk
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,118 @@
+"""`events.jsonl` on a disk without room: the run goes on, and nothing is lost or joined."""
+
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+
+import pytest
+
+from meshwright.launch.session import train
+from meshwright.train.events import JsonLines
+from runs import clean_environ, faulty_worker
+
+
+@pytest.fixture
+def limit():
+    """Return a function that sets how large a file of this process may become; None: any size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def set_to(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield set_to
+    set_to(None)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_finds_no_room_is_written_later(tmp_path, limit):
+    path, said = tmp_path / "events.jsonl", []
+    lines = JsonLines(path, said.append)
+    events = [{"event": "step", "step": step} for step in range(1, 7)]
+    lines.write(events[0])
+    whole = path.read_bytes()
+    limit(len(whole) + 10)  # of the next line a part goes in: a short write
+    for event in events[1:4]:
+        lines.write(event)
+    full = path.read_bytes()
+    other = JsonLines(path, said.append)  # the supervisor's, meanwhile
+    other.write({"event": "slow_rank"})
+    limit(None)
+    other.write({"event": "restart"})
+    lines.write(events[4])
+    lines.write(events[5])
+    lines.close()
+    other.close()
+    assert full == whole
+    found = read(path)
+    assert [event for event in found if event["event"] == "step"] == events
+    assert [event["event"] for event in found if event["event"] != "step"] == [
+        *("slow_rank", "restart")
+    ]
+    full_words = "cannot be written, the disk is full; the run goes on"
+    assert [full_words in text for text in said] == [True, True, False, False]
+    assert said[3].endswith("it has all events, 4 of them late")
+
+
+def test_what_never_finds_room_is_told(tmp_path, limit):
+    path, said = tmp_path / "events.jsonl", []
+    lines = JsonLines(path, said.append)
+    limit(5)
+    lines.write({"event": "end"})
+    lines.close()
+    assert path.read_bytes() == b""
+    assert said[-1].endswith("events.jsonl lacks the last 1 events: the disk is full")
+
+
+FILL = """
+from pathlib import Path
+from meshwright.train.events import JsonLines
+real, filler = JsonLines.write, Path(FILLER)
+def write(self, event):
+    if event["event"] == "step" and event["step"] == 2:
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(512)) == 512:
+                    pass
+            except OSError:
+                pass
+        time.sleep(0.5)  # for the supervisor to look
+    if event["event"] == "step" and event["step"] == 5:
+        filler.unlink()
+    real(self, {**event, "long": 8192 * "x"})  # more than the file's last page has room for
+JsonLines.write = write
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root, who mounts one")
+def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("this system mounts no tmpfs")
+    out = io.StringIO()
+    try:
+        run = train(
+            config(
+                *(f"log.dir={disk}", f"checkpoint.dir={tmp_path / 'steps'}", "train.steps=6"),
+                "log.trace_memory=false",
+            ),
+            clean_environ(),
+            out,
+            command=faulty_worker(FILL.replace("FILLER", repr(str(disk / "filler")))),
+        )
+        assert run.exit_code == 0
+        assert [event["step"] for event in run.events("step")] == [1, 2, 3, 4, 5, 6]
+        log = (run.folder / "logs" / "rank-0.log").read_text()
+        assert "events.jsonl can be written again; it has all events, 4 of them late" in log
+        assert (
+            f"the disk of {run.folder} is full: the run goes on without its log" in out.getvalue()
+        )
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
