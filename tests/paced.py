@@ -127,6 +127,6 @@ def performed(world, tables, ranks_of_stage, microbatches, seconds, clock):
 
 def idle(ranks):
     """Return the share of the ranks' time, from the first start to the last end, without work."""
-    spans = [span for one in ranks for span in one.spans]
+    spans = [span for one in ranks for span in one.spans if span.lane == "compute"]
     length = max(span.end for span in spans) - min(span.start for span in spans)
     return 1 - sum(span.end - span.start for span in spans) / length / len(ranks)

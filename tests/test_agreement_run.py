@@ -6,6 +6,7 @@ that idle time is held against the plan where they sleep, see `test_agreement.py
 
 import io
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -14,7 +15,31 @@ from meshwright.program.ledger import from_json, of_source
 from meshwright.report.agreement import agreement
 from meshwright.report.trace import chrome_trace
 from meshwright.spec.loading import load_config
+from paced import idle
 from runs import TINY, clean_environ
+
+
+def came_in_time(measured):
+    """What a stage takes in was made before, by the clock that the ranks of a machine share."""
+    ended = {
+        (span.name, span.stage, span.microbatch): span.end
+        for one in measured.ranks
+        for span in one.spans
+        if span.lane == "compute"
+    }
+    last = max(stage for _, stage, _ in ended)
+    for one in measured.ranks:
+        work = sorted((s for s in one.spans if s.lane == "compute"), key=lambda span: span.start)
+        for before, after in pairwise(work):  # a rank does one thing at a time
+            assert before.end <= after.start + 1e-6
+        for span in work:
+            name, stage, index, end = span.name, span.stage, span.microbatch, span.end
+            if name == "F" and stage > 0:
+                assert ended["F", stage - 1, index] < end
+            if name in ("B", "I"):
+                assert ended["F", last, index] < end
+                later = ended.get(("B", stage + 1, index)) or ended.get(("I", stage + 1, index))
+                assert stage == last or later < end
 
 
 @pytest.mark.parametrize(
@@ -32,7 +57,8 @@ def test_four_ranks_do_their_actions_in_the_planned_order(tmp_path, monkeypatch,
     planned, measured = of_source(ledgers, "predicted"), of_source(ledgers, "measured")
     found = agreement(planned, measured)
     assert found.difference is None
-    assert 0 < found.measured < 1
-    assert len(measured.ranks) == 4
+    assert [one.rank for one in measured.ranks] == [0, 1, 2, 3]
+    assert found.measured == pytest.approx(idle(measured.ranks))
+    came_in_time(measured)
     events = [event for event in chrome_trace(ledgers)["traceEvents"] if event["ph"] == "X"]
     assert len(events) == sum(len(one.spans) for each in ledgers for one in each.ranks)

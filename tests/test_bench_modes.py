@@ -34,7 +34,7 @@ def plain_losses(mode):
         return Llama(TINY, layers=layers)
 
     # Ranks of a pipeline draw their stages each by itself.
-    of_ranks = [range(0, 1), range(1, 2)] if mode == "pp" else [range(TINY.layers)]
+    of_ranks = [range(1), range(1, 2)] if mode == "pp" else [range(TINY.layers)]
     net = nn.Sequential(*map(drawn, of_ranks))
     optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
     found = []

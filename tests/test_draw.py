@@ -21,8 +21,6 @@ from meshwright.prove.verdict import Verdict
 from meshwright.spec.model import ModelSpec
 
 HUNDRED = draw(0, 100)
-# In the order of `draw(5)` four are of several axes; together they have every world but two.
-FEW = {"count": 5, "seed": 23}
 
 
 def test_a_seed_draws_the_same_legal_layouts_each_time():
@@ -33,7 +31,6 @@ def test_a_seed_draws_the_same_legal_layouts_each_time():
         for case in draw(seed, 50, (*WORLDS, 8, 12)):
             assert broken(case.model, case.train, case.layout) is None
             ModelSpec.model_validate(case.model.model_dump())
-            assert case.adam_steps
 
 
 @pytest.mark.parametrize("world", range(2, 17))
@@ -56,6 +53,7 @@ HAS = {
     **{f"microbatch of {n}": {"microbatch": n} for n in (1, 2, 3)},
     **{f"{n} virtual stages": {"virtual_stages": n} for n in (1, 2, 3)},
     "sp": {"sp": True},
+    **{f"steps of {name}": {"optimizer": name} for name in ("adamw", "sgd")},
     **{f"in {name}": {"precision": name} for name in ("fp32", "bf16", "fp16")},
     **{f"products of {name}": {"matmul": name} for name in ("torch", "onednn")},
     **{f"clipped at {norm}": {"clip_norm": norm} for norm in (0.0, 0.1, 1.0)},
@@ -68,16 +66,15 @@ HAS = {
     },
     **{f"rotated {part}": {"rotary_pct": part} for part in (0.0, 0.25, 0.5, 1.0)},
     **{f"dropout {share}": {"dropout": share} for share in (0.0, 0.1)},
-    **{f"{count} steps": {"steps": count} for count in (2, 3)},
     **{f"packed {flag}": {"packed": flag} for flag in (False, True)},
 }
 
 
 def facts(case):
     """All values of a case by their names."""
-    found = {"world": case.layout.world, "packed": case.packed, "steps": case.steps}
+    found = {"world": case.layout.world, "packed": case.packed, "optimizer": case.optimizer}
     for section in (case.layout, case.model, case.train):
-        found |= {name: value for name, value in section if name != "steps"}
+        found |= dict(section)
     if not case.layout.is_pipelined:
         del found["schedule"]
     if case.layout.cp == 1:
@@ -112,7 +109,7 @@ def test_a_hundred_mix_what_is_odd(seed):
     assert any(case.model.n_layers % case.layout.stages for case in pipelined)
     counts = {c.train.batch // c.layout.dp // c.layout.microbatch for c in cases}
     assert counts >= {1, 2, 3, 4, 5, 6}
-    assert max(counts) > 10
+    assert max(counts) >= 8
     assert any(case.model.dim % case.layout.shard_ranks for case in cases)
     assert any(case.model.vocab_size % 2 for case in cases)
     assert any(case.train.seq_len % 2 for case in cases)
@@ -164,7 +161,7 @@ def test_what_a_failure_needs_stays_and_all_else_goes(case):
     assert found.train.batch == 1
     assert (model.n_layers, model.family, model.dropout) == (1, "llama", 0.0)
     assert not model.attention_bias
-    assert (found.packed, found.adam_steps, found.steps) == (False, 0, 1)
+    assert (found.packed, found.optimizer, found.steps) == (False, "sgd", 1)
     assert found.train.precision == "fp32"
     assert len(set(tried)) == len(tried) <= 80
 
@@ -278,7 +275,7 @@ def test_what_fails_after_others_only_is_told_so(capsys, fail):
         (["--random", "5", "--only", "tp7"], "no layout of these 5 has 'tp7'"),
         (["--random", "5", "--resume"], "leave out --random"),
         (["--random", "0"], "prove nothing"),
-        (["--seed", "3"], "--seed is of layouts by chance: add --random N"),
+        (["--seed", "3"], "--seed is of layouts by chance: add --random N, or --matrix --draw N"),
         (["--matrix", "--seed", "3"], "--seed is of layouts by chance"),
         (["--case", "{}", "--world", "2"], "add --matrix, or --random N"),
         (["--case", "{}"], "--case takes what a failure of --random has printed"),
@@ -305,6 +302,8 @@ def test_an_illegal_case_is_refused_with_the_nearest_legal(capsys):
 
 @pytest.mark.timeout(600)
 def test_five_on_their_ranks(capsys):
-    words = ["prove", "--random", str(FEW["count"]), "--seed", str(FEW["seed"])]
-    assert main(words) == 0, capsys.readouterr().out
-    assert "5 of 5 layouts passed" in capsys.readouterr().out
+    """ZeRO over 3 and 6 ranks, tp of 3, pp of 2, 3 and 6, both kinds of cp, all in odd sizes."""
+    code = main(["prove", "--random", "5", "--seed", "2367", "--world", "6"])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "5 of 5 layouts passed" in out

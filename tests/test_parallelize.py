@@ -20,9 +20,12 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
 def run(processes, *words):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*command, "--nproc-per-node", str(processes), str(EXAMPLE), *words],
+        [*command, str(EXAMPLE), *words],
         capture_output=True,
         text=True,
         timeout=200,

@@ -114,7 +114,7 @@ def test_files_and_functions_stay_small():
                 assert node.end_lineno - node.lineno < 66, f"{path}:{node.lineno} {node.name}"
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "ci"])
 def test_files_beside_the_package_stay_small_too(folder):
     for path in sorted((SRC.parents[1] / folder).rglob("*.py")):
         assert path.read_text().count("\n") <= 400, path

@@ -20,6 +20,7 @@ from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
+from meshwright.execute.processor import processor
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import detect
@@ -231,20 +232,29 @@ def _layouts(args: argparse.Namespace) -> int:
     if not is_cpu:
         config = on_machine(config, machine)
     if args.top:
-        made = plan(config, args.top, calibration, local_devices=machine.devices, lacks=lacks)
+        made = plan(
+            config,
+            args.top,
+            calibration,
+            local_devices=machine.devices,
+            lacks=lacks,
+            processor=processor(),
+        )
         config = made.config
         layouts = [one.layout for one in made.found.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
     check_compiler(config.train, lacks)
-    setting = on_cluster(setting_of(config, calibration, layouts[0].world), layouts[0])
+    setting = setting_of(config, calibration, layouts[0].world, processor())
+    setting = on_cluster(setting, layouts[0])
     rows = [
         Row(
             layout,
             price(setting, layout),
             [
-                timeline(lower(config.model, config.train, layout), rank, on_host=is_cpu).peak.total
+                timeline(program, rank, on_host=is_cpu).peak.total
+                for program in [lower(config.model, config.train, layout, setting.target)]
                 for rank in range(layout.world)
             ],
         )

@@ -22,6 +22,7 @@ from meshwright.cli.common import (
 from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.execute.processor import processor
 from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import on_machine, slower
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         shared = slower(config, machine)
     if args.explain:
         layout = Layout.parse(args.explain)
-        setting = setting_of(config, calibration, slower=shared)
+        setting = setting_of(config, calibration, processor=processor(), slower=shared)
         found = explain(setting, layout)
         if args.json:
             terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
@@ -121,9 +122,18 @@ def run(args: argparse.Namespace) -> int:
         layout = (
             Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
         )
-        return _after_oom(setting_of(config, calibration), layout, args)
+        setting = setting_of(config, calibration, processor=processor())
+        return _after_oom(setting, layout, args)
     started = time.perf_counter()
-    made = plan(config, args.top, calibration, args.margin, lacks=lacks, slower=shared)
+    made = plan(
+        config,
+        args.top,
+        calibration,
+        args.margin,
+        lacks=lacks,
+        processor=processor(),
+        slower=shared,
+    )
     seconds = time.perf_counter() - started
     document = as_json(made)
     more = answers(args, made)

@@ -26,7 +26,7 @@ from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
 from meshwright.prove.draw import MOST_RANKS, draw
 from meshwright.prove.draw import WORLDS as DRAWN_WORLDS
-from meshwright.prove.matrix import WORLDS, matrix
+from meshwright.prove.matrix import WORLDS, drawn, matrix
 from meshwright.prove.order import prove_order
 from meshwright.prove.outcome import Outcome, document, refusal_line
 from meshwright.prove.refused import Refusal, refuse
@@ -42,6 +42,7 @@ examples:
   meshwright prove run.toml layout.tp=2 layout.sp=true    does this layout compute the same?
   meshwright prove --matrix --world 4                     the whole table of 4 ranks
   meshwright prove --matrix --only zbv --json             those whose label contains a text
+  meshwright prove --matrix --draw 9 --seed 4             nine of the table, drawn by chance
   meshwright prove --random 20 --seed 7                   layouts of 2 to 6 ranks by chance
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
   meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `prove`."""
     parser.description = (
         "Prove on local ranks that a layout computes what one device does: loss, every gradient, "
-        "weights after steps of SGD and AdamW."
+        "what steps of the optimizer add to the weights, its state, and an evaluation."
     )
     parser.epilog = EXAMPLE
     add_config_arguments(parser)
@@ -62,8 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--matrix", action="store_true", help="the table instead of a config")
     source.add_argument("--random", type=int, metavar="N", help="so many legal layouts by chance")
     source.add_argument("--case", metavar="JSON", help="what a failure of --random has printed")
+    parser.add_argument("--draw", type=int, metavar="N", help="of the table, N layouts by chance")
     parser.add_argument(
-        "--seed", type=int, metavar="S", help="of --random, the same layouts for the same; 0"
+        "--seed",
+        type=int,
+        metavar="S",
+        help="of --random and --draw, the same layouts for the same; 0",
     )
     parser.add_argument(
         "--world",
@@ -143,8 +148,10 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
         raise ConfigError(f"{source} has its own layouts; leave out {' '.join(args.words)}")
     if source not in ("--matrix", "--random") and (args.world is not None or args.only is not None):
         raise ConfigError("--world and --only are of the table: add --matrix, or --random N")
-    if source != "--random" and args.seed is not None:
-        raise ConfigError("--seed is of layouts by chance: add --random N")
+    if args.draw is not None and source != "--matrix":
+        raise ConfigError("--draw is of the table: add --matrix")
+    if source != "--random" and args.draw is None and args.seed is not None:
+        raise ConfigError("--seed is of layouts by chance: add --random N, or --matrix --draw N")
     if args.resume and (source is not None or args.check_order):
         other = source or "--check-order"
         raise ConfigError(f"--resume certifies a config: leave out {other}")
@@ -159,6 +166,8 @@ def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[R
         raise ConfigError(f"no layout of {world} ranks has {only!r} in its label")
     cases = [case for case in chosen if case.refused is None]
     refusals = [refuse(case) for case in chosen if case.refused is not None]
+    if args.draw is not None:
+        cases = drawn(cases, args.draw, args.seed or 0)
     _say(out, f"{len(cases)} layouts of {world} ranks, {len(refusals)} to be refused")
     return cases, refusals
 

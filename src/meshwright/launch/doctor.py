@@ -17,6 +17,7 @@ from typing import Final
 
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
+from meshwright.execute.processor import processor
 from meshwright.execute.rendezvous import loopback_interface
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.finding import Finding
@@ -222,7 +223,7 @@ def _room(config: Config, root: Path) -> str:
 
 def _fits(config: Config, layout: Layout, device: str) -> Finding:
     """Compare the predicted peak of all ranks of this machine with its memory."""
-    setting = setting_of(config, local_devices=layout.world)
+    setting = setting_of(config, local_devices=layout.world, processor=processor())
     found = worst_memory(setting, layout).allocated
     _, free = memory_of_machine()
     limit = config.cluster.memory

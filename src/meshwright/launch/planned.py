@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
+from meshwright.execute.processor import processor
 from meshwright.launch.machine import CPU_RANKS, gpu_name
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.spec.loading import Config
@@ -26,7 +27,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         from meshwright.search.plan import planned
 
         here = on_machine(config, machine)
-        found = planned(here, lacks, slower(here, machine))
+        found = planned(here, lacks, processor(), slower(here, machine))
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
     if config.train.compile == "auto" and config.cluster.calibration is not None:
@@ -46,7 +47,9 @@ def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
     from meshwright.search.plan import on_cluster, setting_of
 
     each = layout.world // config.cluster.nodes
-    priced = setting_of(on_machine(config, machine), slower=slower(config, machine, each))
+    priced = setting_of(
+        on_machine(config, machine), processor=processor(), slower=slower(config, machine, each)
+    )
     return on_cluster(priced, layout)
 
 

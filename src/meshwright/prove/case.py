@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
+
+Optimizer = Literal["adamw", "sgd"]
 
 
 @dataclass(frozen=True)
 class Case:
     """One layout, and what it is run on; `refused` is the rule that it is expected to break.
 
-    `steps` of gradient descent with `lr` are compared, and `adam_steps` of AdamW, 0 for none.
+    `steps` of an optimizer are compared.
     """
 
     model: ModelSpec
     train: TrainSpec
     layout: Layout
     packed: bool = False
-    steps: int = 2
-    lr: float = 0.3
+    steps: int = 3
+    optimizer: Optimizer = "adamw"
     refused: str | None = None
-    adam_steps: int = 0
 
     @property
     def loss_scale(self) -> float:

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.rules import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
-from meshwright.prove.case import Case
+from meshwright.prove.case import Case, Optimizer
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 WORLDS: Final = (2, 3, 4, 5, 6)
 MOST_RANKS: Final = 16
-ADAM_STEPS: Final = 3
 # Of the numbers of microbatches that a schedule takes, the lowest so many are drawn from.
 _COUNTS: Final = 6
 # Tokens of a sequence.
@@ -36,6 +35,7 @@ _BOOLS: Final = (False, True)
 # A choice that is there twice is dealt twice as often.
 _ZERO_OF_NONE: Final = (0, 0, 0, 0, 1, 2, 3)
 _OFFLOADS: Final = ("none", "none", "none", "optimizer", "params")
+_OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
 _SCALINGS: Final = (
@@ -104,8 +104,8 @@ def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
     rule = broken(model, train, layout)
     assert rule is None, rule
     packed = dealer.deal("packed", _BOOLS)
-    steps = dealer.deal("steps", (2, 2, 3))
-    return Case(model, train, layout, packed, steps, adam_steps=ADAM_STEPS)
+    optimizer = dealer.deal("optimizer", _OPTIMIZERS)
+    return Case(model, train, layout, packed, optimizer=optimizer)
 
 
 def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:

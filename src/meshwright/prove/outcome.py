@@ -33,7 +33,7 @@ class Outcome:
         """Yield a line with the claims and their worst errors, then what failed."""
         word = "ok  " if self.passed else "FAIL"
         errors = [
-            f"{verdict.claim} {verdict.error:.1e}"
+            f"{verdict.claim} {verdict.error:.1e} ({verdict.error / verdict.tolerance:.0%})"
             for verdict in self.verdicts
             if verdict.tolerance and verdict.error is not None
         ]

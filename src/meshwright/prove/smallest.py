@@ -44,6 +44,8 @@ _PLAIN_MODEL: Final = {
     "ffn_dim": 128,
     "vocab_size": 128,
 }
+# Of the case itself: what is compared.
+_PLAIN_CASE: Final = {"packed": False, "optimizer": "sgd", "steps": 1}
 _PLAIN: Final[Mapping[str, Mapping[str, object]]] = {
     "layout": _PLAIN_LAYOUT,
     "train": _PLAIN_TRAIN,
@@ -80,7 +82,6 @@ def _complexity(case: Case) -> int:
     layout, model = case.layout, case.model
     counts = [*layout.mesh.shape, layout.microbatch, layout.virtual_stages, layout.zero]
     counts += [_microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
-    counts += [case.steps, case.adam_steps, case.packed]
     if layout.is_pipelined:
         counts.append(list(SCHEDULES).index(layout.schedule))
     not_plain = (
@@ -88,8 +89,9 @@ def _complexity(case: Case) -> int:
         for section, values in _PLAIN.items()
         for name, value in values.items()
     )
+    own = (getattr(case, name) != value for name, value in _PLAIN_CASE.items())
     is_odd = case.train.seq_len not in _SEQ_LENS
-    return sum(map(int, (*counts, *not_plain, is_odd)))
+    return sum(map(int, (*counts, *not_plain, *own, is_odd)))
 
 
 def _updates(case: Case) -> Iterator[_Update]:
@@ -104,15 +106,13 @@ def _updates(case: Case) -> Iterator[_Update]:
             for virtual in range(traits.min_virtual, layout.virtual_stages + 1):
                 yield {"layout": {"schedule": traits.name, "virtual_stages": virtual}}
     yield from ({"layout": {"zero": zero}} for zero in range(layout.zero))
-    yield {"packed": False}
     for section, values in _PLAIN.items():
         yield from ({section: {name: value}} for name, value in values.items())
     yield from ({"model": {"n_layers": n}} for n in range(layout.stages, model.n_layers))
     for heads in range(1, model.n_heads):
         yield {"model": {"n_heads": heads, "n_kv_heads": min(heads, model.n_kv_heads)}}
     yield from ({"train": {"seq_len": n}} for n in _SEQ_LENS if n <= case.train.seq_len)
-    yield {"adam_steps": 0}
-    yield {"steps": 1}
+    yield from ({name: value} for name, value in _PLAIN_CASE.items())
 
 
 def _updated(case: Case, update: _Update) -> Case | None:

@@ -21,6 +21,7 @@ from meshwright.predict.catalogue import resolve_cluster, slowed
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
+from meshwright.program.target import Processor
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
@@ -93,18 +94,20 @@ def setting_of(
     config: Config,
     calibration: Calibration | None = None,
     local_devices: int = _LOCAL_DEVICES,
+    processor: Processor | None = None,
     slower: float = 1.0,
 ) -> Setting:
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names.
 
-    A device computes `slower` times as slowly as the catalogue has it, as one of many ranks does
-    that share a CPU.
+    `processor` is this machine's, for a cluster that is "local". A device computes `slower` times
+    as slowly as the catalogue has it, as one of many ranks does that share a CPU.
     """
     if calibration is None:
         own = config.cluster.calibration
         calibration = shipped_calibration() if own is None else read_calibration(Path(own))
     calibration = calibration.of(config.model, config.train.seq_len)
-    cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
+    found = resolve_cluster(config.cluster, local_devices, processor)
+    cluster = as_measured(found, calibration)
     if slower != 1:
         cluster = replace(cluster, device=slowed(cluster.device, slower))
     return Setting(
@@ -124,17 +127,19 @@ def plan(
     margin: float = MARGIN,
     local_devices: int = _LOCAL_DEVICES,
     lacks: str | None = None,
+    processor: Processor | None = None,
     slower: float = 1.0,
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; torch is not imported.
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
     those that leave the share `margin` of the memory free. Keys of the layout that the config gives
-    keep their values. `lacks` is what the machine's compiler lacks, `slower` that of `setting_of`.
+    keep their values. `lacks` is what the machine's compiler lacks, `processor` and `slower`
+    are those of `setting_of`.
     The plan's config has `train.compile` decided, for the best layout. Raises `ConfigError` where
     no layout is legal.
     """
-    setting, pins = setting_of(config, calibration, local_devices, slower), given(config)
+    setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
     found = Search(setting, setting.cluster.devices, margin, pins).run(top)
     if not found.considered:
         raise refuse(setting, pins)
@@ -147,13 +152,19 @@ def plan(
     return Plan(decided(config, choice), setting, found, margin, choice)
 
 
-def planned(config: Config, lacks: str | None = None, slower: float = 1.0) -> Config:
+def planned(
+    config: Config,
+    lacks: str | None = None,
+    processor: Processor | None = None,
+    slower: float = 1.0,
+) -> Config:
     """Return a config whose `layout.auto` and `train.compile` are decided for its cluster.
 
-    The keys of the layout that were given stay, the others get the origin "plan"; `lacks` and
-    `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or fits.
+    The keys of the layout that were given stay, the others get the origin "plan"; `lacks`,
+    `processor` and `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or
+    fits.
     """
-    made = plan(config, 1, lacks=lacks, slower=slower)
+    made = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
     if made.best is None:
         held = made.found.unfit
         needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""

@@ -301,6 +301,7 @@ class Search:
                     count,
                     setting.calibration,
                     on_cpu=setting.on_cpu,
+                    products=setting.target.products,
                 )
             )
             for rank in (0, layout.pp - 1)
