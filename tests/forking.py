@@ -382,6 +382,7 @@ _OWN_PATH: Final = [
 def main() -> None:
     """Be the server: `python forking.py SOCKET ROOM`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
+    _show_command_line([sys.executable, *sys.argv[:2]])  # without the room
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
     for name in PRELOADED:
