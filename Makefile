@@ -3,7 +3,10 @@
 #   make test   the tests
 #   make perf   what is measured in seconds, on a machine that does nothing else
 #   make faults ranks killed, stopped and cut off in every way
+#   make ci     what CI runs for this commit, in 45 minutes
+#   make everything  all that CI runs by turns, at once: hours
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
+#   make mutants  faults put into the code that trains, each of which must be caught: docs/mutants.md
 #   make docs   the site, into build/site
 #   make gpu    checks and benchmarks on one GPU, in nine minutes
 #   make prove  every layout of the support matrix against one device
@@ -18,7 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: docs gpu gpu-wheels demo test test-all perf faults fault-table prove check lint types bench clean
+.PHONY: ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove \
+	check lint types bench clean
 
 demo: $(VENV)/.base
 	$(BIN)/meshwright train examples/demo.toml
@@ -44,11 +48,24 @@ fault-table: $(VENV)/.dev
 prove: $(VENV)/.base
 	@for world in 2 4 8 16; do $(BIN)/meshwright prove --matrix --world $$world || exit; done
 
+mutants: $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python -m benchmarks.mutants --page docs/mutants.md
+
+# Both set up the environments themselves, with the system's Python.
+ci:
+	$(PYTHON) -m ci
+
+everything:
+	$(PYTHON) -m ci --everything
+
+setup: $(VENV)/.dev
+	$(PYTHON) -m ci.debian
+
 check: lint types test
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples ci
+	$(BIN)/ruff check src tests benchmarks examples ci
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

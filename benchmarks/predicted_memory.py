@@ -5,7 +5,8 @@
 The layouts, precisions, recomputation, offload and kinds of models are those of `prove --matrix`,
 with sizes at which activations and states weigh about the same. Predicted is the peak of
 `predict.timeline`; measured is the median of three steps by torch's profiler. `--every N` takes
-each Nth layout. Prints those that are furthest off; the last line is the command to repeat it.
+each Nth layout, `--matmul onednn` has fp32 products go through oneDNN. Prints those that are
+furthest off; the last line is the command to repeat it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from meshwright.bench.memory import measure
 from meshwright.execute.world import World
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
+from meshwright.program.target import Processor, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.units import MIB
@@ -37,28 +39,29 @@ WIDER, LONGER, MORE_WORDS = 4, 8, 8
 WORST: Final = 10
 
 
-def scaled(case: Case) -> Case:
-    """Return a case of the table with a model and rows of some size."""
+def scaled(case: Case, matmul: str) -> Case:
+    """Return a case of the table with a model and rows of some size, and a way of products."""
     sizes = {name: WIDER * getattr(case.model, name) for name in ("dim", "ffn_dim", "head_dim")}
     sizes["vocab_size"] = MORE_WORDS * case.model.vocab_size
-    train = case.train.model_copy(update={"seq_len": LONGER * case.train.seq_len})
+    changes = {"seq_len": LONGER * case.train.seq_len, "matmul": matmul}
+    train = case.train.model_copy(update=changes)
     return replace(case, model=case.model.model_copy(update=sizes), train=train)
 
 
-def cases_of(ranks: int, every: int) -> list[Case]:
+def cases_of(ranks: int, every: int, matmul: str) -> list[Case]:
     """Return each `every`-th of the table's legal layouts, scaled."""
     legal = [case for case in matrix(ranks) if case.refused is None]
-    return [scaled(case) for case in legal[::every]]
+    return [scaled(case, matmul) for case in legal[::every]]
 
 
-def _rank(rank: int, ranks: int, folder: str, every: int) -> None:
+def _rank(rank: int, ranks: int, folder: str, every: int, matmul: str) -> None:
     """Measure every layout as one rank; rank 0 writes a line for each."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     world = World(rank, ranks, torch.device("cpu"), store)
-    for number, case in enumerate(cases_of(ranks, every)):
+    for number, case in enumerate(cases_of(ranks, every, matmul)):
         peaks = world.gather_on_host([measure(world, case).peak.total])
         if rank == 0:
             with Path(folder, "peaks.jsonl").open("a") as out:
@@ -68,14 +71,15 @@ def _rank(rank: int, ranks: int, folder: str, every: int) -> None:
     dist.destroy_process_group()
 
 
-def rows_of(ranks: int, every: int, folder: Path) -> list[dict[str, Any]]:
+def rows_of(ranks: int, every: int, matmul: str, folder: Path) -> list[dict[str, Any]]:
     """Return a row for each rank of each measured layout."""
     rows = []
-    cases = cases_of(ranks, every)
+    cases = cases_of(ranks, every, matmul)
     for line in (folder / "peaks.jsonl").read_text().splitlines():
         number, peaks = json.loads(line)
         case = cases[number]
-        program = lower(case.model, case.train, case.layout)
+        target = Target(route(case.train.matmul, Processor()))
+        program = lower(case.model, case.train, case.layout, target)
         for rank, measured in enumerate(peaks):
             peak = timeline(program, rank, packed=case.packed).peak
             rows.append(
@@ -109,13 +113,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--matmul", choices=["torch", "onednn"], default="torch")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (args.ranks, folder, args.every), nprocs=args.ranks)
-        rows = rows_of(args.ranks, args.every, Path(folder))
+        mp.spawn(_rank, (args.ranks, folder, args.every, args.matmul), nprocs=args.ranks)
+        rows = rows_of(args.ranks, args.every, args.matmul, Path(folder))
     show(rows)
     command = f"python -m benchmarks.predicted_memory --ranks {args.ranks} --every {args.every}"
+    command += f" --matmul {args.matmul}"
     result = {
         "command": command,
         "torch": torch.__version__,

@@ -87,11 +87,11 @@ def listed(cases: Sequence[Case]) -> str:
         [
             f"`{case.layout.label}`",
             *case.label.rpartition(", ")[2:],
-            "yes" if case.adam_steps else "",
+            {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer],
         ]
         for case in cases
     ]
-    return table(["layout", "model, batch", "AdamW"], rows)
+    return table(["layout", "model, batch", "optimizer"], rows)
 
 
 def refusals(cases: Sequence[Case]) -> str:

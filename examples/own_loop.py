@@ -1,10 +1,11 @@
 """One's own model in one's own loop, parallel: a transformers GPT that knows nothing of Meshwright.
 
-    torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --zero 3
+    python examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py
+    torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --zero 3
 
-What is left of the ranks after --tp reads different data. Whatever the layout, the losses are the
-same: run it with one process and compare.
+On GPUs, if there is one for each process of the machine, else on the CPU. What is left of the ranks
+after --tp reads different data. Whatever the layout, the losses are the same.
 """
 
 import argparse
@@ -30,6 +31,22 @@ PLAN = {
 }
 
 
+def join() -> torch.device:
+    """Meet the other processes, if there are any; returns what this one computes on."""
+    torch.set_num_threads(1)
+    place, others = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= others:
+        device = torch.device("cuda", place)
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:  # torchrun's
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
 def main() -> None:
     """Train a few steps."""
     parser = argparse.ArgumentParser()
@@ -37,8 +54,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, choices=[0, 1, 2, 3], default=0)
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+    device = join()
     data = dist.get_world_size() // args.tp
     layout = mw.Layout(
         tp=args.tp,
@@ -46,7 +62,7 @@ def main() -> None:
         dp_shard=data if args.zero else 1,
         dp_replicate=1 if args.zero else data,
     )
-    mesh = mw.make_mesh(layout)
+    mesh = mw.make_mesh(layout, device.type)
 
     torch.manual_seed(0)  # the same weights on every rank
     config = GPTNeoXConfig(
@@ -57,7 +73,7 @@ def main() -> None:
         intermediate_size=256,
         max_position_embeddings=SEQ,
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
     mw.parallelize(model, layout, mesh, plan=PLAN)
     # foreach=False: parameters that tp cuts and those that it does not are different tensors
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -67,7 +83,7 @@ def main() -> None:
     for step in range(args.steps):
         generator = torch.Generator().manual_seed(step % 2)
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
-        mine = tokens[rank * share : (rank + 1) * share]
+        mine = tokens[rank * share : (rank + 1) * share].to(device)
         logits = model(mine[:, :-1]).logits
         # The sum over one's own tokens, divided by the number of all: gradients are summed.
         loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten(), reduction="sum")

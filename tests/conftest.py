@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from forking import Forks, Server
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
+from ranks import close_pools
 from runs import TINY, ip
 
 pytest.register_assert_rewrite("faulty")
@@ -43,6 +47,37 @@ def corpus(tmp_path_factory):
         "<|endoftext|>".join(f"story {n}: the cat sat on mat {n}. " * 9 for n in range(60))
     )
     return file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_are_forked():
+    """Have ranks and commands forked from a process that has imported torch."""
+    if not sys.platform.startswith("linux") or os.environ.get("MESHWRIGHT_TESTS_EXEC"):
+        yield None
+        return
+    server = Server()
+    forks = Forks(server.start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forks.popen)
+        yield forks
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def forks(processes_are_forked, request):
+    """The switch of forked processes, off where a test needs them started anew."""
+    if processes_are_forked is None:
+        return Forks(lambda request, files: None)
+    marks = {mark.name for mark in request.node.iter_markers()}
+    processes_are_forked.is_on = not marks & {"faults", "execs", "perf"}
+    return processes_are_forked
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks():
+    """The pools of ranks serve one file of tests; the next one's ranks know nothing of it."""
+    yield
+    close_pools()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""`@ranks(n)`: a test whose body runs on n ranks at once, in a pool of spawned gloo workers.
+"""`@ranks(n)`: a test whose body runs on n ranks at once, in a pool of gloo workers.
 
-A pool starts once per world size and serves all tests; after a failure or a time-out it is thrown
-away, since its process group may hang. Spawned, because a fork after gloo has started deadlocks.
+A pool starts once per world size and file of tests. After a failure or a time-out it is thrown
+away, since its process group may hang. Its processes are `python -m ranks RANK N STORE PIPE`, which
+`forking.py` forks from a server without a process group: a fork after gloo has started deadlocks.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import atexit
 import functools
 import importlib
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 
 
 def ranks(n: int):
@@ -53,23 +56,27 @@ class RankError(AssertionError):
 
 class _Pool:
     def __init__(self, n: int) -> None:
-        import torch.multiprocessing as mp
-
-        context = mp.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(n):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, n, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
+            ours, theirs = Pipe()
+            words = [sys.executable, "-m", "ranks", str(rank), str(n), store, str(theirs.fileno())]
+            with theirs:
+                self.processes.append(
+                    subprocess.Popen(
+                        words,
+                        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
+                )
             self.pipes.append(ours)
-            self.processes.append(process)
 
     def is_alive(self) -> bool:
-        return bool(self.processes) and all(p.is_alive() for p in self.processes)
+        return bool(self.processes) and all(p.poll() is None for p in self.processes)
 
     def run(self, module: str, name: str, arguments: dict[str, Any]) -> list[Any]:
         for pipe in self.pipes:
@@ -95,17 +102,22 @@ class _Pool:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.join()
-        self.processes = []
+            process.wait()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+        self.folder.cleanup()
 
 
 _POOLS: dict[int, _Pool] = {}
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_pools() -> None:
+    """End all ranks; later tests start fresh ones."""
     for pool in _POOLS.values():
         pool.close()
+    _POOLS.clear()
 
 
 def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
@@ -130,3 +142,7 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
             pipe.send((False, result))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Connection(int(sys.argv[4])))

@@ -7,10 +7,10 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.interop.command_line import read_arguments
 from meshwright.interop.flat import guess_system
-from meshwright.interop.importing import import_files
+from meshwright.interop.importing import import_files, refusal_text
 from meshwright.interop.report import VERDICTS
 from meshwright.interop.table import load_table
-from meshwright.spec.loading import SECTIONS, build_config
+from meshwright.spec.loading import SECTIONS, build_config, load_config
 
 BATCH = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
 DS = {
@@ -81,10 +81,7 @@ def test_deepspeed(tmp_path):
     assert (config.train.batch, config.layout.microbatch) == (32, 4)
     assert (config.layout.zero, config.layout.dp_shard, config.layout.dp_replicate) == (2, 4, 1)
     assert config.layout.offload == "optimizer"
-    assert (config.train.precision, config.train.clip_norm, config.train.log_every) == (
-        *("bf16", 0.5),
-        10,
-    )
+    assert (config.train.precision, config.train.clip_norm) == ("bf16", 0.5)
     # What the file leaves out is DeepSpeed's default, not Meshwright's
     assert config.optimizer.betas == (0.9, 0.999)
     assert (config.optimizer.schedule, config.optimizer.min_lr_ratio) == ("cosine", 0.0001)
@@ -163,6 +160,32 @@ def test_auto_comes_from_the_base(tmp_path):
     assert {entry(found, key).verdict for key in ("train_batch_size", "fp16.enabled")} == {
         "honoured"
     }
+
+
+def test_auto_is_the_default_here_where_the_base_says_nothing(tmp_path):
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    warms = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "cos_min_ratio"), "auto")
+    content = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, **warms}},
+        "steps_per_print": 2000,
+    }
+    found = imported(tmp_path, content, devices=2)
+    config, ours = config_of(found), load_config(None, ["train.steps=50"])
+    assert config.optimizer == ours.optimizer
+    assert config.train == ours.train
+    filled = {one.key for one in found.report.filled}
+    assert not any(key.startswith("optimizer.") for key in filled - {"optimizer.momentum"})
+    assert "train.clip_norm" not in filled
+    note = entry(found, "optimizer.params.betas").note
+    assert note == "auto: the default, optimizer.betas = (0.9, 0.95)"
+    assert entry(found, "steps_per_print").verdict == "ignored"
+    # What is left out is DeepSpeed's default, as before.
+    left = imported(tmp_path, {"optimizer": {"type": "AdamW"}}, devices=2)
+    assert config_of(left).optimizer.betas == (0.9, 0.999)
+    assert config_of(left).train.clip_norm == 0
 
 
 def test_zero_shards_over_the_data_ranks_of_the_base(tmp_path):
@@ -348,6 +371,29 @@ def test_hugging_face(tmp_path):
     assert [e.key for e in refused] == ["sliding_window"]
     refused = imported(tmp_path, {**HF, "qk_norms": True}, "config.json").report.refused
     assert [e.key for e in refused] == ["qk_norms"]
+
+
+def test_an_unknown_model_is_no_config_even_if_it_is_accepted(tmp_path):
+    for content in (
+        {**HF, "model_type": "mamba"},
+        {key: value for key, value in HF.items() if key != "model_type"},
+    ):
+        for accepted in (["model_type"], ["all"]):
+            report = imported(tmp_path, content, "config.json", accepted=accepted).report
+            assert report.refused
+            assert "--accept" not in refusal_text(report)
+
+
+def test_what_is_accepted_leaves_the_rest_of_the_model(tmp_path):
+    content = {**HF, "sliding_window": 128, "attention_dropout": 0.1, "qk_norms": True}
+    refused = [one.key for one in imported(tmp_path, content, "config.json").report.refused]
+    assert "sliding_window" in refused
+    found = imported(tmp_path, content, "config.json", accepted=refused)
+    assert not found.report.refused
+    model = config_of(found).model
+    assert (model.dim, model.n_layers, model.n_kv_heads, model.vocab_size) == (64, 2, 2, 512)
+    plain = config_of(imported(tmp_path, HF, "config.json")).model
+    assert model == plain
 
 
 def test_tables_name_real_keys():

@@ -32,7 +32,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert main([*words, "--out", "run.toml"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert "keys take effect" in shown
+    assert "15 of the 18 keys take effect" in shown
     config = load_config(tmp_path / "run.toml")
     assert (config.train.batch, config.train.seed, config.layout.zero) == (32, 3, 2)
     assert main(words) == 0  # without --out, the TOML alone is on stdout
@@ -62,7 +62,7 @@ def test_train_takes_a_deepspeed_config(tmp_path, capsys, monkeypatch):
             {
                 "train_batch_size": 4,
                 "gradient_accumulation_steps": 2,
-                "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+                "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": "auto"}},
                 "fp16": {"enabled": False},
                 "hybrid_engine": {"enabled": True},
             }
@@ -71,8 +71,23 @@ def test_train_takes_a_deepspeed_config(tmp_path, capsys, monkeypatch):
     words = ["train", "--deepspeed", "ds.json", "--json", "run.toml", "train.steps=2"]
     assert main(words) == 0
     shown = capsys.readouterr()
-    assert "hybrid_engine.enabled = True: no generation inside of training" in shown.err
+    for told in (
+        "hybrid_engine.enabled = True: no generation inside of training",
+        "optimizer.params.eps = auto: auto: the default, optimizer.eps = 1e-08",
+        "train.clip_norm = 0.0: import: DeepSpeed's default of gradient_clipping",
+        "optimizer.betas = [0.9, 0.999]: import: DeepSpeed's default of optimizer.params.betas",
+    ):
+        assert told in shown.err
     config = load_config(next((tmp_path / "runs").glob("run-*/config.toml")))
     assert (config.train.batch, config.layout.microbatch, config.train.clip_norm) == (4, 2, 0.0)
     assert main(["train", "--deepspeed", "none.json", "run.toml"]) == 2
     assert main(["train", "run.toml", "--accept", "x"]) == 2
+
+
+def test_an_unknown_model_ends_with_no_toml(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 64}))
+    words = ["config", "import", str(tmp_path / "config.json"), "--devices", "1"]
+    for accept in ("model_type", "all"):
+        assert main([*words, "--accept", accept, "--out", str(tmp_path / "run.toml")]) == 2
+        assert "model_type = 'mamba' is not supported" in capsys.readouterr().err
+    assert not (tmp_path / "run.toml").exists()

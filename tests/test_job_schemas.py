@@ -12,7 +12,9 @@ NODES = (["cluster.nodes=1", "layout.dp_shard=8"], [])
 def test_skypilot_takes_the_task(written, more):  # noqa: F811
     schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
     jsonschema = pytest.importorskip("jsonschema")
-    task = yaml.safe_load(written("skypilot", *more, "--image", "my/image"))
+    task = yaml.safe_load(
+        written("skypilot", *more, "--image", "my/image", "--bucket", "s3://here")
+    )
     jsonschema.validate(task, schemas.get_task_schema())
     jsonschema.validate(task["resources"], schemas.get_resources_schema())
 
@@ -22,7 +24,8 @@ def test_kubeflow_takes_the_job(written, more):  # noqa: F811
     """Its client knows every field, and keeps their values."""
     models = pytest.importorskip("kubeflow.training.models", reason="kubeflow is not installed")
     client = pytest.importorskip("kubernetes.client")
-    job = yaml.safe_load(written("kubernetes", "--kind", "pytorchjob", "--image", "i", *more))
+    options = ["--kind", "pytorchjob", "--image", "i", "--volume", "v"]
+    _, job = yaml.safe_load_all(written("kubernetes", *options, *more))
     known = {**vars(models), **vars(client.models)}
     assert keep(job, "KubeflowOrgV1PyTorchJob", known) == job
 
@@ -31,7 +34,8 @@ def test_kubeflow_takes_the_job(written, more):  # noqa: F811
 def test_kubernetes_takes_the_pods_of_a_jobset(written, more):  # noqa: F811
     """JobSet's own fields are not in any client; the Job inside of it is one of Kubernetes'."""
     validate = pytest.importorskip("kubernetes_validate", reason="it is not installed")
-    found = yaml.safe_load(written("kubernetes", "--image", "i", *more))
+    files, found = yaml.safe_load_all(written("kubernetes", "--image", "i", "--volume", "v", *more))
+    validate.validate(files, "1.30", strict=True)
     (group,) = found["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
     validate.validate({**job, "spec": group["template"]["spec"]}, "1.30", strict=True)

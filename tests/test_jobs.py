@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,12 @@ def test_torchrun_has_a_line_for_each_node_and_one_meeting_place(written):
     assert lines[1].endswith("-m meshwright train run.toml")
 
 
+def test_two_jobs_of_one_name_do_not_meet(written):
+    ids = [re.search(r"--rdzv-id (\S+)", written("torchrun", "--hosts", "a", "b"))[1] for _ in "12"]
+    assert ids[0] != ids[1]
+    assert all(one.startswith("meshwright-") for one in ids)
+
+
 def test_the_line_of_torchrun_runs_as_it_is_printed(config, written, tmp_path, monkeypatch):
     """By a shell, on one node, whose ranks meet by c10d at a free port in place of the usual."""
     with listen_on_loopback(None) as listener:
@@ -76,12 +84,106 @@ def test_a_slurm_script_is_a_shell_script_and_asks_for_what_it_needs(written, tm
     options = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
     for option in (
         *("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=12:00:00"),
-        *("--signal=TERM@180", "--requeue", "--partition=gpu"),
+        *("--signal=TERM@180", "--requeue", "--partition=gpu", "--cpus-per-task=4"),
+        "--output=meshwright-%j.log",  # Slurm would not make a folder
     ):
         assert option in options
-    assert "srun --wait=60 --label meshwright train run.toml" in text
+    srun = "srun --wait=60 --label --cpus-per-task=4"
+    assert f"{srun} python -m meshwright train run.toml" in text
     assert "source env.sh\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_a_slurm_script_takes_the_python_at_hand_unless_a_setup_brings_one(written):
+    text = written("slurm", "--cpus", "12")
+    assert f"--cpus-per-task=12 {shlex.quote(sys.executable)} -m meshwright train" in text
+
+
+HOSTILE = "runs/a b; touch pwned; $(touch pwned) `touch pwned` ENDPOINT '\""
+
+
+@pytest.mark.parametrize("target", ["slurm", "skypilot", "kubernetes"])
+def test_nothing_of_a_config_is_run_by_the_shell(written, target, tmp_path):
+    more = {
+        "skypilot": ["--image", "i"],
+        "kubernetes": ["--image", "i", "--volume", "v"],
+    }
+    text = written(target, f"log.dir={HOSTILE}", *more.get(target, ()))
+    if target == "slurm":
+        script = text
+    elif target == "skypilot":
+        script = yaml.safe_load(text)["run"]
+    else:
+        script = script_of(text)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("torchrun", "srun", "scontrol"):
+        (tools / name).write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+        (tools / name).chmod(0o755)
+    environ = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "1.2.3.4",
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], text=True, env=environ, capture_output=True, cwd=tmp_path
+    )
+    assert f"log.dir={HOSTILE}" in done.stdout.splitlines()
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize("option", [("--partition", "a\nb"), ("--name", "a\tb")])
+def test_control_characters_are_refused(written, option, capsys):
+    assert main(["launch", "slurm", "run.toml", *option]) == 2
+    assert "control characters" in capsys.readouterr().err
+    assert main(["launch", "slurm", "run.toml", "log.dir=a\nb"]) == 2
+
+
+def script_of(text):
+    """The script of the first pod of manifests."""
+    *_, found = yaml.safe_load_all(text)
+    (group,) = found["spec"]["replicatedJobs"]
+    (container,) = group["template"]["spec"]["template"]["spec"]["containers"]
+    return container["command"][2]
+
+
+def attempt(folder, script, **environ):
+    """Run a node's script where torchrun only says what it was asked for."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "torchrun").write_text('#!/bin/bash\necho "$$ $@"\n')
+    (tools / "torchrun").chmod(0o755)
+    path = {"PATH": f"{tools}:/usr/bin:/bin"}
+    with subprocess.Popen(
+        ["bash", "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**path, **environ},
+        cwd=folder,
+    ) as shell:
+        pid, _, words = shell.stdout.read().strip().partition(" ")
+        return int(pid) == shell.pid, words
+
+
+def test_a_pod_begins_resumes_and_hands_signals_on(written, tmp_path):
+    script = script_of(written("kubernetes", "--image", "i", "--volume", "v"))
+    run = tmp_path / "runs" / "meshwright"
+    is_same, words = attempt(tmp_path, script)
+    assert is_same  # the shell has become torchrun: SIGTERM reaches it
+    assert words.endswith("train /etc/meshwright/run.toml log.name=meshwright")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "plan.json").write_text("{}")
+    # Killed before it saved a step: nothing to resume, and nothing in the way.
+    assert attempt(tmp_path, script, JOB_COMPLETION_INDEX="1")[1] == words
+    assert run.exists()
+    assert attempt(tmp_path, script, JOB_COMPLETION_INDEX="0")[1] == words
+    assert not run.exists()
+    assert len(list(run.parent.glob("meshwright-unsaved-*"))) == 1
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    for index in "01":
+        assert attempt(tmp_path, script, JOB_COMPLETION_INDEX=index)[1].endswith(
+            "train /etc/meshwright/run.toml --resume runs/meshwright"
+        )
 
 
 def run_script(tmp_path, text, code, restarts=0):
@@ -122,7 +224,13 @@ def test_a_job_is_requeued_by_its_exit_code(written, tmp_path, code, restarts, a
 
 
 def test_a_skypilot_task_meets_on_its_first_node(written):
-    task = yaml.safe_load(written("skypilot", "--name", "big"))
+    wheel = ["--wheel", "dist/meshwright-0.2.0-py3-none-any.whl", "--bucket", "s3://here/runs"]
+    task = yaml.safe_load(written("skypilot", "--name", "big", *wheel))
+    assert task["workdir"] == "."  # with the config, and data beside it
+    there = "/tmp/meshwright/meshwright-0.2.0-py3-none-any.whl"
+    assert task["file_mounts"][there] == "dist/meshwright-0.2.0-py3-none-any.whl"
+    assert task["file_mounts"]["~/sky_workdir/runs"]["source"] == "s3://here/runs"
+    assert task["setup"] == f"pip install {there}\n"
     assert task["num_nodes"] == 2
     assert task["resources"] == {"accelerators": "H100:8"}
     assert '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":29500' in task["run"]
@@ -130,7 +238,9 @@ def test_a_skypilot_task_meets_on_its_first_node(written):
 
 
 def test_a_jobset_starts_a_pod_for_each_node(written):
-    found = yaml.safe_load(written("kubernetes", "--image", "my/image", "--name", "big"))
+    options = ["--image", "my/image", "--name", "big", "--volume", "training"]
+    files, found = yaml.safe_load_all(written("kubernetes", *options))
+    assert (files["kind"], files["data"]) == ("ConfigMap", {"run.toml": CONFIG})
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (group,) = found["spec"]["replicatedJobs"]
     spec = group["template"]["spec"]
@@ -139,6 +249,11 @@ def test_a_jobset_starts_a_pod_for_each_node(written):
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["workingDir"] == "/work"
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/work"]]["persistentVolumeClaim"] == {"claimName": "training"}
+    assert volumes[mounts["/etc/meshwright"]]["configMap"] == files["metadata"]
     script = container["command"][2]
     assert "--rdzv-endpoint big-node-0-0.big:29500" in script
     assert '--resume "$RUN"' in script
@@ -146,20 +261,22 @@ def test_a_jobset_starts_a_pod_for_each_node(written):
 
 
 def test_a_pytorchjob_has_a_master_and_workers(written):
-    found = yaml.safe_load(written("kubernetes", "--image", "i", "--kind", "pytorchjob"))
+    options = ["--image", "i", "--volume", "v", "--kind", "pytorchjob"]
+    _, found = yaml.safe_load_all(written("kubernetes", *options))
     replicas = found["spec"]["pytorchReplicaSpecs"]
     assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 1)
     (container,) = replicas["Worker"]["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"
     script = container["command"][2]
-    assert "  torchrun -m meshwright train run.toml log.name=meshwright\n" in script
-    assert '  torchrun -m meshwright train run.toml --resume "$RUN"\n' in script
+    train = "exec torchrun -m meshwright train /etc/meshwright/run.toml"
+    assert f"{train} log.name=meshwright\n" in script
+    assert f'  {train} --resume "$RUN"\n' in script
 
 
 def test_one_node_needs_no_torchrun(written):
     one = ["cluster.nodes=1", "layout.dp_shard=8"]
     assert written("local", *one) == "meshwright train run.toml cluster.nodes=1 layout.dp_shard=8\n"
-    script = yaml.safe_load(written("skypilot", *one))["run"]
+    script = yaml.safe_load(written("skypilot", *one, "--image", "i"))["run"]
     assert "torchrun" not in script
     assert (
         "meshwright train run.toml cluster.nodes=1 layout.dp_shard=8 log.name=meshwright" in script
@@ -170,6 +287,9 @@ def test_a_plan_is_launched(written, tmp_path, capsys):
     assert main(["plan", "run.toml", "--top", "1", "--save", "plan.json"]) == 0
     capsys.readouterr()
     assert "meshwright train run.toml --plan plan.json" in written("slurm", "--plan", "plan.json")
+    options = ["--image", "i", "--volume", "v", "--plan", "plan.json"]
+    files, _ = yaml.safe_load_all(written("kubernetes", *options))
+    assert files["data"]["plan.json"] == (tmp_path / "plan.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -182,12 +302,22 @@ def test_a_plan_is_launched(written, tmp_path, capsys):
         (["slurm", "run.toml", "--name", "My Run"], "'My Run' must be small letters"),
         (["torchrun", "run.toml", "--hosts", "a"], "--hosts names 1, but there are 2 nodes"),
         (["kubernetes", "run.toml"], "Kubernetes runs images: add --image"),
+        (["kubernetes", "run.toml", "--image", "i"], "Kubernetes keeps nothing of a pod"),
+        (["skypilot", "run.toml"], "SkyPilot's machines have no Meshwright"),
+        (["skypilot", "run.toml", "--image", "i", "log.dir=/runs"], "/runs lies outside"),
         (["slurm", "run.toml", "layout.tp=3"], "the layout needs a multiple of 48 ranks"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(written, words, message, capsys):
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_dockerfile_takes_what_is_there():
+    root = Path(__file__).parents[1]
+    copied = re.findall(r"^COPY (.+) \S+$", (root / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied
+    assert all((root / file).exists() for line in copied for file in line.split())
 
 
 def test_lengths_of_time():

@@ -142,7 +142,7 @@ def test_training_starts_from_a_hugging_face_folder(config, tmp_path):
 
     spec = model_spec(dim=32, n_layers=2, n_heads=2, n_kv_heads=1)
     save_hf(init_model(build_model(spec, device="cpu"), spec, 5), tmp_path / "hf")
-    made = config(f"model.init_from={tmp_path / 'hf'}")
+    made = config(f"model.init_from={tmp_path / 'hf'}", "data.tokenizer=bytes")
     assert made.model.n_layers == 2
     words = [o for o in TINY if not o.startswith("model.")]
     words += [f"data.source={made.data.source}", f"data.cache={tmp_path / 'cache'}"]
@@ -152,6 +152,7 @@ def test_training_starts_from_a_hugging_face_folder(config, tmp_path):
             *words,
             f"log.dir={tmp_path / 'runs'}",
             f"model.init_from={tmp_path / 'hf'}",
+            "data.tokenizer=bytes",  # the folder has none of its own
             "optimizer.lr=1e-12",
             "train.steps=1",
         ],

@@ -20,9 +20,12 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
 def run(processes, *words):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*command, "--nproc-per-node", str(processes), str(EXAMPLE), *words],
+        [*command, str(EXAMPLE), *words],
         capture_output=True,
         text=True,
         timeout=200,
@@ -105,6 +108,7 @@ REFUSED = {
     "pattern": ({"nothing": "row"}, {"tp": 2}, "the plan's nothing fits no layer of the model"),
     "kind": ({"words": "row"}, {"tp": 2}, "the plan cuts words by row, but it is no Linear"),
     "no plan": (None, {"tp": 2}, "layout.tp > 1 needs a plan"),
+    "tied": ({"head": "column_gathered"}, {"tp": 2}, "words.weight is tied to a layer that the"),
     "cp": (None, {"cp": 2}, "layout.cp = 2: a model of one's own"),
     "pp": (None, {"pp": 2}, "layout.pp = 2: a model of one's own"),
     "sp": (PLAN, {"tp": 2, "sp": True}, "layout.sp needs a model whose norms know of it"),

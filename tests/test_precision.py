@@ -119,13 +119,39 @@ def test_a_run_in_fp16_reports_and_saves_its_scale(config):
     assert manifest["loss_scale"]["value"] == scales[-1]
 
 
-def test_a_scale_too_high_for_fp16_is_skipped_named_and_lowered(config):
+def test_a_fixed_scale_too_high_for_fp16_skips_every_step_names_the_tensor_and_stays(config):
     """With a huge scale real fp16 gradients overflow by themselves: nothing is injected."""
     run = train(config("train.precision=fp16", "train.steps=2", "train.loss_scale=1e9"))
     events = list(run.events("overflow"))
-    assert events, "1e9 overflows fp16"
+    assert [event["step"] for event in events] == [1, 2]
     assert all("(rank 0)" in event["tensor"] for event in events)
-    assert {event["loss_scale"] for event in events} == {1e9}  # a fixed scale stays
+    assert {event["loss_scale"] for event in events} == {1e9}
+
+
+@ranks(2)
+def test_a_scale_too_high_for_fp16_is_halved_until_gradients_fit(world):
+    """Real gradients: each overflow halves it and changes no weight, then a step updates."""
+    layout = Layout(dp_replicate=2)
+    parallel = build(
+        lower(SPEC, TRAIN, layout), open_groups(layout, world), world.device, seeded(SPEC, 0)
+    )
+    shards = Shards(parallel.held, on_host=False)
+    optimizer = build_optimizer(shards.leaves, OptimizerSpec(name="sgd", lr=0.1))
+    scale, batch = LossScale(2.0**40, is_dynamic=True, skips=True), batch_of(world, layout)
+    before = [held.shard.clone() for held in parallel.held]
+    overflows = 0
+    while overflows < 40:
+        done = update(parallel, batch, world, shards, optimizer, scale, 1.0)
+        tensor = overflow_of(done, parallel, world, scale)
+        if tensor is None:
+            break
+        overflows += 1
+        assert tensor.split(" (rank ")[0] in {held.name for held in parallel.held}
+        assert scale.value == 2.0 ** (40 - overflows)
+        assert all(torch.equal(a, h.shard) for a, h in zip(before, parallel.held, strict=True))
+    assert 10 < overflows < 40
+    assert scale.value == 2.0 ** (40 - overflows)
+    assert not any(torch.equal(a, h.shard) for a, h in zip(before, parallel.held, strict=True))
 
 
 @ranks(2)

@@ -1,18 +1,23 @@
 """fp32 products through oneDNN: which processors take it, and that the numbers are the same."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.execute.allocations import events_of, pieces_of
 from meshwright.execute.compiled import compile_block
-from meshwright.execute.products import Processor, Route, _has_onednn, route, take_route
-from ranks import ranks
+from meshwright.execute.processor import processor
+from meshwright.execute.products import has_onednn, take_route
+from meshwright.program import target
+from meshwright.program.target import Processor, Route, route
 
 CPU = torch.device("cpu")
-needs_onednn = pytest.mark.skipif(not _has_onednn(), reason="this torch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 
 
 def test_the_way_depends_on_the_processor_alone(tmp_path):
@@ -21,16 +26,15 @@ def test_the_way_depends_on_the_processor_alone(tmp_path):
         "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n\nprocessor\t: 1\n"
         "vendor_id\t: other\ncpu family\t: 6\n"
     )
-    zen4 = Processor.here(file)
+    zen4 = processor(file)
     assert zen4 == ("AuthenticAMD", 25)
-    assert Processor.here(tmp_path / "none") == ("", 0)
-    assert route("torch", zen4) == Route(False, False)
+    assert processor(tmp_path / "none") == Processor() == ("", 0)
+    assert route("torch", Processor("AuthenticAMD", 26)) == Route(False, False)
     assert route("auto", Processor("GenuineIntel", 6)) == Route(False, False)
-    assert route("auto", Processor("", 0)) == Route(False, False)
-    if _has_onednn():
-        assert route("auto", zen4) == Route(True, False)
-        assert route("auto", Processor("AuthenticAMD", 26)) == Route(True, True)
-        assert route("onednn", Processor("GenuineIntel", 6)) == Route(True, True)
+    assert route("auto", Processor()) == Route(False, False)
+    assert route("auto", zen4) == Route(True, False)
+    assert route("auto", Processor("AuthenticAMD", 26)) == Route(True, True)
+    assert route("onednn", Processor("GenuineIntel", 6)) == Route(True, True)
 
 
 @pytest.fixture
@@ -72,26 +76,43 @@ def test_forward_and_both_gradients_are_true_fp32(biased):
         assert mine.stride() == torchs.stride()
 
 
-@needs_onednn
-@pytest.mark.usefixtures("through_onednn")
-def test_what_onednn_does_not_take_is_torchs():
+def others():
+    """Products that oneDNN's operator does not take, or takes for another: pairs of factors."""
     a, b = torch.randn(256, 256), torch.randn(256, 256)
     twice = torch.randn(1, 256).expand(256, 256)  # rows that are one
-    for left, right in (
-        (a.double(), b.double()),
-        (a.bfloat16(), b.bfloat16()),
-        (twice, b),
-        (a[::2, ::2], b[::2]),
-        (a[:4, :4], b[:4]),
-        (a[:0], b),
-        (a[:, :0], b[:0]),
-    ):
-        names, out = called(lambda left=left, right=right: left @ right)
-        assert "mkldnn::_linear_pointwise" not in names
-        expected = (left[:, :, None].double() * right.double()).sum(1)
-        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=1e-1)
-    found = torch.addmm(b, a, b, beta=2)
-    torch.testing.assert_close(found, 2 * b + a @ b, rtol=1e-4, atol=1e-3)
+    return {
+        "fp64": (a.double(), b.double()),
+        "bf16": (a.bfloat16(), b.bfloat16()),
+        "rows that are one": (twice, b),
+        "gaps": (a[::2, ::2], b[::2]),
+        "small": (a[:4, :4], b[:4]),
+        "no rows": (a[:0], b),
+        "no columns": (a[:, :0], b[:0]),
+    }
+
+
+@needs_onednn
+@pytest.mark.usefixtures("through_onednn")
+@pytest.mark.parametrize("kind", list(others()))
+def test_what_onednn_does_not_take_is_torchs(kind):
+    """The result has the bits of torch's own product, which has those of a sum in fp64."""
+    torch.manual_seed(0)
+    left, right = others()[kind]
+    names, out = called(lambda: left @ right)
+    assert "mkldnn::_linear_pointwise" not in names
+    take_route("torch", CPU)
+    assert torch.equal(out, left @ right)
+    expected = (left[:, :, None].double() * right.double()).sum(1)
+    rounding = 4 * torch.finfo(out.dtype).eps
+    scale = (left[:, :, None].double() * right.double()).abs().sum(1)
+    assert out.dtype == left.dtype
+    assert ((out.double() - expected).abs() <= rounding * scale).all()
+
+
+@needs_onednn
+@pytest.mark.usefixtures("through_onednn")
+def test_what_is_no_product_is_refused_as_ever():
+    a, b = torch.randn(256, 256), torch.randn(256, 256)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         a @ b[:5]
     with pytest.raises(RuntimeError, match="dtype"):
@@ -101,18 +122,66 @@ def test_what_onednn_does_not_take_is_torchs():
 
 
 @needs_onednn
-@ranks(1)
-def test_other_routes_only_where_one_was_taken(world):
-    """In a process of its own: nothing is replaced until a route asks for it."""
-    take_route("torch", CPU)
-    assert "mkldnn" not in str(torch._C._dispatch_dump("aten::mm"))
-    a = torch.randn(256, 256)
-    before = called(lambda: a @ a)
-    take_route("onednn", CPU)
-    after = called(lambda: a @ a)
-    assert "mkldnn::_linear_pointwise" not in before[0]
-    assert "mkldnn::_linear_pointwise" in after[0]
-    torch.testing.assert_close(before[1], after[1], rtol=1e-5, atol=1e-4)
+@pytest.mark.usefixtures("through_onednn")
+def test_factors_of_a_sum_are_torchs():
+    a, b, c = (torch.randn(256, 256) for _ in range(3))
+    names, found = called(lambda: torch.addmm(c, a, b, beta=2))
+    assert "mkldnn::_linear_pointwise" not in names
+    exact = 2 * c.double() + a.double() @ b.double()
+    assert (found.double() - exact).abs().max() < 1e-3
+
+
+@needs_onednn
+@pytest.mark.usefixtures("through_onednn")
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_sum_gets_its_product_in_pieces(columns, monkeypatch):
+    """Pieces of rows that do not divide: each row once, and no more room than was said."""
+    torch.manual_seed(0)
+    rows, inner, outer = 250, 128, 192
+    a = torch.randn(inner, rows).t() if columns else torch.randn(rows, inner)
+    b, total = torch.randn(inner, outer), torch.randn(rows, outer)
+    before = total.clone()
+    monkeypatch.setattr(target, "_PIECE", rows * (inner + outer) * 4 // 3)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        total.addmm_(a, b)
+    calls = {event.key: event.count for event in seen.key_averages()}
+    assert calls["mkldnn::_linear_pointwise"] == 4
+    exact = before.double() + a.double() @ b.double()
+    assert (total.double() - exact).abs().max() < 1e-4
+    if columns:
+        own = [piece for piece in pieces_of(events_of(seen)) if "aten::empty" in piece.maker]
+        made = [piece.size for piece in own if piece.size > 1 << 14]
+        largest = max(x + y for x, y in zip(made[::2], made[1::2], strict=True))
+        assert largest == Route(True, True).room(rows, inner, outer, adds=True)
+
+
+ALONE = """
+import torch
+from meshwright.execute.products import take_route
+
+def kernel():
+    lines = torch._C._dispatch_dump("aten::mm").splitlines()
+    return next(line for line in lines if line.startswith("CPU: "))
+
+cpu, a = torch.device("cpu"), torch.randn(256, 256)
+own = kernel()
+take_route("torch", cpu)
+assert kernel() == own, kernel()
+before = a @ a
+take_route("onednn", cpu)
+assert "meshwright/execute/products.py" in kernel(), kernel()
+torch.testing.assert_close(a @ a, before, rtol=1e-5, atol=1e-4)
+take_route("torch", cpu)
+assert torch.equal(a @ a, before)
+"""
+
+
+@needs_onednn
+def test_nothing_is_replaced_until_a_route_asks_for_it():
+    """In a process of its own: what is replaced stays so for all that comes later."""
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
 
 
 class Two(nn.Module):

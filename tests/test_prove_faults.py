@@ -14,7 +14,8 @@ from meshwright.execute.groups import Link, open_groups
 from meshwright.execute.tensor import together
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
-from meshwright.prove.parity import prove_adam, prove_parity
+from meshwright.prove.compare import Expected
+from meshwright.prove.parity import check, prove_parity
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
@@ -24,7 +25,7 @@ SIZES = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 128
 
 def make_case(label: str, precision: str = "fp32", **model: Any) -> Case:
     train = TrainSpec(batch=8, seq_len=32, precision=precision)
-    return Case(model_spec(**{**SIZES, **model}), train, Layout.parse(label), adam_steps=3)
+    return Case(model_spec(**{**SIZES, **model}), train, Layout.parse(label))
 
 
 def find(parallel, name):
@@ -119,7 +120,14 @@ def swapped_shards(parallel):
 
 
 def dropped_norm_gradient(parallel):
-    find(parallel, "layers.0.attn_norm.weight").parameter.register_hook(torch.zeros_like)
+    held, backward = find(parallel, "layers.0.attn_norm.weight"), parallel.backward
+
+    def without(batch, loss_scale=1.0):
+        loss = backward(batch, loss_scale)
+        held.gradient.zero_()
+        return loss
+
+    parallel.backward = without
 
 
 def last_microbatch_only(parallel):
@@ -130,6 +138,10 @@ def last_microbatch_only(parallel):
         if action.kind == "B" and action.microbatch < last:
             for held in parallel.held:
                 held.parameter.grad = None
+            for module in parallel.modules.values():
+                if (replicas := replicas_of(module)) is not None:  # sums in another dtype
+                    for weight in replicas.weights.values():
+                        weight.clear()
 
     parallel.observe = forget
 
@@ -188,6 +200,12 @@ SEEDED = [
         {"tensor": "layers.1.mlp_norm.weight", "rank": 0, **ROWS_OF_0},
     ),
     Seeded(no_sum_of_norms, "tp2 sp mb2", {"tensor": "norm.weight", "rank": 0, **ROWS_OF_0}),
+    Seeded(
+        no_sum_of_norms,
+        "tp2 sp mb2",
+        {"quantity": "gradient", "tensor": "norm.weight", **ROWS_OF_0},
+        {"dropout": 0.1},  # what is dropped of the embedding is no divergence
+    ),
     Seeded(
         no_sum_of_tied,
         "pp2 1f1b mb2",
@@ -252,9 +270,10 @@ def prove_with(world, at):
     return prove_parity(case, open_groups(case.layout, world), world, fault=seeded.fault)
 
 
-@pytest.mark.parametrize(
-    "at", range(len(SEEDED)), ids=[f"{s.fault.__name__} {s.layout}" for s in SEEDED]
-)
+IDS = [f"{s.fault.__name__} {s.layout}" for s in SEEDED]
+
+
+@pytest.mark.parametrize("at", range(len(SEEDED)), ids=IDS)
 def test_a_fault_is_caught_and_located(at):
     seeded = SEEDED[at]
     everyones = on_ranks(Layout.parse(seeded.layout).world, prove_with, at=at)
@@ -266,25 +285,62 @@ def test_a_fault_is_caught_and_located(at):
     assert found["error"] > 0
 
 
-def prove_adam_with(world, label, fault):
+def check_with(world, label, fault, precision):
+    case = make_case(label, precision)
+    return check(case, open_groups(case.layout, world), world, fault=fault)
+
+
+def test_the_updates_tell_a_fault_that_gradients_do_not():
+    """Products that go on with old weights: the first step is right."""
+    verdicts = on_ranks(
+        2, check_with, label="shard2 zero1 mb2", fault=stale_weights, precision="fp32"
+    )[0]
+    passed = {verdict.claim: verdict.passed for verdict in verdicts}
+    assert passed["gradients"]
+    assert not passed["updates of 3 AdamW steps"]
+
+
+def test_an_update_that_vanishes_may_be_one_rounding_of_a_weight():
+    """The bias of keys that are not rotated: its gradient is noise, its update an ulp or none."""
+    none, bias = {"bias": torch.zeros(8)}, {"bias": torch.full((8,), 0.25)}
+    ulp = torch.zeros(8)
+    ulp[3] = 2.0**-25
+    error, bound = Expected(none, none, bias).difference("bias", ulp)
+    assert error <= bound
+    for found in (64 * ulp, torch.full((8,), 2.0**-23)):
+        error, bound = Expected(none, none, bias).difference("bias", found)
+        assert error > bound
+    error, bound = Expected(none, none).difference("bias", ulp)
+    assert error > bound
+
+
+def places(world, label, fault):
     case = make_case(label)
-    return prove_adam(case, open_groups(case.layout, world), world, fault=fault)
+    verdicts = prove_parity(case, open_groups(case.layout, world), world, fault=fault)
+    return [verdict.first_divergence for verdict in verdicts if not verdict.passed]
 
 
-@pytest.mark.parametrize(
-    ("label", "fault"),
-    [
-        ("tp2 sp mb2", no_sum_of_norms),
-        ("tp2 mb2", no_reduce_in_backward),
-        ("shard2 zero3 mb2 offload-params", no_reduce_scatter),
-        ("shard2 zero3 mb2", no_sum_in_place),
-        ("shard2 zero1 mb2", no_sum_in_place),
-        ("shard2 zero1 mb2", stale_weights),
-        ("shard2 zero1 mb2", None),
-        ("tp2 sp mb2", None),
-    ],
-)
-def test_the_weights_after_adam_tell_a_fault(label, fault):
-    verdict = on_ranks(2, prove_adam_with, label=label, fault=fault)[0]
-    assert verdict.claim == "weights after 3 AdamW steps"
-    assert verdict.passed == (fault is None)
+def test_a_fault_that_shows_after_an_update_has_a_place_and_a_step():
+    where = on_ranks(2, places, label="shard2 zero1 mb2", fault=stale_weights)[0][0]
+    assert (where.quantity, where.step, where.rank) == ("gradient", 2, 0)
+    assert where.tensor == "head.weight"
+    assert "step 2" in str(where)
+
+
+@pytest.mark.parametrize("at", range(len(SEEDED)), ids=IDS)
+def test_every_fault_is_caught_in_half_precision(at):
+    world = Layout.parse(SEEDED[at].layout).world
+    verdicts = on_ranks(world, check_in_bf16, at=at)[0]
+    assert not all(verdict.passed for verdict in verdicts)
+
+
+def check_in_bf16(world, at):
+    seeded = SEEDED[at]
+    case = make_case(seeded.layout, "bf16", **dict(seeded.model))
+    verdicts = check(case, open_groups(case.layout, world), world, fault=seeded.fault)
+    if seeded.fault is not wrong_scale:
+        return verdicts
+    # 1% is less than bf16 rounds: the same case in fp32, a part of its proof, shows it.
+    assert all(verdict.passed for verdict in verdicts)
+    case = make_case(seeded.layout, "fp32", **dict(seeded.model))
+    return check(case, open_groups(case.layout, world), world, fault=seeded.fault)

@@ -32,6 +32,7 @@ from meshwright.program.ledger import (
     from_json,
 )
 from meshwright.program.lower import lower
+from meshwright.program.target import Processor, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.prove.reference import make_batch
@@ -123,9 +124,10 @@ def test_waits_that_overlap_count_once():
     assert [one.seconds for one in found.traffic] == [3, 3]
 
 
-def step_of(world, label, precision):
+def step_of(world, label, precision, matmul):
     """What the second step was made of on this rank, and what the program says of its messages."""
-    case = Case(MODEL, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
+    train = TRAIN.model_copy(update={"precision": precision, "matmul": matmul})
+    case = Case(MODEL, train, Layout.parse(label))
     layout, fresh = case.layout, World(world.rank, 2, world.device, world.store, world.opened)
     program, groups = lower(MODEL, case.train, layout), open_groups(layout, fresh)
     ledger, batch = fresh.ledger, mine(make_batch(case, 0), program, fresh)
@@ -153,20 +155,23 @@ def step_of(world, label, precision):
 
 
 @pytest.mark.parametrize(
-    ("label", "precision", "bound"),
+    ("label", "precision", "bound", "matmul"),
     [
-        ("dp2 mb2", "bf16", 0.06),
-        ("pp2 1f1b mb2", "fp32", 0.01),
-        ("pp2 zbv v2 mb1", "fp32", 0.06),
-        ("shard2 zero3 mb2", "fp32", 0.06),
-        ("tp2 sp mb4", "fp32", 0.06),
-        ("cp2-ring mb4", "fp32", 0.06),
+        ("dp2 mb2", "bf16", 0.06, "torch"),
+        ("pp2 1f1b mb2", "fp32", 0.01, "torch"),
+        ("pp2 1f1b mb2", "fp32", 0.01, "onednn"),
+        ("pp2 zbv v2 mb1", "fp32", 0.03, "torch"),
+        ("pp2 zbv v2 mb1", "fp32", 0.03, "onednn"),
+        ("shard2 zero3 mb2", "fp32", 0.06, "onednn"),
+        ("tp2 sp mb4", "fp32", 0.06, "torch"),
+        ("cp2-ring mb4", "fp32", 0.06, "torch"),
+        ("cp2-ring mb4", "fp32", 0.06, "onednn"),
     ],
 )
-def test_a_recorded_step_is_the_programs(label, precision, bound):
+def test_a_recorded_step_is_the_programs(label, precision, bound, matmul):
     train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(MODEL, train, Layout.parse(label))
-    steps = on_ranks(2, step_of, label=label, precision=precision)
+    program = lower(MODEL, train, Layout.parse(label), Target(route(matmul, Processor())))
+    steps = on_ranks(2, step_of, label=label, precision=precision, matmul=matmul)
     for rank, (found, points, expected) in enumerate(steps):
         messages = {Message(one.kind, one.axis, one.bytes): one.times for one in found.traffic}
         assert messages == expected

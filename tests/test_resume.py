@@ -289,7 +289,7 @@ def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypa
     own = config("layout.dp_replicate=1", "model.dropout=0.1")
     case = shrink(own.model, own.train, Layout(microbatch=2))[0]
     good = list(certify(own, case, tmp_path / "good", clean_environ()))
-    assert [verdict.passed for verdict in good] == [True, True, True]
+    assert [verdict.passed for verdict in good] == [True] * 5, good
     assert good[0].expected == good[0].observed
 
     def forgetful(config, environ, out, resume=None):

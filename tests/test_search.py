@@ -77,34 +77,54 @@ def everything(one, devices):
                 yield layout
 
 
+@pytest.fixture(scope="module")
+def priced():
+    """Every legal layout of four devices: its bytes, and its seconds in closed form.
+
+    Neither follows from how much memory the devices have.
+    """
+    one = setting()
+    return {
+        layout: (worst_memory(one, layout).total, price(one, layout, events=False).time.total)
+        for layout in everything(one, 4)
+    }
+
+
 @pytest.mark.parametrize("memory", [None, 1_900_000_000])
-def test_the_best_of_all_layouts_is_found(memory):
+def test_the_best_of_all_layouts_is_found(memory, priced):
     one = setting(memory=memory)
     found = Search(one, 4, margin=0.0).run(3)
-    layouts = list(everything(one, 4))
-    assert found.considered == len(layouts)
-    best = min(
-        price(one, layout, events=False).time.total
-        for layout in layouts
-        if layout.offload == "none" and worst_memory(one, layout).fits
-    )
+    assert found.considered == len(priced)
+    limit = one.cluster.device.memory if memory is None else memory
+    fitting = [
+        (bytes_held, seconds)
+        for layout, (bytes_held, seconds) in priced.items()
+        if layout.offload == "none" and bytes_held <= limit
+    ]
+    assert (len(fitting) < sum(layout.offload == "none" for layout in priced)) == bool(memory)
     # The search itself is in closed form; what it found is then priced by events.
-    forms = [price(one, ranked.layout, events=False).time.total for ranked in found.ranked]
-    assert min(forms) == pytest.approx(best, rel=0.01)
+    forms = [priced[ranked.layout][1] for ranked in found.ranked]
+    assert min(forms) == pytest.approx(min(seconds for _, seconds in fitting), rel=0.01)
     assert all(ranked.memory.fits for ranked in found.ranked)
 
 
-def test_the_best_with_offload_is_found_where_nothing_else_fits():
-    layouts = list(everything(setting(), 4))
-    held = {layout.label: worst_memory(setting(), layout).total for layout in layouts}
-    least = min(held[layout.label] for layout in layouts if layout.offload == "none")
+def test_the_best_with_offload_is_found_where_nothing_else_fits(priced):
+    least = min(held for layout, (held, _) in priced.items() if layout.offload == "none")
     one = setting(memory=int(least) - 1)
     found = Search(one, 4, margin=0.0).run(1).ranked
-    fitting = [layout for layout in layouts if held[layout.label] < least]
+    fitting = [seconds for held, seconds in priced.values() if held < least]
     assert fitting
-    best = min(price(one, layout, events=False).time.total for layout in fitting)
-    form = price(one, found[0].layout, events=False).time.total
-    assert form == pytest.approx(best, rel=0.02)  # a simpler one may be preferred
+    form = priced[found[0].layout][1]
+    assert form == pytest.approx(min(fitting), rel=0.02)  # a simpler one may be preferred
+
+
+@pytest.mark.parametrize("memory", [1_900_000_000, 60_000_000_000])
+def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced):
+    one = setting(memory=memory)
+    for layout in list(priced)[::97]:
+        held, seconds = priced[layout]
+        assert worst_memory(one, layout).total == held
+        assert price(one, layout, events=False).time.total == seconds
 
 
 def test_a_search_is_deterministic_and_ranks_by_speed():

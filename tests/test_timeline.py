@@ -1,12 +1,17 @@
 """Timelines of memory: against what the profiler sees of real steps, and against themselves."""
 
+from unittest import mock
+
 import pytest
 
 from meshwright.bench.memory import measure
+from meshwright.execute.products import has_onednn
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
+from meshwright.program import attention as program_attention
 from meshwright.program.lower import lower
 from meshwright.program.shards import sums_in_place
+from meshwright.program.target import Processor, Route, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.spec.resolve import model_spec
@@ -15,58 +20,125 @@ from ranks import on_ranks
 
 MODEL = model_spec(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=512)
 TRAIN = TrainSpec(batch=8, seq_len=128)
+needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 LASTING = {"weights", "gradients", "optimizer", "rotary tables", "communication buffers"}
 
 
-def peaks(world, label, precision, model=MODEL):
-    case = Case(model, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
-    return measure(world, case).peak.total
+# A nameless processor takes the way of products that a test names.
+NOBODYS = Processor()
 
 
-@pytest.mark.parametrize(
-    ("label", "precision", "bound"),
-    [
-        ("dp2 mb4", "fp32", 0.015),  # gloo may be done with its copy of the head's gradient
-        ("pp2 gpipe mb2 recompute-full", "fp32", 0.01),
-        ("pp2 1f1b mb1 recompute-selective", "fp32", 0.01),
-        # The gradient that waits with the MLP's last product is the stream's own: counted twice.
-        ("pp2 zbv v2 mb2", "fp32", 0.015),
-        # A thread of gloo may be the last to let go of what it sends, which the profiler misses.
-        ("dp2 mb2", "bf16", 0.08),
-        ("shard2 zero1 mb2", "fp32", 0.08),
-        ("shard2 zero1 mb2", "bf16", 0.08),
-        ("shard2 zero2 mb2", "fp32", 0.08),
-        ("shard2 zero3 mb2", "bf16", 0.08),
-        ("tp2 sp mb2", "fp32", 0.08),
-        ("cp2-ring mb2", "fp32", 0.08),
-    ],
-)
-def test_the_peak_is_what_the_profiler_sees(label, precision, bound):
+def peaks(world, label, precision, matmul, model=MODEL):
+    train = TRAIN.model_copy(update={"precision": precision, "matmul": matmul})
+    return measure(world, Case(model, train, Layout.parse(label))).peak.total
+
+
+def check(label, precision, matmul, bound, model=MODEL):
+    """Each rank's predicted peak is what the profiler sees, within a share of it."""
     train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(MODEL, train, Layout.parse(label))
-    found = on_ranks(2, peaks, label=label, precision=precision)
+    program = lower(model, train, Layout.parse(label), Target(route(matmul, NOBODYS)))
+    world = program.layout.world
+    found = on_ranks(world, peaks, label=label, precision=precision, matmul=matmul, model=model)
     for rank, measured in enumerate(found):
         assert timeline(program, rank).peak.total == pytest.approx(measured, rel=bound)
 
 
+def both_ways(cases):
+    """The cases in fp32 by torch's products and by oneDNN's; others have no such products."""
+    by_torch = [(*case, "torch") for case in cases]
+    wide = [(*case, "onednn") for case in cases if "fp32" in case]
+    return [*by_torch, *(pytest.param(*case, marks=needs_onednn) for case in wide)]
+
+
 @pytest.mark.parametrize(
-    ("label", "precision", "tied"),
-    [
-        ("dp2 mb4", "bf16", True),
-        ("tp2 sp mb8", "fp32", False),
-        ("pp2 zbv v2 mb4", "fp32", True),
-        ("shard2 zero3 mb4", "fp32", False),
-    ],
+    ("label", "precision", "bound", "matmul"),
+    both_ways(
+        [
+            ("dp2 mb4", "fp32", 0.015),  # gloo may be done with its copy of the head's gradient
+            ("pp2 gpipe mb2 recompute-full", "fp32", 0.01),
+            ("pp2 1f1b mb1 recompute-selective", "fp32", 0.01),
+            # What waits with the MLP's last product is the stream's own gradient: counted twice.
+            ("pp2 zbv v2 mb2", "fp32", 0.015),
+            # A thread of gloo may be the last to let go of what it sends: not seen.
+            ("dp2 mb2", "bf16", 0.08),
+            ("shard2 zero1 mb2", "fp32", 0.08),
+            ("shard2 zero1 mb2", "bf16", 0.08),
+            ("shard2 zero2 mb2", "fp32", 0.08),
+            ("shard2 zero3 mb2", "bf16", 0.08),
+            ("tp2 sp mb2", "fp32", 0.08),
+            ("cp2-ring mb2", "fp32", 0.08),
+        ]
+    ),
 )
-def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied):
+def test_the_peak_is_what_the_profiler_sees(label, precision, bound, matmul):
+    check(label, precision, matmul, bound)
+
+
+@pytest.mark.parametrize(
+    ("label", "precision", "tied", "matmul"),
+    both_ways(
+        [
+            ("dp2 mb4", "bf16", True),
+            ("tp2 sp mb8", "fp32", False),
+            ("pp2 zbv v2 mb4", "fp32", True),
+            ("shard2 zero3 mb4", "fp32", False),
+        ]
+    ),
+)
+def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied, matmul):
     layers = 4 if "v2" in label else 2
     sizes = {"vocab_size": 8192, "n_layers": layers, "tie_embeddings": tied}
-    model = MODEL.model_copy(update=sizes)
-    train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(model, train, Layout.parse(label))
-    found = on_ranks(2, peaks, label=label, precision=precision, model=model)
-    for rank, measured in enumerate(found):
-        assert timeline(program, rank).peak.total == pytest.approx(measured, rel=0.03)
+    check(label, precision, matmul, 0.03, MODEL.model_copy(update=sizes))
+
+
+@needs_onednn
+@pytest.mark.parametrize("matmul", ["torch", "onednn"])
+def test_the_peak_of_a_layer_by_both_ways(matmul):
+    """Where the gradients of an MLP's wide weights are the peak, with biases and without."""
+    for sizes in ({}, {"family": "neox", "n_kv_heads": 4, "attention_bias": True}):
+        wide = MODEL.model_copy(update={"ffn_dim": 4096, "n_layers": 2, "vocab_size": 64, **sizes})
+        check("tp2 mb4", "fp32", matmul, 0.01, wide)
+        check("dp1 mb4", "fp32", matmul, 0.01, wide)
+
+
+def test_the_way_of_products_is_the_targets():
+    """It costs what oneDNN copies, which has no products in half precision."""
+    layout = Layout.parse("dp2 mb4")
+
+    def peak(precision, products):
+        train = TRAIN.model_copy(update={"precision": precision})
+        return timeline(lower(MODEL, train, layout, Target(products)), 0).peak.total
+
+    assert peak("fp32", Route(rows=True, columns=True)) > peak("fp32", Route())
+    assert peak("fp32", Route(rows=True)) == peak("fp32", Route())
+    assert peak("bf16", Route(rows=True, columns=True)) == peak("bf16", Route())
+
+
+def in_cache(world, scores, matmul):
+    with mock.patch.object(program_attention, "SCORES", scores):
+        return measure(world, long_case(matmul)).peak.total
+
+
+def long_case(matmul):
+    sizes = {"dim": 64, "head_dim": 32, "n_kv_heads": 4, "ffn_dim": 32, "vocab_size": 64}
+    model = MODEL.model_copy(update={**sizes, "n_layers": 2})
+    train = TRAIN.model_copy(update={"batch": 4, "seq_len": 512, "matmul": matmul})
+    return Case(model, train, Layout.parse("mb4"))
+
+
+@pytest.mark.parametrize("matmul", ["torch", pytest.param("onednn", marks=needs_onednn)])
+def test_the_peak_whatever_cache_attention_is_cut_for(matmul):
+    """The program says how large blocks are, as for a core's cache; no rank asks its processor."""
+    case, predicted = long_case(matmul), []
+    program = lower(case.model, case.train, case.layout, Target(route(matmul, NOBODYS)))
+    for scores in (1 << 18, 1 << 20, 1 << 22):
+        with mock.patch.object(program_attention, "SCORES", scores):
+            peak = timeline(program, 0).peak
+        assert peak.what == "attn.core"
+        (measured,) = on_ranks(1, in_cache, scores=scores, matmul=matmul)
+        assert peak.total == pytest.approx(measured, rel=0.01)
+        predicted.append(peak.total)
+    assert predicted == sorted(set(predicted))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -16,10 +16,11 @@ from meshwright.execute.optimize import Shards
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.spec.resolve import model_spec
+from meshwright.spec.schedule import learning_rate
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loop import share
 from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.optimizer import build_optimizer, set_learning_rate
 from meshwright.train.update import evaluate, gradients, update
 from ranks import on_ranks, ranks
 
@@ -210,11 +211,12 @@ def test_compiled_blocks_give_the_same_gradients(world):
         assert relative(grads[1][name], expected) < 2e-6, name
 
 
+# 100 steps, of which 10 warm up; steps count from 1.
 SCHEDULES = {
-    "cosine": [(0, 0.1), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1)],
-    "linear": [(4, 0.5), (10, 1.0), (55, 0.55), (100, 0.1)],
-    "wsd": [(9, 1.0), (79, 1.0), (80, 1.0), (90, 0.55), (100, 0.1)],
-    "constant": [(0, 0.1), (50, 1.0), (99, 1.0)],
+    "cosine": [(1, 0.1), (10, 1.0), (55, 0.55), (100, 0.1)],
+    "linear": [(5, 0.5), (10, 1.0), (55, 0.55), (100, 0.1)],
+    "wsd": [(10, 1.0), (79, 1.0), (80, 1.0), (90, 0.55), (100, 0.1)],
+    "constant": [(1, 0.1), (50, 1.0), (100, 1.0)],
 }
 
 
@@ -223,6 +225,23 @@ def test_schedules(schedule):
     spec = OptimizerSpec(lr=1.0, schedule=schedule, warmup_steps=10, decay_steps=20)
     for step, expected in SCHEDULES[schedule]:
         assert learning_rate(step, 100, spec) == pytest.approx(expected), step
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("low", [0.0, 0.1])
+@pytest.mark.parametrize("steps", [1, 10, 1000])
+@pytest.mark.parametrize("warmup", [0, 1, 9])
+@pytest.mark.parametrize("decay", [None, 1, 5, 2000])
+def test_the_last_step_has_the_lowest_rate(schedule, low, steps, warmup, decay):
+    own = {"warmup_steps": min(warmup, steps - 1), "min_lr_ratio": low, "decay_steps": decay}
+    spec = OptimizerSpec(lr=2.0, schedule=schedule, **own)
+    rates = [learning_rate(step, steps, spec) for step in range(1, steps + 1)]
+    assert rates[-1] == pytest.approx(2 * low, abs=1e-12)
+    after = rates[own["warmup_steps"] :]
+    assert after == sorted(after, reverse=True)
+    if steps == 10 and schedule == "wsd":  # two of ten steps unless told
+        full = {None: 8, 1: 9, 5: 5, 2000: 0}[decay]
+        assert [rate == 2 for rate in after].count(True) == max(0, full - own["warmup_steps"])
 
 
 def test_only_matrices_decay_and_the_rate_reaches_all_groups():

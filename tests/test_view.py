@@ -8,7 +8,7 @@ import types
 import pytest
 from rich.console import Console
 
-from meshwright.launch.view import EventTail, LiveView, View
+from meshwright.launch.view import EventTail, LiveView, QuietView, View
 from meshwright.layout import Layout
 from meshwright.spec.training import LogSpec
 from meshwright.train.events import open_sinks
@@ -53,7 +53,6 @@ def test_plain_lines():
     assert shown(View, START, STEP, {**STEP, "step": 41, "mfu": 0.5}, END).splitlines() == [
         "4.59M parameters on 2 rank(s) of CPU (some processor, 2 cores): layout dp2 mb1; "
         "9.7M training tokens, unigram entropy 3.1447 nats",
-        "MFU unknown: the device's peak is not stated (cluster.peak_tflops)",
         "step 40/100 loss 2.5000 norm 0.7500 lr 1.00e-03 8192 tok/s (4096 per device) "
         "peak 1.00 GiB eta 30.0s",
         "step 41/100 loss 2.5000 norm 0.7500 lr 1.00e-03 8192 tok/s (4096 per device) "
@@ -73,7 +72,7 @@ def test_live_block_fits_80_columns_and_says_everything():
     assert all(len(line.rstrip()) <= 80 for line in block)
     for words in ("40 of 100", "2.5000", "8,192", "4,096", "1.00 GiB (rank 1)", "eta 30.0s"):
         assert words in plain, words
-    assert "unknown: the device's peak is not stated" in plain
+    assert "MFU" not in plain  # nobody has stated the device's peak
     assert "━" in plain or "╸" in plain or "-" in plain
 
 
@@ -87,6 +86,38 @@ def test_tail_waits_for_whole_lines(tmp_path):
     with file.open("a") as more:
         more.write('ep"}\n')
     assert [e["event"] for e in tail.new()] == ["step"]
+
+
+def test_a_run_that_goes_on_shows_no_history(tmp_path):
+    file = tmp_path / "events.jsonl"
+    file.write_text('{"event": "start"}\n{"event": "step"}\n{"event": "st')
+    tail = EventTail(file, only_new=True)
+    assert list(tail.new()) == []
+    with file.open("a") as more:
+        more.write('ep", "step": 3}\n{"event": "end"}\n')
+    assert [e["event"] for e in tail.new()] == ["step", "end"]
+    assert list(EventTail(tmp_path / "none", only_new=True).new()) == []
+
+
+def test_the_time_left_is_told_by_the_pace_of_the_last_steps():
+    times = [0.5, 0.5, 0.5, 30.0, 0.5, 0.5]  # the fourth waited for a save
+    steps = [{**STEP, "step": 41 + at, "step_time_s": s} for at, s in enumerate(times)]
+    lines = shown(View, START, *steps).splitlines()[1:]
+    assert [line.rpartition(" ")[2] for line in lines] == [
+        *("29.5s", "29.0s", "28.5s", "28.0s", "27.5s", "27.0s")
+    ]
+    # A run that goes on has its own pace.
+    again = shown(View, START, *steps, START, {**STEP, "step_time_s": 2.0}).splitlines()[-1]
+    assert again.endswith("eta 2m00s")
+
+
+def test_a_quiet_view_says_what_goes_wrong_and_the_end():
+    bad = {"event": "overflow", "step": 3, "tensor": "norm.weight", "loss_scale": 1.0}
+    save = {"event": "save", "step": 4, "path": "x", "seconds": 1.0}
+    assert shown(QuietView, START, STEP, bad, save, END).splitlines() == [
+        "step 3: skipped, the gradient of norm.weight is not finite",
+        "done after 100 steps: loss 1.2500 nats, unigram entropy of the data 3.1447 nats",
+    ]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -20,6 +20,7 @@ from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
+from meshwright.execute.processor import processor
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import detect
@@ -30,6 +31,7 @@ from meshwright.layout import Layout, Machine, broken, resolve_layout
 from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
 from meshwright.predict.catalogue import device_named, find_device
 from meshwright.predict.price import Prediction, price
+from meshwright.predict.setting import Setting
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
@@ -222,6 +224,14 @@ class Row:
         }
 
 
+def _row(setting: Setting, layout: Layout, *, is_cpu: bool) -> Row:
+    """Return what is predicted of a layout."""
+    program = lower(setting.model, setting.train, layout, setting.target)
+    ranks = range(layout.world)
+    peaks = [timeline(program, rank, on_host=is_cpu).peak.total for rank in ranks]
+    return Row(layout, price(setting, layout), peaks)
+
+
 def _layouts(args: argparse.Namespace) -> int:
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
@@ -231,25 +241,23 @@ def _layouts(args: argparse.Namespace) -> int:
     if not is_cpu:
         config = on_machine(config, machine)
     if args.top:
-        made = plan(config, args.top, calibration, local_devices=machine.devices, lacks=lacks)
+        made = plan(
+            config,
+            args.top,
+            calibration,
+            local_devices=machine.devices,
+            lacks=lacks,
+            processor=processor(),
+        )
         config = made.config
         layouts = [one.layout for one in made.found.ranked]
     else:
         layouts = [Layout.parse(label) for label in args.layout]
     _refuse(config, layouts, machine)
     check_compiler(config.train, lacks)
-    setting = on_cluster(setting_of(config, calibration, layouts[0].world), layouts[0])
-    rows = [
-        Row(
-            layout,
-            price(setting, layout),
-            [
-                timeline(lower(config.model, config.train, layout), rank, on_host=is_cpu).peak.total
-                for rank in range(layout.world)
-            ],
-        )
-        for layout in layouts
-    ]
+    setting = setting_of(config, calibration, layouts[0].world, processor())
+    setting = on_cluster(setting, layouts[0])
+    rows = [_row(setting, layout, is_cpu=is_cpu) for layout in layouts]
     request = {
         "what": "layouts",
         "device": machine.device,

@@ -125,9 +125,15 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="stdlib, tinystories, hf:NAME, or text files, jsonl files and folders of them",
+        help="stdlib, tinystories, hf:NAME, or files of text or of rows, and folders of them",
     )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of jsonl rows")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of rows")
+    parser.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what a file or row without text does: end it, or be counted and named",
+    )
     parser.add_argument(
         "--separator", metavar="TEXT", help=r"ends a document in a text file; '\n\n': blank lines"
     )
@@ -174,6 +180,8 @@ def _prepare(args: argparse.Namespace) -> int:
             Path(args.out),
             eos=args.eos,
             workers=args.workers,
+            say=lambda text: print(text, file=sys.stderr),
+            on_error=args.on_error,
             progress=report,
         )
     seconds = time.perf_counter() - started
@@ -249,10 +257,14 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     with _bar("downloading") as report:
         sources = _sources(args, report)
         parts = [(source, part) for source in sources for part in source.parts()]
-    texts = (text for source, part in parts for text in source.documents(part))
+    skipped: list[str] = []
+    skip = skipped.append if args.on_error == "skip" else None
+    texts = (text for source, part in parts for text in source.documents(part, skip))
     if not args.json:
         print("training a tokenizer", file=sys.stderr)
     file = train_bpe(texts, args.vocab_size, Path(args.out))
+    for text in skipped:
+        print(f"skipped: {text}", file=sys.stderr)
     tokenizer = load_tokenizer(str(file))
     facts = {"file": str(file), "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_token}
     if args.json:

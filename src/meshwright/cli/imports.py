@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,11 +16,12 @@ from meshwright.errors import ConfigError
 from meshwright.interop.flat import System
 from meshwright.interop.importing import Imported, import_files, refusal_text
 from meshwright.interop.report import VERDICTS, Entry, Report
+from meshwright.interop.source import AUTO
 from meshwright.launch.machine import detect
 from meshwright.layout import Machine, resolve_layout
 from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import Config, build_config, read_given
-from meshwright.spec.resolve import Values
+from meshwright.spec.resolve import Value, Values
 
 _STYLES: Mapping[str, str] = {
     "honoured": "green",
@@ -91,9 +92,20 @@ def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) ->
     if os.environ.get("RANK", "0") == "0":
         print(summary(imported.report), file=out)
         for entry in imported.report.entries:
-            if entry.verdict == "unsupported":
+            if entry.verdict == "unsupported" or entry.note.startswith(AUTO):
                 print(f"  {entry.key} = {entry.value}: {entry.note}", file=out)
+        for key, value in _filled(imported):
+            print(f"  {key} = {_short(value.value)}: {value.origin}", file=out)
     return config
+
+
+def _filled(imported: Imported) -> Iterator[tuple[str, Value]]:
+    """Yield the keys that follow from what the file leaves out, as far as they take effect."""
+    for filled in imported.report.filled:
+        section, _, key = filled.key.partition(".")
+        value = imported.given[section].get(key)
+        if value is not None and value.origin == f"import: {filled.why}":
+            yield filled.key, value
 
 
 def summary(report: Report) -> str:
@@ -125,7 +137,8 @@ def print_report(report: Report, out: TextIO) -> None:
             rest.add_row(Text(f"{filled.key} = {_short(filled.value)}"), Text(filled.why))
         console.print(rest)
     console.print(f"\n{summary(report)}", soft_wrap=True)
-    console.print(f"{report.share:.0%} of the keys take effect")
+    taken = report.count("honoured") + report.count("translated")
+    console.print(f"{taken} of the {report.keys} keys take effect")
 
 
 def _here(entry: Entry) -> str:

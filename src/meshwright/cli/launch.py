@@ -58,8 +58,8 @@ examples:
   meshwright launch slurm run.toml cluster.preset=h100 --nodes 4 --time 12h --out job.sbatch
   meshwright launch slurm --plan plan.json --submit
   meshwright launch ray run.toml --nodes 2 --submit
-  meshwright launch skypilot run.toml --nodes 2 --accelerator H100
-  meshwright launch kubernetes run.toml --nodes 2 --image my/image --kind pytorchjob
+  meshwright launch skypilot run.toml --nodes 2 --accelerator H100 --wheel dist/meshwright.whl
+  meshwright launch kubernetes run.toml --nodes 2 --image my/image --volume training
 """
 
 
@@ -100,7 +100,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
             target.add_argument("--accelerator", metavar="NAME", help="the device, as H100")
         if name in ("slurm", "skypilot"):
             target.add_argument("--setup", metavar="COMMAND", help="runs before")
+        if name == "skypilot":
+            target.add_argument("--wheel", metavar="FILE", help="of Meshwright, to be installed")
+            target.add_argument(
+                "--bucket", dest="volume", metavar="URL", help="keeps log.dir, as s3://name/path"
+            )
         if name == "kubernetes":
+            target.add_argument(
+                "--volume", metavar="CLAIM", help="a PersistentVolumeClaim with data and runs"
+            )
             target.add_argument("--kind", choices=tuple(_KUBERNETES), default="jobset")
         if name in ("skypilot", "kubernetes"):
             target.add_argument("--image", help="a container image")
@@ -129,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if args.target == "ray" and args.submit:
         return submit_to_ray(job, args.address, parse_time(args.wait))
     if _option(args, "submit"):
-        print(f"job {submit(text, Path(job.log_dir))}")
+        print(f"job {submit(text)}")
     elif args.out is None:
         print(text, end="")
     return EXIT_DONE
@@ -162,9 +170,11 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
         "hosts": tuple(_option(args, "hosts") or ()),
         **{key: _option(args, key) for key in _PLAIN},
     }
+    carried = [args.plan, read_words(args)[0]]
     return JobSpec(
         name=args.name,
         words=tuple(words),
+        files={str(path): path.read_text("utf-8") for path in carried if path is not None},
         nodes=nodes,
         per_node=cluster.per_node,
         device=device,
@@ -173,7 +183,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     )
 
 
-_PLAIN: Final = ("restarts", "partition", "account", "image", "setup")
+_PLAIN: Final = (*("restarts", "partition", "account", "image", "setup", "volume", "wheel"),)
 
 
 def _option(args: argparse.Namespace, name: str) -> Any:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,10 +22,11 @@ from meshwright.cli.common import (
 from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.execute.processor import processor
 from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
-from meshwright.launch.planned import on_machine
-from meshwright.layout import Layout, broken
+from meshwright.launch.planned import on_machine, slower
+from meshwright.layout import Layout
 from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.ledger import predicted_ledger
 from meshwright.predict.price import Memory, Prediction
@@ -35,9 +35,11 @@ from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.pins import given, words
 from meshwright.search.plan import (
     Plan,
     as_json,
+    check_legal,
     explain,
     ledger,
     on_cluster,
@@ -45,7 +47,6 @@ from meshwright.search.plan import (
     ranks_of,
     setting_of,
 )
-from meshwright.search.questions import on_devices
 from meshwright.search.rank import MARGIN
 from meshwright.search.remedies import remedies
 from meshwright.spec.loading import Config
@@ -97,28 +98,42 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.margin < 1:
         raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
     calibration = read_calibration(args.calibration) if args.calibration else None
-    lacks = None
+    lacks, shared = None, 1.0
     if config.cluster.preset == "local":
         machine = detect(config.cluster, os.environ)
         lacks = lacks_compiler(machine.device, os.environ)
         config = on_machine(config, machine)
+        shared = slower(config, machine)
     if args.explain:
-        setting = setting_of(config, calibration)
-        found = explain(setting, Layout.parse(args.explain))
+        layout = Layout.parse(args.explain)
+        setting = setting_of(config, calibration, processor=processor(), slower=shared)
+        found = explain(setting, layout)
         if args.json:
             terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
-            print_json({**ledger(found), "terms": terms})
+            notes = _notes(config, setting, layout)
+            print_json({**ledger(found), "terms": terms, "notes": notes})
         else:
             _print_terms(found)
+            for note in _notes(config, setting, layout):
+                say(f"note: {note}")
             _print_charts(config, setting, found.layout)
         return EXIT_DONE
     if args.after_oom:
         layout = (
             Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
         )
-        return _after_oom(setting_of(config, calibration), layout, args)
+        setting = setting_of(config, calibration, processor=processor())
+        return _after_oom(setting, layout, args)
     started = time.perf_counter()
-    made = plan(config, args.top, calibration, args.margin, lacks=lacks)
+    made = plan(
+        config,
+        args.top,
+        calibration,
+        args.margin,
+        lacks=lacks,
+        processor=processor(),
+        slower=shared,
+    )
     seconds = time.perf_counter() - started
     document = as_json(made)
     more = answers(args, made)
@@ -139,6 +154,22 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
 
 
+def _notes(config: Config, setting: Setting, layout: Layout) -> list[str]:
+    """Return what `--explain` prices otherwise than the config has it."""
+    found = []
+    devices = setting.cluster.devices
+    if layout.world != devices:
+        ranks = "rank" if layout.world == 1 else "ranks"
+        found.append(
+            f"this prices {layout.world} {ranks}, one on each of as many devices; the cluster has "
+            f"{devices}"
+        )
+    others = {key: value for key, value in given(config).items() if getattr(layout, key) != value}
+    if others:
+        found.append(f"the config's {words(others)} is not in this layout")
+    return found
+
+
 def _run_folder(named: str | None) -> RunFolder | None:
     """Return the run folder that `--after-oom` names, if it names one."""
     if named is None or not Path(named).is_dir():
@@ -151,11 +182,8 @@ def _run_folder(named: str | None) -> RunFolder | None:
 
 def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> int:
     """Print what would fit; 1 where nothing does."""
-    if layout.world != setting.cluster.devices:
-        setting = replace(setting, cluster=on_devices(setting.cluster, layout.world))
-    rule = broken(setting.model, setting.train, layout)
-    if rule is not None:
-        raise ConfigError(f"--after-oom '{layout.label}': {rule}")
+    check_legal(setting, layout)
+    setting = on_cluster(setting, layout)
     started = time.perf_counter()
     now, found = remedies(setting, layout, args.margin)
     if args.json:
@@ -178,6 +206,8 @@ def _print_plan(made: Plan, seconds: float) -> None:
     if known is not shipped_calibration():
         say(f"priced by {known.source}, {known.date}")
     print(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
+    if pins := given(made.config):
+        say(f"fixed by the config: {words(pins)}")
     if made.best is None:
         _print_unfit(made)
     else:

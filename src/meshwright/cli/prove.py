@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -13,29 +14,36 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
-from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.launch.certificate import certify
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.engine import check_fp8
 from meshwright.launch.machine import count_gpus, detect
-from meshwright.launch.proof import by_world, prove_cases, worker_command
-from meshwright.layout import Layout, resolve_layout
+from meshwright.launch.proof import by_world, fails_alike, prove_cases, worker_command
+from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
 from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
-from meshwright.prove.matrix import WORLDS, matrix
+from meshwright.prove.draw import MOST_RANKS, draw
+from meshwright.prove.draw import WORLDS as DRAWN_WORLDS
+from meshwright.prove.matrix import WORLDS, drawn, matrix
 from meshwright.prove.order import prove_order
 from meshwright.prove.outcome import Outcome, document, refusal_line
 from meshwright.prove.refused import Refusal, refuse
 from meshwright.prove.shrink import shrink
+from meshwright.prove.smallest import smallest
 from meshwright.spec.loading import Config
 from meshwright.units import format_count, format_seconds
 
+# Of the layouts by chance that fail, so many are made small: each takes some minutes.
+MOST_SHRUNK = 3
 EXAMPLE = """\
 examples:
   meshwright prove run.toml layout.tp=2 layout.sp=true    does this layout compute the same?
   meshwright prove --matrix --world 4                     the whole table of 4 ranks
   meshwright prove --matrix --only zbv --json             those whose label contains a text
+  meshwright prove --matrix --draw 9 --seed 4             nine of the table, drawn by chance
+  meshwright prove --random 20 --seed 7                   layouts of 2 to 6 ranks by chance
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
   meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
 
@@ -47,15 +55,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `prove`."""
     parser.description = (
         "Prove on local ranks that a layout computes what one device does: loss, every gradient, "
-        "weights after steps of SGD and AdamW."
+        "what steps of the optimizer add to the weights, its state, and an evaluation."
     )
     parser.epilog = EXAMPLE
     add_config_arguments(parser)
-    parser.add_argument("--matrix", action="store_true", help="the table instead of a config")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--matrix", action="store_true", help="the table instead of a config")
+    source.add_argument("--random", type=int, metavar="N", help="so many legal layouts by chance")
+    source.add_argument("--case", metavar="JSON", help="what a failure of --random has printed")
+    parser.add_argument("--draw", type=int, metavar="N", help="of the table, N layouts by chance")
     parser.add_argument(
-        "--world", type=int, metavar="N", help=f"ranks of the table: {WORLDS}, 8 unless given"
+        "--seed",
+        type=int,
+        metavar="S",
+        help="of --random and --draw, the same layouts for the same; 0",
     )
-    parser.add_argument("--only", metavar="TEXT", help="of the table, labels that contain it")
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help=f"ranks of the table: {WORLDS}, 8 unless given; of --random: 2 to {MOST_RANKS}, "
+        f"{DRAWN_WORLDS} unless given",
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="of the table or --random, labels that contain it"
+    )
     parser.add_argument(
         "--check-order",
         action="store_true",
@@ -81,10 +105,13 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     refusals: list[Refusal] = []
     more: dict[str, Any] = {}
+    _refuse_mixed(args)
     if args.matrix:
         cases, refusals = _of_table(args, out)
-    elif args.world is not None or args.only is not None:
-        raise ConfigError("--world and --only are of the table: add --matrix")
+    elif args.random is not None:
+        cases, more = _by_chance(args, out)
+    elif args.case is not None:
+        cases = [_of_json(args.case)]
     else:
         cases, more = _of_config(args, out)
     if args.device == "cuda":
@@ -94,15 +121,15 @@ def run(args: argparse.Namespace) -> int:
         for case in cases:
             check_compiler(case.train, lacks)
     if args.resume:
-        if args.matrix or args.check_order:
-            raise ConfigError("--resume certifies a config: leave out --matrix and --check-order")
         outcomes = _certified(read_config(args), cases, out)
     elif args.check_order:
         outcomes = [_checked(case, out) for case in cases]
     else:
         outcomes = _proven(cases, out, args.device)
-    for refusal in refusals:
-        _say(out, refusal_line(refusal))
+    if args.random is not None:
+        more["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
+    for told in refusals:
+        _say(out, refusal_line(told))
     seconds = time.perf_counter() - started
     world = max((case.layout.world for case in cases), default=args.world or 0)
     found = document(world, outcomes, refusals, seconds) | more
@@ -112,10 +139,26 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CHECK_FAILED if found["failed"] else EXIT_DONE
 
 
+def _refuse_mixed(args: argparse.Namespace) -> None:
+    """Refuse arguments that do not go together, before anything is started."""
+    source = "--matrix" if args.matrix else "--random" if args.random is not None else None
+    if args.case is not None:
+        source = "--case"
+    if source is not None and args.words:
+        raise ConfigError(f"{source} has its own layouts; leave out {' '.join(args.words)}")
+    if source not in ("--matrix", "--random") and (args.world is not None or args.only is not None):
+        raise ConfigError("--world and --only are of the table: add --matrix, or --random N")
+    if args.draw is not None and source != "--matrix":
+        raise ConfigError("--draw is of the table: add --matrix")
+    if source != "--random" and args.draw is None and args.seed is not None:
+        raise ConfigError("--seed is of layouts by chance: add --random N, or --matrix --draw N")
+    if args.resume and (source is not None or args.check_order):
+        other = source or "--check-order"
+        raise ConfigError(f"--resume certifies a config: leave out {other}")
+
+
 def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
     """Return what the table has for the arguments: cases, and refusals with what they were told."""
-    if args.words:
-        raise ConfigError(f"--matrix has its own table; leave out {' '.join(args.words)}")
     world = 8 if args.world is None else args.world
     only = args.only or ""
     chosen = [case for case in matrix(world) if only in case.label]
@@ -123,8 +166,36 @@ def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[R
         raise ConfigError(f"no layout of {world} ranks has {only!r} in its label")
     cases = [case for case in chosen if case.refused is None]
     refusals = [refuse(case) for case in chosen if case.refused is not None]
+    if args.draw is not None:
+        cases = drawn(cases, args.draw, args.seed or 0)
     _say(out, f"{len(cases)} layouts of {world} ranks, {len(refusals)} to be refused")
     return cases, refusals
+
+
+def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
+    """Return the layouts that a seed draws, and what JSON says of them."""
+    worlds = DRAWN_WORLDS if args.world is None else (args.world,)
+    seed, only = args.seed or 0, args.only or ""
+    cases = [case for case in draw(seed, args.random, worlds) if only in case.label]
+    if not cases:
+        raise ConfigError(f"no layout of these {args.random} has {only!r} in its label")
+    counts = sorted({case.layout.world for case in cases})
+    ranks = " or ".join(map(str, counts))
+    _say(out, f"{len(cases)} layouts by chance, seed {seed}, of {ranks} ranks")
+    return cases, {"seed": seed}
+
+
+def _of_json(text: str) -> Case:
+    """Return the case that a failure has printed; refused where it is none, or not legal."""
+    try:
+        case = Case.from_json(text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--case takes what a failure of --random has printed: {error}") from None
+    specs = case.model, case.train, case.layout
+    rule = broken(*specs)
+    if rule is not None:
+        raise ConfigError(refusal(rule, legal=nearest_legal(*specs)))
+    return case
 
 
 def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
@@ -157,6 +228,10 @@ def _layout(config: Config) -> Layout:
     machine = detect(cluster, os.environ)
     check_fp8(config, machine.device)
     return resolve_layout(config, machine)
+
+
+def _cannot_end(case: Case) -> bool:
+    return not prove_order(lower(case.model, case.train, case.layout)).passed
 
 
 def _checked(case: Case, out: TextIO) -> Outcome:
@@ -197,6 +272,32 @@ def _proven(cases: Sequence[Case], out: TextIO, device: str) -> list[Outcome]:
             some, os.environ, lambda outcome: _show(outcome, out), command=command
         )
     return outcomes
+
+
+def _failed(outcomes: Sequence[Outcome], out: TextIO) -> list[Outcome]:
+    """Return the first of what has failed, and say how to repeat each."""
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    for outcome in failed:
+        _say(out, f"failed: {outcome.case.label}\n  repeat: {_command(outcome.case)}")
+    return failed[:MOST_SHRUNK]
+
+
+def _command(case: Case) -> str:
+    return f"meshwright prove --case {shlex.quote(case.as_json())}"
+
+
+def _smallest(outcome: Outcome, args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
+    """Say which is the smallest case that fails as one did, and return it for JSON."""
+    case = outcome.case
+    _say(out, f"looking for a smaller layout that fails like {case.label}")
+    on_ranks = fails_alike(outcome, os.environ, partial(worker_command, device=args.device))
+    fails = _cannot_end if args.check_order else on_ranks
+    if not fails(case):
+        _say(out, "  alone it does not fail: what was proven before it matters")
+        return {"of": case.label, "case": None, "repeat": None}
+    found = smallest(case, fails)
+    _say(out, f"  smallest: {found.label}\n  repeat: {_command(found)}")
+    return {"of": case.label, "case": found.label, "repeat": _command(found)}
 
 
 def _show(outcome: Outcome, out: TextIO) -> None:

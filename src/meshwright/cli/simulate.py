@@ -15,6 +15,7 @@ from rich.table import Table
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.execute.processor import processor
 from meshwright.program.ledger import to_json
 from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import simulation_page
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     if args.world is not None and args.world < 1:
         raise ConfigError(f"--world {args.world} must be at least 1")
-    setting = setting_of(config)
+    setting = setting_of(config, processor=processor())
     layout = layout_of(config, setting, args.world)
     ranks = ranks_of(args.ranks, layout)
     started = time.perf_counter()

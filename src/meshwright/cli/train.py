@@ -66,6 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="ds_config.json",
         help="take a DeepSpeed config over the config; every key is honoured, told of or refused",
     )
+    parser.add_argument(
+        "--quiet", action="store_true", help="say what goes wrong and how it ended, no steps"
+    )
     add_accept(parser)
     add_json(parser)
 
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     resume = None if again is None else Resume(*again)
     config = _config(args, resume)
     out = sys.stderr if args.json else sys.stdout
-    finished = train(config, out=out, resume=resume)
+    finished = train(config, out=out, resume=resume, quiet=args.quiet)
     at = Rendezvous.from_environment(os.environ)
     if args.json and (at is None or at.rank == 0):
         print_json(summarise(finished))

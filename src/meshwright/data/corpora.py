@@ -8,32 +8,36 @@ and the corpus is the same however many there are.
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.data.files import reading
+from meshwright.data.formats import (
+    BLANK_LINE,
+    SUFFIXES,
+    Piece,
+    Problem,
+    is_lines,
+    is_whole,
+    read_whole,
+    rows_of_lines,
+)
 from meshwright.errors import DataError, nearest, refusal
 from meshwright.units import MIB
 
 PART_BYTES = 16 * MIB
 HF_PART_ROWS = 20_000
 END_OF_TEXT = "<|endoftext|>"
-BLANK_LINE = "\n\n"
 HF_READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-TEXT_SUFFIXES = (
-    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp"),
-    *(".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh"),
-)
 Fingerprint = dict[str, Any]
+Skip = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,11 @@ class Source(Protocol):
     def parts(self) -> list[Part]:
         """Return the parts in order; raises DataError where there is nothing to read."""
 
-    def documents(self, part: Part) -> Iterator[str]:
-        """Read the non-empty documents of one part in order; raises DataError."""
+    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
+        """Read the non-empty documents of one part in order.
+
+        What has no text is told to `skip`; without it, it raises DataError.
+        """
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Stdlib:
         """Return one part per file."""
         return [_whole(path) for path in self._files() if path.stat().st_size]
 
-    def documents(self, part: Part) -> Iterator[str]:
+    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
         """Read one source file."""
         try:
             text = _read(part).decode("utf-8")
@@ -112,9 +119,9 @@ class Stdlib:
 
 @dataclass(frozen=True)
 class Files:
-    """Text files, jsonl files, and folders of them, in the order given and sorted inside a folder.
+    """Files, and folders of them, in the order given and sorted inside a folder: `formats`.
 
-    A `.jsonl` or `.ndjson` file gives one document per row, its field `text_key`. A text file is
+    Rows of jsonl, JSON, CSV and Parquet are a document each, their field `text_key`. A text file is
     one document, or is split at `separator`; left out, that is `<|endoftext|>` where the file has
     it. A separator of two newlines splits at blank lines.
     """
@@ -127,9 +134,9 @@ class Files:
         found: list[Path] = []
         for path in self.paths:
             if path.is_dir():
-                inside = _walk(path, (*TEXT_SUFFIXES, *JSONL_SUFFIXES), frozenset())
+                inside = _walk(path, SUFFIXES, frozenset())
                 if not inside:
-                    kinds = " ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
+                    kinds = " ".join(dict.fromkeys(Path(one).stem for one in SUFFIXES))
                     raise DataError(f"{path} has no text files (looked for {kinds})")
                 found += inside
             elif path.is_file():
@@ -137,6 +144,16 @@ class Files:
             else:
                 raise DataError(_missing(path))
         return found
+
+    def left_out(self) -> list[Path]:
+        """Return the files of folders whose names do not say that they hold text."""
+        folders = [path for path in self.paths if path.is_dir()]
+        return [
+            path
+            for folder in folders
+            for path in _walk(folder, ("",), frozenset())
+            if not path.name.lower().endswith(SUFFIXES)
+        ]
 
     def fingerprint(self) -> Fingerprint:
         """Return the path, size and time of change of each file, hashed, and the options."""
@@ -165,7 +182,7 @@ class Files:
             size = path.stat().st_size
             if size == 0:
                 return
-            pattern = self._boundary(path)
+            pattern = None if is_whole(path) else self._boundary(path)
             if size <= PART_BYTES or pattern is None:
                 yield _whole(path)
                 return
@@ -180,7 +197,7 @@ class Files:
 
     def _boundary(self, path: Path) -> re.Pattern[bytes] | None:
         """Return what separates the documents of a file; None where it is one document."""
-        if path.suffix.lower() in JSONL_SUFFIXES:
+        if is_lines(path):
             return re.compile(rb"\n")
         separator = self.separator
         if separator is None:
@@ -190,53 +207,36 @@ class Files:
             return re.compile(rb"\n[ \t\r]*\n")
         return re.compile(re.escape(separator.encode())) if separator else None
 
-    def documents(self, part: Part) -> Iterator[str]:
+    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
         """Read the documents of a file or of a range of it."""
+        for piece in self._pieces(part):
+            if isinstance(piece, Problem):
+                if skip is None:
+                    raise DataError(f"{piece}. data.on_error=skip passes over such files and rows")
+                skip(str(piece))
+            elif piece.strip():
+                yield piece
+
+    def _pieces(self, part: Part) -> Iterator[Piece]:
         path = Path(part.path)
+        if is_whole(path):
+            yield from read_whole(path, self.text_key, self.separator, END_OF_TEXT)
+            return
         content = _read(part)
-        if path.suffix.lower() in JSONL_SUFFIXES:
-            yield from self._rows(path, part.start, content)
+        if is_lines(path):
+            # Counted only where a line is wrong: earlier parts of the file end at line ends.
+            for piece in rows_of_lines(path, enumerate(content.split(b"\n"), 1), self.text_key):
+                yield piece if isinstance(piece, str) else _below(piece, part)
             return
         pattern = self._boundary(path)
-        if pattern is None:
-            text = _decode(path, 0, content).removeprefix("\ufeff")
-            if text.strip():
-                yield text
-            return
         position = 0
-        for match in (*pattern.finditer(content), None):
+        for match in (*(pattern.finditer(content) if pattern else ()), None):
             end = match.start() if match else len(content)
-            text = _decode(path, part.start + position, content[position:end])
-            if text := text.removeprefix("\ufeff").strip():
-                yield text
+            piece = _decode(path, part.start + position, content[position:end])
+            if isinstance(piece, str) and pattern is not None:
+                piece = piece.strip()
+            yield piece
             position = match.end() if match else end
-
-    def _rows(self, path: Path, start: int, content: bytes) -> Iterator[str]:
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                text = self._text_of(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                # Counted only now: earlier parts of the file end at line ends.
-                above = _read(Part(str(path), 0, start, start)).count(b"\n")
-                raise DataError(f"{path}, line {above + number}: {error}") from error
-            if text.strip():
-                yield text
-
-    def _text_of(self, row: object) -> str:
-        if not isinstance(row, dict):
-            raise ValueError(f"the row is a JSON {type(row).__name__}, not an object")
-        if self.text_key not in row:
-            legal = nearest(self.text_key, row) or list(row)[:5]
-            hint = "Name the field with data.text_key"
-            raise ValueError(refusal(f"no field {self.text_key!r}", legal=legal, hint=hint))
-        text = row[self.text_key]
-        if not isinstance(text, str):
-            raise ValueError(f"field {self.text_key!r} is a {type(text).__name__}, not text")
-        if not text.isascii():
-            text.encode()  # a lone surrogate, legal in JSON, is not Unicode text
-        return text
 
 
 @dataclass(frozen=True)
@@ -315,11 +315,13 @@ class HuggingFace:
         stops = (min(start + HF_PART_ROWS, count) for start in starts)
         return [Part("", a, b, (b - a) * per_row) for a, b in zip(starts, stops, strict=True)]
 
-    def documents(self, part: Part) -> Iterator[str]:
+    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
         """Read the text field of a range of rows."""
         column = self._rows[part.start : part.stop][self.text_key]
         for number, text in enumerate(column, part.start):
-            if self.text_of(number, text).strip():
+            if skip is not None and not isinstance(text, str):
+                skip(f"hf:{self.name}, row {number}: field {self.text_key!r} is no text")
+            elif self.text_of(number, text).strip():
                 yield text
 
 
@@ -351,11 +353,18 @@ def _read(part: Part) -> bytes:
     return content
 
 
-def _decode(path: Path, start: int, content: bytes) -> str:
+def _decode(path: Path, start: int, content: bytes) -> Piece:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {start + error.start}") from error
+        return Problem(str(path), f"not UTF-8 text: byte {start + error.start}")
+
+
+def _below(found: Problem, part: Part) -> Problem:
+    """Return a problem of a line with its number in the file, of which a part has some lines."""
+    where, _, number = found.where.rpartition(" ")
+    above = _read(Part(part.path, 0, part.start, part.start)).count(b"\n")
+    return found._replace(where=f"{where} {above + int(number)}")
 
 
 def _missing(path: Path) -> str:

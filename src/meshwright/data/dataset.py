@@ -211,7 +211,8 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
         return _open_pair(name, prefix, spec)
     source = source_of(name, spec, cache, _steps(f"downloading {name}", say))
     tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
-    key = json.dumps([FORMAT, source.fingerprint(), tokenizer.digest], sort_keys=True)
+    passes = [spec.on_error] if spec.on_error != "stop" else []
+    key = json.dumps([FORMAT, source.fingerprint(), tokenizer.digest, *passes], sort_keys=True)
     folder = cache / "stores" / sha256_bytes(key.encode())[:24]
     if is_store(folder):
         store = open_store(folder)  # without the lock, which a read-only cache would not give
@@ -223,6 +224,8 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
             eos=spec.eos,
             workers=spec.workers,
             progress=_steps(f"preparing {name}", say),
+            say=None if say is None else _about(name, say),
+            on_error=spec.on_error,
         )
     return _Opened(name, store.shards, tokenizer, store.digest, store.counts(), folder)
 
@@ -256,6 +259,10 @@ def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
             f"{error}. Is data.tokenizer = {spec.tokenizer!r} what {name} was tokenised with?"
         ) from error
     return _Opened(name, (pair.shard,), tokenizer, pair.digest, None, None)
+
+
+def _about(name: str, say: Say) -> Say:
+    return lambda text: say(f"{name}: {text}")
 
 
 def _steps(what: str, say: Say | None) -> Progress | None:

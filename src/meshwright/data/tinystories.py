@@ -12,7 +12,7 @@ from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.data.corpora import Files, Fingerprint, Part
+from meshwright.data.corpora import Files, Fingerprint, Part, Skip
 from meshwright.data.files import AtomicFile, hash_file, locked, reading, write_atomic
 from meshwright.errors import DataError
 from meshwright.units import MIB, format_bytes
@@ -74,9 +74,9 @@ class TinyStories:
             raise self._damaged(f"SHA-256 {found}, recorded {record['sha256']}")
         return self._files.parts()
 
-    def documents(self, part: Part) -> Iterator[str]:
+    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
         """Read the stories of a byte range."""
-        return self._files.documents(part)
+        return self._files.documents(part, skip)
 
     @property
     def _files(self) -> Files:

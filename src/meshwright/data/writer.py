@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from meshwright.data.corpora import Part, Source
+from meshwright.data.corpora import Files, Part, Skip, Source
 from meshwright.data.files import (
     AtomicFile,
     hash_file,
@@ -46,11 +47,14 @@ from meshwright.data.store import (
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.data.view import map_array
 from meshwright.errors import DataError
+from meshwright.spec.training import OnError
 from meshwright.units import MIB
 
 SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parallel work
 POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
 BATCH_CHARS = MIB
+SKIPPED = "skipped.txt"  # what had no text, a line each
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class _Task:
     eos: str | None
     digest: str
     job: str
+    skips: bool
 
     @property
     def size(self) -> int:
@@ -90,6 +95,8 @@ def prepare(
     eos: str | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
+    say: Say | None = None,
+    on_error: OnError = "stop",
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
     """Tokenise sources, in order, into the store `out`, and open it.
@@ -97,26 +104,51 @@ def prepare(
     The bytes written are the same for any number of workers (left out: the cores, or fewer if
     there are fewer shards). A run that was interrupted continues: shards that are complete, of
     the same sources and tokenizer, and intact are kept. A finished store of the same is returned
-    as it is. `progress` gets the bytes of text done and in all. Raises DataError: unwritable
-    folder, another corpus already there, unreadable or empty source, unusable tokenizer.
+    as it is. `progress` gets the bytes of text done and in all, `say` lines on what is left out:
+    files of other kinds, and with `on_error` "skip" what has no text, which the store's
+    `skipped.txt` names. Raises DataError: unwritable folder, another corpus already there,
+    unreadable or empty source, unusable tokenizer.
     """
     writable_folder(out)
     loaded = load_tokenizer(tokenizer, eos)
-    fingerprints = tuple(source.fingerprint() for source in sources)
+    passes = {"on_error": on_error} if on_error == "skip" else {}
+    fingerprints = tuple(source.fingerprint() | passes for source in sources)
     with locked(out):
         if is_store(out):
             return _finished(out, fingerprints, loaded.digest)
         remove_temporaries(out)
+        for source in sources:
+            if say is not None and isinstance(source, Files) and (left := source.left_out()):
+                say(f"left out, as no kind of text: {_some(left)}")
         job = _job(fingerprints, loaded.digest, shard_bytes)
         tasks = [
-            _Task(number, pieces, out, tokenizer, eos, loaded.digest, job)
+            _Task(number, pieces, out, tokenizer, eos, loaded.digest, job, bool(passes))
             for number, pieces in enumerate(_plan(sources, shard_bytes))
         ]
         records = _run(tasks, loaded, workers, progress)
+        skipped = [text for task in tasks for text in _skipped(task)]
+        if skipped:
+            write_atomic(out / SKIPPED, "".join(f"{text}\n" for text in skipped).encode())
+            if say is not None:
+                say(f"skipped {len(skipped)}, which {out / SKIPPED} names: {skipped[0]}")
         _finish(out, fingerprints, loaded, records)
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
     return open_store(out)
+
+
+def _some(files: Sequence[Path]) -> str:
+    """Return how many files there are, of which kinds, and the names of a few."""
+    kinds = Counter(file.suffix.lower() or "no suffix" for file in files).most_common(4)
+    counts = ", ".join(f"{kind} {count}" for kind, count in kinds)
+    names = ", ".join(file.name for file in files[:3])
+    return f"{len(files)} file(s) ({counts}): {names}{', ...' if len(files) > 3 else ''}"
+
+
+def _skipped(task: _Task) -> list[str]:
+    """Return what a shard that is written has left out."""
+    with reading(task.record_path):
+        return list(json.loads(task.record_path.read_bytes()).get("skipped", ()))
 
 
 def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:
@@ -200,10 +232,11 @@ def _write(task: _Task, tokenizer: Tokenizer, report: Callable[[int], None]) -> 
     """Write one shard's two files, then its record, whose presence says that they are whole."""
     dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
     lengths: list[np.ndarray] = []
+    skipped: list[str] = []
     max_id = -1
     tokens_path, index_path = task.out / task.tokens_name, task.out / task.index_name
     with AtomicFile(tokens_path) as tokens:
-        for texts, done in _batches(task):
+        for texts, done in _batches(task, skipped.append if task.skips else None):
             ids, counts = tokenizer.pack(texts)
             max_id = max(max_id, int(ids.max()))
             if max_id >= tokenizer.vocab_size or ids.min() < 0:
@@ -224,17 +257,17 @@ def _write(task: _Task, tokenizer: Tokenizer, report: Callable[[int], None]) -> 
         documents=len(ends),
         max_id=max_id,
     )
-    body = {"job": task.job, "record": record.model_dump(mode="json")}
+    body = {"job": task.job, "record": record.model_dump(mode="json"), "skipped": skipped}
     write_atomic(task.record_path, json.dumps(body).encode())
     return record
 
 
-def _batches(task: _Task) -> Iterator[tuple[list[str], int]]:
+def _batches(task: _Task, skip: Skip | None) -> Iterator[tuple[list[str], int]]:
     """Yield documents in batches of about `BATCH_CHARS`, with the bytes of text done so far."""
     texts: list[str] = []
     size = done = 0
     for source, part in task.pieces:
-        for text in source.documents(part):
+        for text in source.documents(part, skip):
             texts.append(text)
             size += len(text)
             if size >= BATCH_CHARS:

@@ -18,7 +18,7 @@ from meshwright.execute.float8 import take_float8
 from meshwright.execute.gradients import Held
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.products import Route, take_route
+from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, together
 from meshwright.layout.schedules import SCHEDULES
@@ -26,6 +26,7 @@ from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.program.lower import Program
 from meshwright.program.operations import Sizes, loss_rows
 from meshwright.program.shards import Region, shard_rank, sums_in_place
+from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
 
 # name, shape of the whole and region to the tensor of that region

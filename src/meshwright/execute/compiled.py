@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from meshwright.execute import products as own_products
-from meshwright.execute.products import Route
+from meshwright.program.target import Route
 
 _PRODUCTS: Final = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,9 @@ from meshwright.errors import ConfigError, nearest_divisors, refusal
 from meshwright.execute.borders import Borders
 from meshwright.execute.data import distribute_data
 from meshwright.execute.deferred import Deferral
-from meshwright.execute.gradients import local_shard
+from meshwright.execute.gradients import local_shard, norms
 from meshwright.execute.groups import Link
+from meshwright.execute.parts import Agreement, Parts
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding
 from meshwright.layout import AXES, Layout
@@ -35,6 +36,8 @@ _STYLES: Mapping[str, Style] = {
     "colwise_gather_output": "column_gathered",
     "colwise_rep": "column_gathered",
 }
+# Whole weights that meet a part: these are found while the model computes, whoever names them.
+_FOUND = "replicated_with_grad_allreduce"
 
 
 def parallelize(
@@ -51,12 +54,16 @@ def parallelize(
     (rows of an embedding) or "column_gathered" (whole outputs, as logits); left out, a transformers
     model tells its own. `train` gives the precision. Gradients are sums over data: divide the loss
     by the global number of targets. Heads are left to the model, whose code must read them off the
-    projections. Raises `ConfigError` for what the layout or the model does not allow.
+    projections; a whole weight that meets the features of one rank, as a norm of each head's
+    queries does, gets the gradient of all. Raises `ConfigError` for what the layout or the model
+    does not allow, in the first backward where only that can tell.
     """
     _check(layout, mesh)
     blocks = find_blocks(model)
     if layout.tp > 1:
-        _cut(model, mesh["tp"], _plan_of(model, plan))
+        parts = _cut(model, mesh["tp"], _plan_of(model, plan))
+        for module in (*blocks, model):
+            parts.follow(module)
     for block in blocks:
         recompute(block, layout.recompute)
     train = train or TrainSpec()
@@ -80,12 +87,10 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     world = dist.get_world_size()
     held = [_copies(gradient, world) for gradient in gradients]
     if shards:
-        # In fp32 at least; the host reads nothing until all is summed.
-        dtype = reduce(torch.promote_types, (shard.dtype for shard in shards), torch.float32)
-        norms = torch._foreach_norm(shards, dtype=dtype)
+        each = norms(shards).unbind()  # the host reads nothing until all is summed
         for copies in sorted(set(held)):
-            some = [norm for norm, of in zip(norms, held, strict=True) if of == copies]
-            total += torch.stack(some).double().square().sum() / copies
+            some = [norm for norm, of in zip(each, held, strict=True) if of == copies]
+            total += torch.stack(some).square().sum() / copies
     dist.all_reduce(total)
     norm = math.sqrt(total.item())
     if norm > max_norm:
@@ -142,23 +147,44 @@ def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]
             "layout.tp > 1 needs a plan: which layers to cut by column and by row, e.g. "
             '{"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}'
         )
-    return {name: _STYLES.get(style, style) for name, style in found.items()}
+    return {name: _STYLES.get(style, style) for name, style in found.items() if style != _FOUND}
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Cut the layers that a plan names; raises where a pattern fits none or a size does not cut."""
+def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> Parts:
+    """Cut the layers that a plan names; raises where a pattern fits none or a size does not cut.
+
+    Returns what follows the parts between them.
+    """
     ranks = tuple(mesh.mesh.tolist())
     link = Link(mesh.get_group(), ranks, mesh.get_local_rank())
     borders = Borders(link, sp=False)
     found = dict(model.named_modules())
-    shared: dict[int, nn.Parameter] = {}  # by what they were: tied parameters stay one
+    uses = Counter(one for _, one in model.named_parameters(remove_duplicate=False))
+    # By what they were: tied parameters stay one.
+    tied = dict[nn.Parameter, nn.Parameter | None].fromkeys(p for p, n in uses.items() if n > 1)
+    del uses  # it would keep what is whole
+    begins, ends = list[nn.Module](), list[nn.Module]()
     for pattern, style in plan.items():
         form = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         names = [name for name in found if form.fullmatch(name)]
         if not names:
             raise ConfigError(f"the plan's {pattern} fits no layer of the model")
         for name in names:
-            _cut_one(name, found[name], style, mesh, borders, link, shared)
+            _cut_one(name, found[name], style, mesh, borders, link, tied)
+            (begins if style == "column" else ends).append(found[name])
+    _refuse_half_cut(model, tied)
+    Agreement(model, link, [*begins, *ends])
+    return Parts(link, begins, ends)
+
+
+def _refuse_half_cut(model: nn.Module, tied: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+    """Raise where a tied parameter is cut in one layer and whole in another: it would be two."""
+    for name, parameter in model.named_parameters():
+        if tied.get(parameter) is not None:
+            raise ConfigError(
+                f"{name} is tied to a layer that the plan cuts: let the plan cut its layer, too "
+                '(an embedding tied to the logits by "vocab")'
+            )
 
 
 def _cut_one(
@@ -168,7 +194,7 @@ def _cut_one(
     mesh: DeviceMesh,
     borders: Borders,
     link: Link,
-    shared: dict[int, nn.Parameter],
+    tied: dict[nn.Parameter, nn.Parameter | None],
 ) -> None:
     """Cut one layer by its style and give it the class that communicates."""
     kinds: dict[str, tuple[type[nn.Module], int]] = {
@@ -190,11 +216,13 @@ def _cut_one(
             legal = [f"layout.tp = {n}" for n in nearest_divisors(size, link.size)]
             rule = f"layout.tp = {link.size} must divide dim {dim} of {name}.{of}: {size}"
             raise ConfigError(refusal(rule, legal=legal))
-        if id(parameter) not in shared:
+        cut = tied.get(parameter)
+        if cut is None:
             part = parameter.detach().chunk(link.size, dim)[link.rank].clone()
-            cut = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
-            shared[id(parameter)] = nn.Parameter(cut)
-        setattr(module, of, shared[id(parameter)])
+            cut = nn.Parameter(DTensor.from_local(part, mesh, [Shard(dim)], run_check=False))
+        if parameter in tied:
+            tied[parameter] = cut
+        setattr(module, of, cut)
     if isinstance(module, nn.Embedding):
         VocabEmbedding.take_over(module, borders)
         return

@@ -107,7 +107,7 @@ class Pipeline:
     def run(self, observe: Observe | None = None) -> Tensor:
         """Perform the table; returns the summed loss of this rank's microbatches, unscaled.
 
-        It is zero on ranks without the last stage.
+        In fp64; zero on ranks without the last stage.
         """
         perform = {
             "F": self._forward,
@@ -130,7 +130,7 @@ class Pipeline:
             self.stages.ledger.phase("reduce")
         for departures in self._leaving.values():
             _wait(departures)
-        total = torch.zeros((), device=self.stages.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.stages.device)
         return sum(self.losses, total)
 
     def _forward(self, action: Action) -> None:

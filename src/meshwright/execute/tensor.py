@@ -8,6 +8,7 @@ enter and leave by `borders`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +30,7 @@ class ColumnLinear(nn.Linear):
     @classmethod
     def take_over(cls, module: nn.Linear, borders: Borders, deferral: Deferral) -> None:
         """Make a linear layer one of this class, in place: its parameters keep their names."""
-        module.__class__ = cls
+        module.__class__ = below(type(module), cls)
         assert isinstance(module, ColumnLinear)
         module.borders, module.deferral = borders, deferral
 
@@ -55,17 +56,31 @@ class VocabEmbedding(nn.Embedding):
     @classmethod
     def take_over(cls, module: nn.Embedding, borders: Borders) -> None:
         """Make an embedding one of this class, in place."""
-        module.__class__ = cls
+        module.__class__ = below(type(module), cls)
         assert isinstance(module, VocabEmbedding)
         module.borders = borders
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq or its share, dim]` of int64 ids `[batch, seq]`."""
         weight = local(self.weight)
-        own = input - self.borders.link.rank * weight.shape[0]
+        first = self.borders.link.rank * weight.shape[0]
+        own = input - first
         outside = (own < 0) | (own >= weight.shape[0])
-        found = F.embedding(own.masked_fill(outside, 0), weight)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None  # another rank's row
+        found = F.embedding(own.masked_fill(outside, 0), weight, padding)
         return self.borders.leave(found.masked_fill(outside[..., None], 0))
+
+
+def below(kind: Any, cut: Any) -> Any:
+    """Return a class of layers that are of a kind, over the cut layer in place of torch's own.
+
+    What a foreign class adds to the forward of torch's layer, such as a scale, goes on to do so.
+    """
+    if kind in cut.__mro__ or issubclass(kind, cut):
+        return cut
+    return type(f"{cut.__name__}{kind.__name__}", (kind, cut), {})
 
 
 def together(borders: Borders, deferral: Deferral) -> Project:

@@ -144,7 +144,7 @@ def read_scheduler(source: Source) -> None:
         source.miss(f"{params}warmup_type", "the warm-up is linear; nearest: linear")
     else:
         source.honour(f"{params}warmup_type", note="linear")
-    if kind == "WarmupCosineLR":
+    if kind == "WarmupCosineLR" and source.values.get(f"{params}cos_min_ratio") != AUTO:
         ratio = source.number(f"{params}cos_min_ratio", 0.0001)
         source.honour(f"{params}cos_min_ratio", {"optimizer.min_lr_ratio": ratio})
         if source.target("optimizer.min_lr_ratio") != ratio:

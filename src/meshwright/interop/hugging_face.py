@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import ConfigError
@@ -38,23 +37,22 @@ _TARGETS = {
     "rotary_emb_base": "rope_theta",
 }
 _BY_RULE = Row(by_rule=True)
+# Without them there is no model.
+_NEEDED = ("model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_hugging_face(source: Source) -> None:
     """Give every key of a config.json its verdict.
 
-    What `spec_from_hf` refuses is the verdict of the key that it names first.
+    What `spec_from_hf` refuses is the verdict of the key that it names first; the others are those
+    of the model without it.
     """
-    config: Mapping[str, Any] = source.values
-    try:
-        fields = spec_from_hf(config).model_dump(exclude={"preset", "init_from"})
-    except ConfigError as error:
-        named = [key for key in config if str(error).startswith(f"{key} ")]
-        source.refuse(named[0] if named else "model_type", str(error), default="none")
-        for key in config.keys() - set(named):
+    config = dict(source.values)
+    fields = _fields(source, config)
+    if not fields:
+        for key in config:
             if source.tables[0].find(key) == _BY_RULE:
                 source.miss(key, "the model is refused")
-        fields = {}
     for key, field in _TARGETS.items():
         if field not in fields:
             continue
@@ -70,3 +68,18 @@ def read_hugging_face(source: Source) -> None:
         if value is not None and source.target(f"model.{field}") is None:
             source.fill(f"model.{field}", value, "transformers' default")
     source.finish()
+
+
+def _fields(source: Source, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the model of a config, less the keys that are refused; none where it is no model."""
+    while True:
+        try:
+            return spec_from_hf(config).model_dump(exclude={"preset", "init_from"})
+        except ConfigError as error:
+            named = next((key for key in config if str(error).startswith(f"{key} ")), None)
+            is_final = named is None or named in _NEEDED
+            key = "model_type" if named is None else named
+            source.refuse(key, str(error), default="none", is_final=is_final)
+            if is_final:
+                return {}
+            del config[key]

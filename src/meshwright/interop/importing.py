@@ -146,7 +146,8 @@ def refusal_text(report: Report) -> str:
     for entry in report.refused:
         told = " (left out)" if entry.is_default else ""
         lines.append(f"  {entry.key} = {entry.value!r}{told}: {entry.note}")
-    names = [entry.key for entry in report.refused if entry.verdict == "unsupported"]
-    if names:
+    refused = [entry for entry in report.refused if entry.verdict == "unsupported"]
+    names = [entry.key for entry in refused if not entry.is_final]
+    if names and len(names) == len(refused):
         lines.append(f"To go on without them: --accept {','.join(names)}")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ class Entry:
     not matter, or why it cannot be had and what is nearest. `changes` marks an unsupported key
     without which something else would be trained: it refuses the import until it is accepted by
     name, or one of the keys in `settled_by` is given by the user. `is_default` marks what the
-    other system does where the file is silent.
+    other system does where the file is silent. `is_final` marks a key that cannot be accepted.
     """
 
     key: str
@@ -35,6 +35,7 @@ class Entry:
     changes: bool = False
     settled_by: tuple[str, ...] = ()
     is_default: bool = False
+    is_final: bool = False
 
     def refuses(self, accepted: Sequence[str], given: Sequence[str]) -> bool:
         """Return whether the import must not go on because of this key."""
@@ -42,6 +43,8 @@ class Entry:
             return not any(key in given for key in self.settled_by)
         if self.verdict != "unsupported" or not self.changes:
             return False
+        if self.is_final:
+            return True
         is_settled = any(key in given for key in self.settled_by)
         return not (is_settled or self.key in accepted or "all" in accepted)
 

@@ -100,11 +100,18 @@ class Source:
         self._take(key, "ignored", None, why)
 
     def refuse(
-        self, key: str, why: str, *, settled_by: Sequence[str] = (), default: Any = None
+        self,
+        key: str,
+        why: str,
+        *,
+        settled_by: Sequence[str] = (),
+        default: Any = None,
+        is_final: bool = False,
     ) -> None:
         """Take a key that asks for another model or training than Meshwright has.
 
-        With a default, also where the file leaves the key out and so means the default.
+        With a default, also where the file leaves the key out and so means the default. What is
+        final cannot be accepted: nothing would be left.
         """
         is_default = key not in self.values
         if is_default and default is None:
@@ -113,7 +120,15 @@ class Source:
         self.entries.setdefault(
             key,
             Entry(
-                key, value, "unsupported", {}, why, True, tuple(settled_by), is_default=is_default
+                key,
+                value,
+                "unsupported",
+                {},
+                why,
+                True,
+                tuple(settled_by),
+                is_default=is_default,
+                is_final=is_final,
             ),
         )
 
@@ -154,7 +169,8 @@ class Source:
         for key in self.values:
             self.take(key)
         for table, key, row in self._rows():
-            silent = row.default is not None and self.get(key) is None
+            # "auto" is what the base or our own default has, as a trainer's own arguments fill it.
+            silent = row.default is not None and self.values.get(key) is None
             with_it = not row.given_with or row.given_with in self.values
             if silent and with_it and row.to not in self._set():
                 self.fill(row.to, row.default, f"{table.name}'s default of {key}")
@@ -187,9 +203,7 @@ class Source:
         elif value is None:
             self.ignore(key, "not set")
         elif value == AUTO and (row.to or row.by_rule):
-            base = self.target(row.to) if row.to else None
-            what = f" {row.to} = {base}" if base is not None else ""
-            self.honour(key, None, f"auto: as the base config or the default has it{what}")
+            self.honour(key, None, self._auto(row))
         elif any(_equal(value, same) for same in row.same):
             self.honour(key, None, row.why or "as Meshwright does")
         elif row.ignored:
@@ -204,6 +218,17 @@ class Source:
             settled = (row.to,) if row.to else ()
             entry = Entry(key, value, "unsupported", {}, why, row.changes, settled)
             self.entries[key] = entry
+
+    def _auto(self, row: Row) -> str:
+        """Return what a value "auto" stands for: the base config's, or the default here."""
+        if not row.to:
+            return "auto: as the base config or the default has it"
+        base = self.target(row.to)
+        if base is not None:
+            return f"auto: the base config's {row.to} = {base}"
+        section, _, name = row.to.partition(".")
+        default = SECTIONS[section].model_fields[name].get_default()
+        return f"auto: the default, {row.to} = {default}"
 
     def _set_to(self, key: str, value: Any, row: Row) -> None:
         new = value if row.values is None else _lower(row.values)[_spelled(value)]

@@ -11,20 +11,42 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import MANIFEST, step_name, steps
+from meshwright.launch.saved import Arrays, distance, minus, read_whole, well_known
 from meshwright.launch.session import Resume, Run, train
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
-from meshwright.prove.verdict import Verdict
+from meshwright.prove.verdict import Divergence, Quantity, Verdict
 from meshwright.spec.loading import Config
 
 STEPS: Final = 10
 # What a step's files must agree in besides their hashes.
 _FACTS: Final = ("step", "samples", "tokens", "identity", "loss_scale", "scalars")
-# Of the loss of the first step that another layout computes: some roundings of the precision.
-_TOLERANCES: Final[Mapping[str, float]] = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
+# The first step after a resume on another layout, and how many of them are compared.
+_FROM: Final = 5
+_ON: Final = 3
+
+
+class _Bounds(NamedTuple):
+    """What another layout may be off by: in losses, in moments of gradients, and in updates.
+
+    Moments are sums of gradients, which are off by some hundred roundings. Updates are held to each
+    other where gradients are larger than `noise`, relative to all of them.
+    """
+
+    loss: float
+    state: float
+    update: float
+    noise: float
+
+
+_BOUNDS: Final[Mapping[str, _Bounds]] = {
+    "fp32": _Bounds(2e-6, 2.0**-12, 2.0**-7, 1e-3),
+    "bf16": _Bounds(2e-2, 2.0**-3, 2.0**-2, 0.2),
+    "fp16": _Bounds(3e-3, 2.0**-6, 2.0**-4, 0.05),
+}
 
 
 def certify(
@@ -52,11 +74,45 @@ def certify(
     once = runs.go_on(whole, 3, "once")
     twice = runs.go_on(once, 6, "twice")
     yield same("3 + 3 + 4 steps are 10, bit for bit", twice, 6, STEPS)
-    alone = runs.go_on(whole, 5, "alone", Layout(microbatch=case.layout.microbatch))
-    expected, observed = _loss(whole, 6), _loss(alone, 6)
-    error, bound = abs(observed - expected) / abs(expected), _TOLERANCES[config.train.precision]
-    claim = "on one rank step 6 has the same loss"
-    yield Verdict(claim, layout, 0.0, error, bound, error <= bound)
+    alone = runs.go_on(whole, _FROM, "alone", Layout(microbatch=case.layout.microbatch))
+    yield from _on_another(whole, alone, layout, _BOUNDS[config.train.precision])
+
+
+def _on_another(
+    whole: Run, other: Run, layout: Mapping[str, Any], bounds: _Bounds
+) -> Iterator[Verdict]:
+    """Yield the verdicts on three steps that another layout has taken from the same state.
+
+    A state that is restored at a wrong place leaves the loss of the next step as it is, and shows
+    in what that step adds to the weights.
+    """
+    last = _FROM + _ON
+    at = range(_FROM + 1, last + 1)
+    expected, observed = ([_loss(run, step) for step in at] for run in (whole, other))
+    error = max(abs(a - b) / abs(a) for a, b in zip(expected, observed, strict=True))
+    steps = f"steps {_FROM + 1} to {last}"
+    claim = f"on one rank {steps} have the same losses"
+    yield Verdict(claim, layout, expected, observed, bounds.loss, error <= bounds.loss)
+
+    def tensors(run: Run, kind: str, step: int) -> Arrays:
+        return read_whole(run.folder / "checkpoints" / step_name(step), kind)
+
+    start = tensors(whole, "weights", _FROM)
+    state = [tensors(run, "optimizer", last) for run in (other, whole)]
+    changes = [minus(tensors(run, "weights", last), start) for run in (other, whole)]
+    added = [well_known(change, state[1], bounds.noise) for change in changes]
+    compared: list[tuple[str, list[Arrays], float, Quantity]] = [
+        (f"on one rank {steps} add the same to weights", added, bounds.update, "update"),
+        (f"on one rank step {last} has the same state", state, bounds.state, "optimizer state"),
+    ]
+    for claim, (found, wanted), bound, quantity in compared:
+        if not wanted:  # SGD without momentum keeps nothing
+            continue
+        error, tensor = distance(found, wanted)
+        where = None
+        if error > bound:
+            where = Divergence(tensor, 0, 0, None, error, quantity, step=last)
+        yield Verdict(claim, layout, 0.0, error, bound, error <= bound, where)
 
 
 def small_config(config: Config, case: Case, folder: Path) -> Config:

@@ -18,17 +18,24 @@ from typing import Final
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
+from meshwright.launch.checks import (
+    check_device,
+    check_extras,
+    check_memory,
+    check_tokenizer,
+    memory_of_machine,
+)
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.finding import Finding
 from meshwright.launch.machine import detect
-from meshwright.launch.planned import settled
-from meshwright.launch.session import cache_folder, check_extras
+from meshwright.launch.notes import config_notes
+from meshwright.launch.planned import setting_on, settled
+from meshwright.launch.session import cache_folder
 from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.launch.system import examine_system
-from meshwright.layout import Layout, resolve_layout
+from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.price import worst_memory
 from meshwright.program.parts import parameter_count
-from meshwright.search.plan import setting_of
 from meshwright.spec.loading import Config
 from meshwright.spec.training import ClusterSpec
 from meshwright.units import format_bytes, format_count
@@ -74,6 +81,7 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     def resolved() -> str:
         nonlocal layout
         machine = detect(config.cluster, environ)
+        check_device(config, machine)
         lacks = lacks_compiler(machine.device, environ)
         layout = resolve_layout(settled(config, machine, lacks), machine)
         check_compiler(config.train, lacks)
@@ -88,8 +96,10 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     own = config.checkpoint.dir
     root = Path(config.log.dir if own is None else own)
     yield _looked_at("checkpoints", lambda: _room(config, root))
-    if layout is not None and config.cluster.preset == "local":
-        yield _fits(config, layout, detect(config.cluster, environ).device)
+    for text in config_notes(config):
+        yield Finding("config", text, "note")
+    if layout is not None:
+        yield _fits(config, layout, detect(config.cluster, environ))
 
 
 def _looked_at(name: str, look: Callable[[], str]) -> Finding:
@@ -135,15 +145,6 @@ def _memory() -> Finding:
     return Finding("memory", f"{format_bytes(free)} of {format_bytes(total)} available")
 
 
-def memory_of_machine() -> tuple[int, int]:
-    """Return the bytes of memory in all and available, 0 where the system does not say."""
-    path = Path("/proc/meminfo")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
-    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
-    return total, free
-
-
 def _interface() -> Finding:
     name = loopback_interface()
     if name in [known for _, known in socket.if_nameindex()]:
@@ -173,6 +174,7 @@ def _folder(path: Path) -> str:
 
 
 def _data(config: Config, environ: Mapping[str, str]) -> str:
+    check_tokenizer(config)
     dataset = open_data(
         config.data,
         cache_folder(config, environ),
@@ -220,17 +222,13 @@ def _room(config: Config, root: Path) -> str:
     return text
 
 
-def _fits(config: Config, layout: Layout, device: str) -> Finding:
+def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:
     """Compare the predicted peak of all ranks of this machine with its memory."""
-    setting = setting_of(config, local_devices=layout.world)
-    found = worst_memory(setting, layout).allocated
-    _, free = memory_of_machine()
+    found = _looked_at("peak", lambda: check_memory(config, layout, machine))
     limit = config.cluster.memory
-    text = f"predicted {format_bytes(found)} of tensors on the worst rank"
-    if limit is not None and found > limit:
-        return Finding("peak", f"{text}, but cluster.memory = {format_bytes(limit)}", "bad")
-    if device == "cpu" and free and found * layout.world > free:
-        return Finding(
-            "peak", f"{text}, {layout.world} ranks; {format_bytes(free)} are free", "bad"
-        )
-    return Finding("peak", text)
+    if limit is None or found.state == "bad":
+        return found
+    needed = worst_memory(setting_on(config, machine, layout), layout).allocated
+    if needed <= limit:
+        return found
+    return Finding("peak", f"{found.text}, but cluster.memory = {format_bytes(limit)}", "bad")

@@ -14,6 +14,7 @@ from typing import Any, Final
 from meshwright.errors import MeshwrightError
 from meshwright.execute.interfaces import machine_id
 from meshwright.execute.ledger_file import Reading, Record, read_ledger
+from meshwright.execute.processor import processor
 from meshwright.predict.price import memory
 from meshwright.search.plan import setting_of
 from meshwright.train.run_folder import RunFolder, read_job
@@ -146,7 +147,7 @@ def memory_words(folder: RunFolder, rank: int) -> str:
     words = []
     with contextlib.suppress(MeshwrightError, OSError, ValueError):
         job = read_job(folder.path)
-        setting = setting_of(job.config, local_devices=job.layout.world)
+        setting = setting_of(job.config, local_devices=job.layout.world, processor=processor())
         place = job.layout.mesh.coordinates(rank)["pp"]
         found = memory(setting, job.layout, place).allocated
         words.append(f"predicted {format_bytes(found)} of tensors")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import PurePosixPath
 from typing import Final
 
 from meshwright.errors import ConfigError, refusal
@@ -22,6 +25,10 @@ _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME: Final = 52  # what JobSet adds to it must stay below 63
 
 
+class Expression(str):
+    """What a shell is to evaluate: `shell` does not quote it."""
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """A job: `words` are what follows `meshwright train`, `per_node` the ranks of each node.
@@ -29,6 +36,9 @@ class JobSpec:
     `accelerator` is the device in the words of clouds ("H100"), None on CPUs. `time_limit_s` is
     what the scheduler grants, `grace_s` how long before its end ranks are asked to save and stop.
     `setup` runs before, on each node; `image` is a container's. `log_dir` is where runs are.
+    `files` are those that the words name, by their texts: a job of Kubernetes carries them.
+    `volume` is the claim of Kubernetes, or the bucket of a cloud, that keeps data and runs. `wheel`
+    is the file of Meshwright's package. `identity` is the job's alone.
     """
 
     name: str
@@ -47,8 +57,15 @@ class JobSpec:
     setup: str | None = None
     log_dir: str = "runs"
     hosts: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    volume: str | None = None
+    wheel: str | None = None
+    identity: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def __post_init__(self) -> None:
+        for name, text in self._texts():
+            if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+                raise ConfigError(f"{name} {text!r} has control characters, which no job takes")
         if not _NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
             near = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:_LONGEST_NAME]
             rule = "small letters, digits and dashes, as Kubernetes has it"
@@ -71,6 +88,16 @@ class JobSpec:
                 )
             )
 
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Yield all texts of the job but its own script and files, with their names."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("setup", "files") or value is None:
+                continue
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str):
+                    yield one.name, text
+
     @property
     def world(self) -> int:
         """All ranks."""
@@ -81,12 +108,26 @@ class JobSpec:
         """The command of a rank."""
         return ["meshwright", "train", *self.words]
 
-    def torchrun(self, endpoint: str, identity: str) -> list[str]:
-        """Return a node's command, where ranks meet at an endpoint under an id of the job."""
+    @property
+    def python(self) -> str:
+        """The Python of a node that shares its files with this machine, or that `setup` gives."""
+        return sys.executable if self.setup is None else "python"
+
+    @property
+    def run_folder(self) -> str:
+        """Where a job that names its run has it."""
+        return str(PurePosixPath(self.log_dir) / self.name)
+
+    def torchrun(self, endpoint: str) -> list[str]:
+        """Return a node's command; ranks meet at an endpoint, under an id of this job alone.
+
+        A second job of the same name would otherwise take over what the first one has left.
+        """
         return [
             "torchrun",
             *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.per_node)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", identity),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
+            *("--rdzv-id", f"{self.name}-{self.identity}"),
             *("--max-restarts", str(self.restarts)),
             *("-m", "meshwright", "train", *self.words),
         ]
@@ -112,13 +153,13 @@ def torchrun(job: JobSpec) -> str:
     for host in hosts:
         if job.nodes > 1:
             lines.append(f"# on {host}")
-        lines.append(shell(job.torchrun(f"{first}:{PORT}", job.name)))
+        lines.append(shell(job.torchrun(f"{first}:{PORT}")))
     return "\n".join(lines) + "\n"
 
 
-def shell(words: Sequence[str], indent: str = "") -> str:
-    """Return words as a shell's line."""
-    return indent + shlex.join(words)
+def shell(words: Sequence[str]) -> str:
+    """Return words as a shell's line; all quoting of jobs is done here."""
+    return " ".join(word if isinstance(word, Expression) else shlex.quote(word) for word in words)
 
 
 def environment(job: JobSpec) -> Mapping[str, str]:

@@ -29,6 +29,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         """Take the lock; raises `ConfigError` with who holds it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any, Final
 
 import yaml
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.launch.jobs import PORT, JobSpec, environment, shell
+from meshwright.launch.jobs import PORT, Expression, JobSpec, environment, shell
 
-_SHARED = {"name": "shm", "mountPath": "/dev/shm"}
+# Where a pod has the volume that keeps data and runs, and the files of its command.
+_VOLUME: Final = "/work"
+_CONFIG: Final = "/etc/meshwright"
+# Where SkyPilot has a task's folder, and where the package goes.
+_WORKDIR: Final = "~/sky_workdir"
+_WHEELS: Final = "/tmp/meshwright"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -33,26 +40,33 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
-def _script(job: JobSpec, endpoint: str) -> str:
-    """Return what a node runs: `endpoint` is the shell's word for where ranks meet."""
+def _script(job: JobSpec, endpoint: str, node: str) -> str:
+    """Return what a node runs: `endpoint` is what the shell evaluates to where ranks meet."""
     if job.nodes == 1:  # our own supervisor: it waits for ranks that save, as long as they take
-        return _run_or_resume(job, shell(job.train))
-    command = shell(job.torchrun("ENDPOINT", job.name))
-    return _run_or_resume(job, command.replace("ENDPOINT", endpoint))
+        return _run_or_resume(job, job.train, node)
+    return _run_or_resume(job, job.torchrun(Expression(endpoint)), node)
 
 
-def _run_or_resume(job: JobSpec, command: str) -> str:
-    """Return a script that begins the job's run, or goes on with it where it is there already."""
-    run = f"{job.log_dir}/{job.name}"
+def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
+    """Return a script that begins the job's run, or resumes it where it has saved a step.
+
+    The shell gives way to the command (`exec`), so that the signal to stop reaches it. What an
+    attempt has left that saved nothing goes aside: nothing of it could be resumed. The first node
+    does so, by the variable `node`; the others touch nothing before all have met.
+    """
+    run = Expression('"$RUN"')
+    begin = [*command, f"log.name={job.name}"]
     return "\n".join(
         [
             "set -e",
-            f"RUN={shlex.quote(run)}",
-            'if [ -f "$RUN/plan.json" ]; then',
-            f'  {command} --resume "$RUN"',
-            "else",
-            f"  {command} {shlex.quote(f'log.name={job.name}')}",
+            f"RUN={shell([job.run_folder])}",
+            'if ls -d "$RUN"/checkpoints/step-* > /dev/null 2>&1; then',
+            f"  exec {shell([*command, '--resume', run])}",
             "fi",
+            f'if [ "${{{node}:-0}}" = 0 ] && [ -e "$RUN" ]; then',
+            '  mv "$RUN" "$RUN-unsaved-$(date +%Y%m%d-%H%M%S)"',
+            "fi",
+            f"exec {shell(begin)}",
             "",
         ]
     )
@@ -60,6 +74,7 @@ def _run_or_resume(job: JobSpec, command: str) -> str:
 
 def skypilot(job: JobSpec) -> str:
     """Return the YAML of a SkyPilot task: `sky launch`, or `sky jobs launch` where nodes may go."""
+    _check_skypilot(job)
     resources: dict[str, Any] = {}
     if job.device == "cuda":
         if job.accelerator is None:
@@ -74,19 +89,52 @@ def skypilot(job: JobSpec) -> str:
     if job.image is not None:
         resources["image_id"] = f"docker:{job.image}"
     first = '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":' + str(PORT)
-    document: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes}
+    # The folder that this is written in goes along: config, data and plan by their relative paths.
+    document: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "workdir": "."}
     if resources:
         document["resources"] = resources
     if environment(job):
         document["envs"] = dict(environment(job))
-    document["setup"] = f"{job.setup or 'pip install meshwright'}\n"
-    return _yaml({**document, "run": _script(job, first)})
+    mounts: dict[str, Any] = {}
+    setup = [job.setup] if job.setup else []
+    if job.wheel is not None:
+        there = f"{_WHEELS}/{PurePosixPath(job.wheel).name}"
+        mounts[there] = job.wheel
+        setup.append(f"pip install {shell([there])}")
+    if job.volume is not None:
+        mounts[f"{_WORKDIR}/{job.log_dir}"] = {"source": job.volume, "mode": "MOUNT_CACHED"}
+    if mounts:
+        document["file_mounts"] = mounts
+    if setup:
+        document["setup"] = "\n".join([*setup, ""])
+    return _yaml({**document, "run": _script(job, first, "SKYPILOT_NODE_RANK")})
+
+
+def _check_skypilot(job: JobSpec) -> None:
+    if job.setup is None and job.image is None and job.wheel is None:
+        raise ConfigError(
+            refusal(
+                "SkyPilot's machines have no Meshwright",
+                legal=["--wheel FILE", "--image NAME", "--setup COMMAND"],
+                hint="`pip wheel --no-deps --wheel-dir dist .` in its source makes the file",
+            )
+        )
+    for path in (*job.files, job.log_dir):
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ConfigError(
+                f"SkyPilot copies the folder in which the task is written: {path} lies outside; "
+                "name it relative to that folder"
+            )
 
 
 def jobset(job: JobSpec) -> str:
-    """Return a JobSet: a pod for each node, which meet on the first one by its name."""
+    """Return a JobSet: a pod for each node, which meet on the first one by its name.
+
+    A ConfigMap before it has the files that the command names.
+    """
+    job = _carrying(job)
     first = f"{job.name}-node-0-0.{job.name}:{PORT}"
-    pod = _pod(job, "train", ["bash", "-c", _script(job, first)])
+    pod = _pod(job, "train", ["bash", "-c", _script(job, first, "JOB_COMPLETION_INDEX")])
     template = {
         "parallelism": job.nodes,
         "completions": job.nodes,
@@ -94,7 +142,7 @@ def jobset(job: JobSpec) -> str:
         "backoffLimit": 0,  # a pod that fails fails the set, which starts anew as a whole
         "template": {"spec": {**pod, "restartPolicy": "Never"}},
     }
-    return _yaml(
+    return _files(job) + _yaml(
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
@@ -109,15 +157,19 @@ def jobset(job: JobSpec) -> str:
 
 
 def pytorchjob(job: JobSpec) -> str:
-    """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`)."""
-    command = shell(["torchrun", "-m", *job.train])
+    """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`).
+
+    A ConfigMap before it has the files that the command names.
+    """
+    job = _carrying(job)
+    command = ["torchrun", "-m", *job.train]
     # The operator finds the container by this name.
-    pod = _pod(job, "pytorch", ["bash", "-c", _run_or_resume(job, command)])
+    pod = _pod(job, "pytorch", ["bash", "-c", _run_or_resume(job, command, "RANK")])
     spec = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **spec}}
     if job.nodes > 1:
         replicas["Worker"] = {"replicas": job.nodes - 1, **spec}
-    return _yaml(
+    return _files(job) + _yaml(
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
@@ -131,22 +183,58 @@ def pytorchjob(job: JobSpec) -> str:
     )
 
 
+def _carrying(job: JobSpec) -> JobSpec:
+    """Return the job with the paths that its files have in a pod."""
+    words = tuple(_path(word) if word in job.files else word for word in job.words)
+    return replace(job, words=words)
+
+
+def _path(file: str) -> str:
+    return f"{_CONFIG}/{PurePosixPath(file).name}"
+
+
+def _files(job: JobSpec) -> str:
+    """Return the ConfigMap of the job's files as a document of its own, nothing without files."""
+    if not job.files:
+        return ""
+    data = {PurePosixPath(name).name: text for name, text in job.files.items()}
+    metadata = {"name": f"{job.name}-config"}
+    document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+    return _yaml(document) + "---\n"
+
+
 def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
-    """Return the pod of a node, with memory that NCCL's ranks share."""
+    """Return the pod of a node: its files, its volume, and memory that NCCL's ranks share."""
     if job.image is None:
+        hint = "Meshwright's Dockerfile makes one: docker build --tag NAME ."
         raise ConfigError(
-            refusal("Kubernetes runs images: add --image NAME", legal=["--image pytorch/pytorch"])
+            refusal("Kubernetes runs images: add --image NAME, of one with Meshwright", hint=hint)
+        )
+    if job.volume is None:
+        raise ConfigError(
+            "Kubernetes keeps nothing of a pod that ends: add --volume CLAIM, a "
+            "PersistentVolumeClaim that all nodes may write (ReadWriteMany); data and "
+            f"{job.log_dir} are in it, by paths relative to its root"
         )
     container: dict[str, Any] = {"name": name, "image": job.image, "command": command}
+    container["workingDir"] = _VOLUME
     if environment(job):
         container["env"] = [{"name": k, "value": v} for k, v in environment(job).items()]
     if job.device == "cuda":
         container["resources"] = {"limits": {"nvidia.com/gpu": job.per_node}}
     elif job.cores is not None:
         container["resources"] = {"requests": {"cpu": job.cores * job.per_node}}
-    container["volumeMounts"] = [dict(_SHARED)]
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {
+        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),
+        "work": (_VOLUME, {"persistentVolumeClaim": {"claimName": job.volume}}),
+    }
+    if job.files:
+        volumes["config"] = (_CONFIG, {"configMap": {"name": f"{job.name}-config"}})
+    container["volumeMounts"] = [
+        {"name": name, "mountPath": path} for name, (path, _) in volumes.items()
+    ]
     return {
         "terminationGracePeriodSeconds": job.grace_s,
         "containers": [container],
-        "volumes": [{"name": _SHARED["name"], "emptyDir": {"medium": "Memory"}}],
+        "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
     }

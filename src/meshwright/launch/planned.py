@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
+from meshwright.execute.processor import processor
 from meshwright.launch.machine import CPU_RANKS, gpu_name
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.spec.loading import Config
@@ -26,7 +26,8 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         # Only here: a run whose layout is given starts without the planner.
         from meshwright.search.plan import planned
 
-        found = planned(on_machine(config, machine), lacks)
+        here = on_machine(config, machine)
+        found = planned(here, lacks, processor(), slower(here, machine))
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
     if config.train.compile == "auto" and config.cluster.calibration is not None:
@@ -43,26 +44,40 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
 
 def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
     """Return what a layout is priced for on this machine; raises `ConfigError` as `on_machine`."""
-    from meshwright.predict.catalogue import slowed
     from meshwright.search.plan import on_cluster, setting_of
 
-    setting = on_cluster(setting_of(on_machine(config, machine)), layout)
-    if machine.device != "cpu":
-        return setting
-    # Ranks share the cores, which the catalogue's device has for as many as run by default.
-    ranks = layout.world // config.cluster.nodes
-    device = slowed(setting.cluster.device, ranks / min(CPU_RANKS, machine.cores))
-    return replace(setting, cluster=replace(setting.cluster, device=device))
+    each = layout.world // config.cluster.nodes
+    priced = setting_of(
+        on_machine(config, machine), processor=processor(), slower=slower(config, machine, each)
+    )
+    return on_cluster(priced, layout)
+
+
+def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
+    """Return how many times as slowly as the catalogue's device a rank of this machine computes.
+
+    `ranks` are those of a node, the cluster's unless given. Ranks share a CPU's cores, which the
+    catalogue's device has for as many as run by default.
+    """
+    if machine.device != "cpu" or config.cluster.preset != "local":
+        return 1.0
+    count = ranks or config.cluster.devices_per_node or machine.devices
+    return count / min(CPU_RANKS, machine.cores)
 
 
 def on_machine(config: Config, machine: Machine) -> Config:
     """Return a config whose cluster is so many devices of this machine's kind, for the planner.
 
-    Raises `ConfigError` where the machine's GPUs are not in the catalogue.
+    A CPU runs as many ranks as the degrees that are given ask for. Raises `ConfigError` where the
+    machine's GPUs are not in the catalogue.
     """
     from meshwright.predict.catalogue import device_named
+    from meshwright.search.pins import degree_of, given
 
-    changes: dict[str, object] = {"devices_per_node": machine.devices}
+    devices = machine.devices
+    if not machine.is_fixed:
+        devices = max(devices, -(-degree_of(given(config)) // config.cluster.nodes))
+    changes: dict[str, object] = {"devices_per_node": devices, "device": machine.device}
     if machine.device == "cuda" and config.cluster.preset == "local":
         name = gpu_name()
         device = None if name is None else device_named(name)

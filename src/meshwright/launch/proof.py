@@ -83,6 +83,18 @@ def prove_cases(
     return outcomes
 
 
+def fails_alike(
+    outcome: Outcome, environ: Mapping[str, str], command: Callable[[Path], list[str]]
+) -> Callable[[Case], bool]:
+    """Return what says whether a case, alone on fresh ranks, fails in a claim of a failed one."""
+
+    def fails(case: Case) -> bool:
+        (found,) = prove_cases([case], environ, lambda outcome: None, command=command)
+        return not found.failed_claims.isdisjoint(outcome.failed_claims)
+
+    return fails
+
+
 class _Proof:
     """One set of ranks and what it found."""
 

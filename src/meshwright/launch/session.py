@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.util
 import json
 import os
 import socket
@@ -19,6 +18,7 @@ from meshwright.checkpoint.identity import check_parts, identity_of, refuse_chan
 from meshwright.data import Dataset, StreamedDataset, open_data
 from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
 from meshwright.execute.rendezvous import Rendezvous
+from meshwright.launch.checks import check_device, check_extras, check_memory, check_tokenizer
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.engine import check_engine, check_fp8
@@ -27,6 +27,7 @@ from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.measured import user_cache
+from meshwright.launch.notes import run_notes
 from meshwright.launch.planned import predicted, settled
 from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.restart import append, run_attempts
@@ -89,11 +90,14 @@ def train(
     timing: Timing | None = None,
     command: Callable[[RunFolder], list[str]] = worker_command,
     resume: Resume | None = None,
+    *,
+    quiet: bool = False,
 ) -> Run:
     """Train a config and return its run; with `resume` a run that is there goes on.
 
     Starts the local ranks, and starts them again where they fail, or joins those that torchrun has
-    started. `environ` is this process's own unless given; `out` gets the view. Raises
+    started. `environ` is this process's own unless given; `out` gets the view, a `quiet` one little
+    more than what goes wrong. Raises
     `ConfigError`, `DataError` or `CheckpointError` before any process starts, `RankFailed` when a
     rank fails for good, `NoProgress` when they fail again and again.
     """
@@ -102,27 +106,20 @@ def train(
         Fault.parse(environ["FAULT"])
     at = Rendezvous.from_environment(environ)
     if at is not None:
-        return _train_joined(config, at, environ, resume)
+        return _train_joined(config, at, environ, resume, quiet=quiet)
     job = prepare_job(config, environ, resume=resume)
     listener = listen_on_loopback(config.cluster.port)
     with RunLock(job.folder.lock) as lock:
+        notes = list(run_notes(job))  # before a run that goes on gets its new config
         _create(job)
         _say(out, f"run folder {job.folder.path}")
         if lock.left_by is not None:
             _say(out, f"note: process {lock.left_by['pid']} had it and is gone without an end")
-        chosen = job.config.origins["train.compile"].removeprefix("auto: ")
-        if chosen != job.config.origins["train.compile"]:
-            blocks = "compiled" if job.config.train.is_compiled else "not compiled"
-            _say(out, f"note: blocks are {blocks}: {chosen}")
-        if job.layout.world < job.machine.devices:
-            _say(
-                out,
-                f"note: {job.layout.world} of {job.machine.devices} devices are used, as far as "
-                f"train.batch = {config.train.batch} and the layout divide",
-            )
+        for text in notes:
+            _say(out, f"note: {text}")
         local = _Local(job, environ, lock.descriptor, timing or Timing(), command(job.folder))
         try:
-            code = local.train(listener, open_view(out))
+            code = local.train(listener, open_view(out, quiet=quiet))
         finally:
             _write_report(job, out)
         return Run(job.folder.path, code)
@@ -146,7 +143,8 @@ class _Local:
 
     def train(self, listener: socket.socket, view: View) -> int:
         """Train to the end and return the exit code; the first attempt meets at `listener`."""
-        job, tail = self._job, EventTail(self._job.folder.events)
+        job = self._job
+        tail = EventTail(job.folder.events, only_new=job.resume)
         room = Room(job.folder.path)
 
         def look(watchdog: Watchdog) -> None:
@@ -193,6 +191,7 @@ def prepare_job(
     alternatives.
     """
     machine = detect(config.cluster, environ, at)
+    check_device(config, machine)
     lacks = lacks_compiler(machine.device, environ)
     if resume is not None:
         config = compiled_as(config, resumed_folder(resume.run))
@@ -202,6 +201,8 @@ def prepare_job(
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
     check_fp8(config, machine.device)
+    check_tokenizer(config)
+    check_memory(config, layout, machine)
     if resume is None:
         folder = choose_folder(config, datetime.datetime.now())
     else:
@@ -257,19 +258,13 @@ def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
     return user_cache(environ)
 
 
-def check_extras(config: Config) -> None:
-    """Refuse a tracker whose package is not installed."""
-    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb}
-    wanted["trackio"] = config.log.trackio
-    for name, value in wanted.items():
-        if value and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"log.{name} is set, but {name} is not installed: pip install 'meshwright[{name}]'"
-            )
-
-
 def _train_joined(
-    config: Config, at: Rendezvous, environ: Mapping[str, str], resume: Resume | None
+    config: Config,
+    at: Rendezvous,
+    environ: Mapping[str, str],
+    resume: Resume | None,
+    *,
+    quiet: bool,
 ) -> Run:
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
     # Only here, where this process is a rank itself: a supervisor never needs torch.
@@ -305,7 +300,8 @@ def _train_joined(
         is_failure = True
         try:
             with logged(job.folder.log(at.rank), stdout=at.rank != 0):
-                code = run_rank(job, world, at.attempt, stop, view=True)
+                view = open_view(sys.stdout, quiet=quiet) if at.rank == 0 else None
+                code = run_rank(job, world, at.attempt, stop, view=view)
             is_failure = False
         except BaseException as error:
             record_failure(job.folder, at.rank, error, world.ledger)
@@ -341,6 +337,8 @@ def _taken_up(
         return before
     job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
     held.enter_context(RunLock(job.folder.lock))
+    for text in run_notes(job):
+        _say(sys.stdout, f"note: {text}")
     _create(job)
     tell(job, at)
     if before is not None:

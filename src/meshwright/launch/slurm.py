@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Final
 
 from meshwright.errors import (
@@ -17,6 +15,9 @@ from meshwright.errors import (
 )
 from meshwright.launch.jobs import JobSpec, clock, environment, shell
 
+# Cores of a rank where the job does not say: its work, its saver, its collectives, and one to spare
+# beside a GPU. Slurm itself gives a task one.
+_CORES: Final = {"cpu": 1, "cuda": 4}
 # Ranks that were asked to stop end one after the other, and are not to be killed meanwhile.
 _LEFT_S: Final = 60
 
@@ -27,10 +28,12 @@ def slurm(job: JobSpec) -> str:
     Slurm sends the ranks SIGTERM before the time limit: they save and end with code 4, and the job
     goes back into the queue, where the run goes on. A job whose rank failed does so a few times.
     """
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(job).items()]
+    lines = ["#!/bin/bash", *(f"#SBATCH {shell([option])}" for option in _options(job)), ""]
+    lines += [f"export {shell([f'{name}={value}'])}" for name, value in environment(job).items()]
     lines += [job.setup] if job.setup else []
-    run = ["srun", f"--wait={_LEFT_S}", "--label", *job.train]
+    train = [job.python, "-m", "meshwright", "train", *job.words]
+    cores = f"--cpus-per-task={_cores(job)}"  # srun no longer takes it from the job
+    run = ["srun", f"--wait={_LEFT_S}", "--label", cores, *train]
     lines += [
         # The code is looked at below: not the end of the script.
         f"{shell(run)} || code=$?",
@@ -58,25 +61,28 @@ def _options(job: JobSpec) -> list[str]:
         f"--signal=TERM@{job.grace_s}",
         "--requeue",
         "--open-mode=append",
-        f"--output={job.log_dir}/slurm-%j.log",
+        # Where the job is submitted: Slurm makes no folder for it.
+        f"--output={job.name}-%j.log",
+        f"--cpus-per-task={_cores(job)}",
     ]
     if job.device == "cuda":
         options.append(f"--gpus-per-node={job.per_node}")
-    if job.cores is not None:
-        options.append(f"--cpus-per-task={job.cores}")
     for name, value in (("partition", job.partition), ("account", job.account)):
         if value is not None:
             options.append(f"--{name}={value}")
     return options
 
 
-def submit(script: str, log_dir: Path) -> str:
+def _cores(job: JobSpec) -> int:
+    return _CORES[job.device] if job.cores is None else job.cores
+
+
+def submit(script: str) -> str:
     """Hand a script to sbatch and return the number of the job.
 
     Raises `ConfigError` where there is no sbatch, `MeshwrightError` with what it said where it
     refuses.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)  # where the job's output goes
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
         file.flush()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, TextIO
 
 from rich.console import Console, Group
@@ -30,12 +32,20 @@ NOTICES: Final = {
     "disk_full": "the disk of {path} is full: the run goes on without its log, and writes the "
     "events once there is room",
 }
-MFU_UNKNOWN = "unknown: the device's peak is not stated (cluster.peak_tflops)"
+# Kinds of events that a quiet view leaves out.
+_CHATTER: Final = ("start", "step", "eval", "save")
+# Steps whose median is the pace: one that waited for a save says little of those to come.
+_PACED_BY: Final = 20
 
 
-def open_view(out: TextIO) -> View:
-    """Return the live view where `out` is a terminal, else one that prints lines."""
+def open_view(out: TextIO, *, quiet: bool = False) -> View:
+    """Return the live view where `out` is a terminal, else one that prints lines.
+
+    A `quiet` one says what is out of the ordinary, and how it ended.
+    """
     console = Console(file=out, highlight=False)
+    if quiet:
+        return QuietView(console)
     return LiveView(console) if console.is_terminal else View(console)
 
 
@@ -45,13 +55,16 @@ class View:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._start: Mapping[str, Any] = {}
-        self._said_mfu = False
+        self._pace: deque[float] = deque(maxlen=_PACED_BY)
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
         kind = event["event"]
+        if kind == "step":
+            self._pace.append(event["step_time_s"])
         if kind == "start":
             self._start = event
+            self._pace.clear()
             self._print(start_line(event))
         elif kind == "step":
             self._step(event)
@@ -77,10 +90,12 @@ class View:
         self._console.print(text, soft_wrap=True, markup=False)
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        if event["mfu"] is None and not self._said_mfu:
-            self._print(f"MFU {MFU_UNKNOWN}")
-            self._said_mfu = True
-        self._print(step_line(event, self._start))
+        self._print(step_line(event, self._start, self._remaining_s(event)))
+
+    def _remaining_s(self, event: Mapping[str, Any]) -> float:
+        """Return the seconds that the steps left will take at the pace of the last ones."""
+        left = self._start.get("steps", event["step"]) - event["step"]
+        return float(median(self._pace) * left)
 
     def _end(self, event: Mapping[str, Any]) -> None:
         verb = "stopped on request" if event["stopped"] else "done"
@@ -89,6 +104,17 @@ class View:
         if entropy is not None:
             text += f", unigram entropy of the data {number(entropy)} nats"
         self._print(text)
+
+
+class QuietView(View):
+    """Says what goes wrong, and how the run ended."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Show one event, unless it is what every run has."""
+        if event["event"] == "start":
+            self._start = event
+        if event["event"] not in _CHATTER:
+            super().write(event)
 
 
 class LiveView(View):
@@ -101,7 +127,7 @@ class LiveView(View):
         self._live.start()
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        self._live.update(step_block(event, self._start), refresh=True)
+        self._live.update(step_block(event, self._start, self._remaining_s(event)), refresh=True)
 
     def _end(self, event: Mapping[str, Any]) -> None:
         self._live.stop()
@@ -129,17 +155,7 @@ def start_line(event: Mapping[str, Any]) -> str:
     return text if entropy is None else f"{text}, unigram entropy {number(entropy)} nats"
 
 
-def remaining_s(event: Mapping[str, Any], start: Mapping[str, Any]) -> float:
-    """Return the seconds that the steps left will take at this step's pace."""
-    return float(event["step_time_s"] * (start.get("steps", event["step"]) - event["step"]))
-
-
-def mfu_text(event: Mapping[str, Any]) -> str:
-    """Return the model FLOPs utilisation, or why it is unknown."""
-    return MFU_UNKNOWN if event["mfu"] is None else f"{event['mfu']:.1%}"
-
-
-def step_line(event: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+def step_line(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float) -> str:
     """Return one step as a line."""
     mfu = "" if event["mfu"] is None else f" mfu {event['mfu']:.1%}"
     peak = max(event["peak_memory_bytes"].values())
@@ -147,11 +163,11 @@ def step_line(event: Mapping[str, Any], start: Mapping[str, Any]) -> str:
         f"step {event['step']}/{start.get('steps', '?')} loss {number(event['loss'])} "
         f"norm {number(event['grad_norm'])} lr {event['lr']:.2e} "
         f"{event['tokens_per_s']:.0f} tok/s ({event['tokens_per_s_per_device']:.0f} per device)"
-        f"{mfu} peak {format_bytes(peak)} eta {format_seconds(remaining_s(event, start))}"
+        f"{mfu} peak {format_bytes(peak)} eta {format_seconds(left_s)}"
     )
 
 
-def step_block(event: Mapping[str, Any], start: Mapping[str, Any]) -> Group:
+def step_block(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float) -> Group:
     """Return one step as a block of at most 80 columns."""
     steps = start.get("steps", event["step"])
     table = Table.grid(padding=(0, 2))
@@ -183,9 +199,11 @@ def step_block(event: Mapping[str, Any], start: Mapping[str, Any]) -> Group:
             *(Text(text, "dim" if at % 2 == 0 else "bold") for at, text in enumerate(row))
         )
     bar = Table.grid(padding=(0, 1))
-    eta = f"eta {format_seconds(remaining_s(event, start))}"
+    eta = f"eta {format_seconds(left_s)}"
     bar.add_row(ProgressBar(total=steps, completed=event["step"], width=50), Text(eta))
-    return Group(table, Text.assemble(("MFU  ", "dim"), mfu_text(event)), bar)
+    if event["mfu"] is None:  # the device's peak is not stated
+        return Group(table, bar)
+    return Group(table, Text.assemble(("MFU  ", "dim"), f"{event['mfu']:.1%}"), bar)
 
 
 class Room:
@@ -205,8 +223,11 @@ class Room:
 class EventTail:
     """Follows an `events.jsonl` that another process appends to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, only_new: bool = False) -> None:
+        """Follow a file from its beginning, or with `only_new` from its last whole line on."""
         self._path, self._at = path, 0
+        if only_new and path.is_file():
+            self._at = path.read_bytes().rfind(b"\n") + 1
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the events written since the last call; a line still being written waits."""

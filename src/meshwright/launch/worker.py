@@ -38,7 +38,6 @@ from meshwright.execute.recorder import Recorder
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join, leave
 from meshwright.launch.inject import injector
-from meshwright.launch.view import open_view
 from meshwright.layout import broken
 from meshwright.train.events import Event, Sink, open_sinks
 from meshwright.train.loop import train
@@ -215,11 +214,13 @@ def tune_libc() -> None:
         libc.pthread_setattr_default_np(attributes)
 
 
-def run_rank(job: Job, world: World, attempt: int, stop: StopRequest, *, view: bool = False) -> int:
+def run_rank(
+    job: Job, world: World, attempt: int, stop: StopRequest, *, view: Sink | None = None
+) -> int:
     """Train as one rank of a world and return the exit code.
 
-    An `attempt` above 0 goes on where the one before it has left the run. With `view`, rank 0 shows
-    the run in the terminal, where no supervisor does.
+    An `attempt` above 0 goes on where the one before it has left the run. Rank 0 shows the run in
+    its `view`, where no supervisor does.
     """
     config = job.config
     world.ledger.phase("load")
@@ -227,7 +228,7 @@ def run_rank(job: Job, world: World, attempt: int, stop: StopRequest, *, view: b
     sinks: list[Sink] = []
     if world.rank == 0:
         sinks = open_sinks(config.log, job.folder.path, config.model_dump(mode="json"))
-        sinks += [open_view(sys.stdout)] if view else []
+        sinks += [] if view is None else [view]
 
     def emit(event: Event) -> None:
         for sink in sinks:

@@ -11,10 +11,12 @@ from importlib import resources
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.program.target import Processor
 from meshwright.spec.training import ClusterSpec
 
 # The fields that name a device "local" in a config, until it has been measured.
 LOCAL_DEVICE = "cpu"
+_NAMELESS: Final = Processor()
 
 
 # Patterns of what drivers and papers call a device, the first that is found.
@@ -50,7 +52,7 @@ class Link:
 class Device:
     """An accelerator: memory in bytes, bytes/s of its memory, dense FLOP/s by dtype.
 
-    `kind` names the rows of the calibration that apply to it.
+    `kind` names the rows of the calibration that apply to it. `processor` is that of a CPU.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Device:
     per_node: int
     links: tuple[str, str, str]
     source: str
+    processor: Processor = _NAMELESS
 
 
 def slowed(device: Device, times: float) -> Device:
@@ -112,6 +115,7 @@ def _device(name: str, row: Mapping[str, Any]) -> Device:
         row["per_node"],
         (first, second, third),
         row["source"],
+        Processor(*row.get("processor", ())),
     )
 
 
@@ -153,13 +157,17 @@ def cluster_of(
     return Cluster(device, nodes, size, find_link(inner), find_link(outer), find_link(host))
 
 
-def resolve_cluster(spec: ClusterSpec, local_devices: int) -> Cluster:
+def resolve_cluster(
+    spec: ClusterSpec, local_devices: int, processor: Processor | None = None
+) -> Cluster:
     """Return the cluster of a [cluster] section; "local" has `local_devices` of this machine's.
 
+    `processor` is this machine's, where it is known.
     Raises `ConfigError` for names that the catalogue lacks.
     """
     if spec.preset == "local":
         device = find_device(LOCAL_DEVICE)
+        device = replace(device, processor=processor or device.processor)
         per_node = spec.devices_per_node or local_devices
     else:
         device = find_device(spec.preset)

@@ -60,7 +60,7 @@ def predicted_ledger(
     causes = found.time.causes
     after = causes["data"] + causes["optimizer"] + causes["host"]
     drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
-    program = lower(setting.model, setting.train, layout)
+    program = lower(setting.model, setting.train, layout, setting.target)
     mesh = layout.mesh
     chosen = [mesh.rank({"pp": place}) for place in range(layout.pp)] if ranks is None else ranks
     rows = []

@@ -10,8 +10,9 @@ from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.stacks import CAUSAL, Stack
 from meshwright.predict.work import LayoutWork, weights
-from meshwright.program.operations import Kind, loss_element, loss_rows
+from meshwright.program.operations import Kind, loss_element, loss_room, loss_rows
 from meshwright.program.shards import sums_in_place
+from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
 
 _FP32 = 4
@@ -19,6 +20,7 @@ _GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
 _KINDS = (*get_args(Kind), "scores", "copies")
 _ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
 _NOTHING_AGAIN = Layout()
+_TORCHS = Route()
 _MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
 
 
@@ -128,6 +130,7 @@ def activations(
     calibration: Calibration,
     *,
     on_cpu: bool = False,
+    products: Route = _TORCHS,
 ) -> list[Term]:
     """Return what is kept for the backward, and the loss; `plain` is the work without recomputing.
 
@@ -156,8 +159,9 @@ def activations(
         sizes = found.sizes
         rows = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
         size, each = rows * sizes.vocab, loss_element(sizes.element)
-        told = "{:,} logits of {:,} tokens x {} B"
-        loss.append(Term("logits and loss", size * each, told, (size, rows, each)))
+        room = loss_room(sizes, rows, products)
+        told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
+        loss.append(Term("logits and loss", size * each + room, told, (size, rows, each, room)))
     elif held.has_head:
         loss.append(_loss(stack, found, layout.tp, calibration))
     found_terms = [at_work, *loss] if at_work.bytes else loss

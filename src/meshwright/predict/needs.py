@@ -20,13 +20,16 @@ class Need(NamedTuple):
     """An operation's backward: bytes beside the kept ones, and whose gradients it makes.
 
     `deferred` are the bytes that a product's weight gradient waits with beside its input: the
-    gradient of its result.
+    gradient of its result. `room` are further ones while the gradients of weights are made at once,
+    `added` while they are added to others later.
     """
 
     op: str
     bytes: int
     weights: tuple[str, ...] = ()
     deferred: int = 0
+    room: int = 0
+    added: int = 0
 
 
 def backward_needs(
@@ -48,7 +51,13 @@ def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     masked = sizes.stream_bytes if program.model.dropout else 0
     biases = program.model.family == "neox" or program.model.mlp_bias
-    yield Need("mlp.down", masked + gathered + hidden, _of("mlp.down", biases), sizes.whole_bytes)
+    yield Need(
+        "mlp.down",
+        masked + gathered + hidden,
+        _of("mlp.down", biases),
+        sizes.whole_bytes,
+        *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
+    )
     if program.model.family == "llama":
         # The gradient that came, and those of both factors.
         yield Need("mlp.act", 3 * hidden)
@@ -77,7 +86,11 @@ def _attention(program: Program, sizes: Sizes, on_host: bool, blocks: int) -> It
     masked = sizes.stream_bytes if program.model.dropout else 0
     biases = program.model.attention_bias
     yield Need(
-        "attn.o", masked + gathered + of_heads, _of("attn.o", biases), sizes.whole_bytes + of_heads
+        "attn.o",
+        masked + gathered + of_heads,
+        _of("attn.o", biases),
+        sizes.whole_bytes + of_heads,
+        *_room(program, sizes, sizes.dim, sizes.heads * sizes.head_dim, of_heads),
     )
     # Attention keeps its result, which is the input of that product.
     yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
@@ -93,12 +106,14 @@ def _columns(
 ) -> Iterator[Need]:
     """Yield the needs of products of one input, of whose results the bytes are given."""
     whole, names = sizes.whole_bytes, list(results)
+    line = sizes.tokens * sizes.element  # a number of each token
     if not is_joint(program):
         while names:  # one after the other: what the last one made is added to
             held = sum(results[name] for name in names)
             last = names.pop()
             made = whole if len(names) == len(results) - 1 else 2 * whole
-            yield Need(last, held + made, _of(last, biases), results[last])
+            room = _room(program, sizes, results[last] // line, sizes.dim, whole)
+            yield Need(last, held + made, _of(last, biases), results[last], *room)
         return
     first, grads = names[0], sum(results.values())
     again = gathers_again(program)
@@ -106,7 +121,10 @@ def _columns(
     yield Need(f"{first}: input", grads + made)
     weights = tuple(of for name in names for of in _of(name, biases))
     waits = whole - sizes.stream_bytes if again else 0
-    yield Need(first, grads + travelling, weights, grads + waits)
+    rooms = [_room(program, sizes, size // line, sizes.dim) for size in results.values()]
+    yield Need(
+        first, grads + travelling, weights, grads + waits, *map(max, zip(*rooms, strict=True))
+    )
 
 
 def of_input(
@@ -126,6 +144,19 @@ def of_input(
     made = gathered + sent + sizes.stream_bytes + (whole if on_host else 0)
     # Of what was sent, the copy that is cut is kept until it has arrived.
     return made, gathered + whole + sizes.stream_bytes
+
+
+def _room(program: Program, sizes: Sizes, outer: int, inner: int, made: int = 0) -> tuple[int, int]:
+    """Return `Need.room` and `Need.added` of the product for the gradient of `[outer, inner]`.
+
+    Autograd makes it before the gradient of the input, whose bytes are `made`, and so needs what is
+    more than those. Our own function makes it after that.
+    """
+    if sizes.element != _WIDE:
+        return 0, 0
+    products, shape = program.target.products, (outer, sizes.tokens, inner)
+    room = products.room(*shape)
+    return room if is_joint(program) else max(room - made, 0), products.room(*shape, adds=True)
 
 
 def _norm(program: Program, sizes: Sizes) -> int:

@@ -62,6 +62,7 @@ def memory(setting: Setting, layout: Layout, rank: int) -> Memory:
         count,
         setting.calibration,
         on_cpu=setting.on_cpu,
+        products=setting.target.products,
     )
     allocated = sum(term.bytes for term in terms)
     device = setting.cluster.device

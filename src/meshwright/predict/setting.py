@@ -16,6 +16,7 @@ from meshwright.predict.work import LayoutWork, layout_work
 from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.schedule import stage_ranks
 from meshwright.program.stages import Stage, split_stages
+from meshwright.program.target import Target, route
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
@@ -43,6 +44,13 @@ class Setting:
     def on_cpu(self) -> bool:
         """Whether the ranks are processes on CPUs."""
         return self.cluster.device.kind == "cpu"
+
+    @property
+    def target(self) -> Target:
+        """The kernels of the cluster's device."""
+        if not self.on_cpu:
+            return Target()
+        return Target(route(self.train.matmul, self.cluster.device.processor))
 
     @property
     def compile_gain(self) -> float | None:

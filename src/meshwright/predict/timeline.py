@@ -15,7 +15,14 @@ from meshwright.predict.needs import Need, backward_needs, of_input
 from meshwright.predict.tally import Moment, Tally
 from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
-from meshwright.program.operations import Operation, Sizes, loss_element, loss_rows, operations
+from meshwright.program.operations import (
+    Operation,
+    Sizes,
+    loss_element,
+    loss_room,
+    loss_rows,
+    operations,
+)
 from meshwright.program.schedule import Action, Kind
 from meshwright.program.stages import Stage
 
@@ -196,7 +203,8 @@ class _Walk:
             alive = list(whole)
             for need in needs:
                 own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
-                with tally.spike("gradients of activations", need.bytes):
+                size = need.bytes + (0 if defers else need.room)
+                with tally.spike("gradients of activations", size):
                     units.grow(index, need.weights)
                     tally.note(need.op)
                 if defers and need.deferred:
@@ -225,10 +233,11 @@ class _Walk:
         made, travelling = of_input(self.program, sizes, self.on_host, gathers=is_cut)
         held = whole * (2 if is_cut else 1)  # the gradient of all rows, and its input
         before = weight if rows < sizes.tokens else 0
+        room = loss_room(sizes, rows, self.program.target.products)
         for what, size, rows_held, weight_held in (
             ("loss", loss_element(element), held, before),
             ("head: input", element, made, before),
-            ("head", element, travelling, weight),
+            ("head", element, travelling, weight + room),
         ):
             with (
                 tally.spike(LOSS, logits * size),
@@ -254,5 +263,10 @@ class _Walk:
         self.tally.add(DEFERRED, size)
 
     def _weights(self, action: Action) -> None:
-        self.units[action.stage].finish_deferred(is_last=action == self.ends[action.stage])
+        needs = backward_needs(self.program, self.sizes, on_host=self.on_host, packed=self.packed)
+        self.units[action.stage].finish_deferred(
+            is_last=action == self.ends[action.stage],
+            room=max(need.room for need in needs),
+            added=max(need.added for need in needs),
+        )
         self.tally.drop(DEFERRED, self.deferred.pop((action.stage, action.microbatch)))

@@ -203,12 +203,20 @@ class Units:
         for unit in (self.embed, self.root):
             self._grow(unit, names)
 
-    def finish_deferred(self, is_last: bool) -> None:
-        """Make the gradients of all products, and reduce where due."""
+    def finish_deferred(self, is_last: bool, room: int, added: int) -> None:
+        """Make the gradients of all products, and reduce where due.
+
+        A product that makes one needs `room` bytes beside it, one that adds to it `added`.
+        """
         self.is_last, self.defers = is_last, False
         units = self.all
         for unit in units:
-            self._grow(unit, [name for name in unit.numels if _waits(name)], joins=True)
+            names = [name for name in unit.numels if _waits(name)]
+            # Those in the dtype of products are added to by the products themselves.
+            new = [name for name in names if unit.grown.get(name) != self.element]
+            self._grow(unit, new, joins=True)
+            with self.tally.spike(GRADIENTS, room if new else added):
+                self.tally.note("gradient")
             if not self.in_place:
                 self._close(unit)
         if self.in_place:

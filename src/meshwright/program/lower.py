@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.program.parts import parts
 from meshwright.program.schedule import Table, compute_tables, stage_ranks, with_transfers
 from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
+from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
+
+# torch's own kernels.
+_ANY: Final = Target()
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Program:
     train: TrainSpec
     layout: Layout
     stages: tuple[Stage, ...]
+    target: Target = _ANY
 
     @property
     def microbatches(self) -> int:
@@ -74,6 +80,7 @@ class Program:
         )
 
 
-def lower(model: ModelSpec, train: TrainSpec, layout: Layout) -> Program:
-    """Return the program of a layout that the rules allow."""
-    return Program(model, train, layout, split_stages(model, layout.stages, train.seq_len))
+def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:
+    """Return the program of a layout that the rules allow, for kernels of a target."""
+    stages = split_stages(model, layout.stages, train.seq_len)
+    return Program(model, train, layout, stages, target)

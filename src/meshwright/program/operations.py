@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.lower import Program
 from meshwright.program.stages import Stage
+from meshwright.program.target import Route
 
 Kind = Literal[
     "embedding",
@@ -284,6 +285,18 @@ def loss_rows(tokens: int, element: int, *, on_cpu: bool) -> int:
 def loss_element(element: int) -> int:
     """Return the bytes of a logit where products have `element` of them: as fp32, and rounded."""
     return _WIDE if element == _WIDE else _WIDE + element
+
+
+def loss_room(sizes: Sizes, rows: int, products: Route) -> int:
+    """Return what the product for the gradient of the head's weight needs for itself, in bytes.
+
+    `rows` are the tokens of a round; the first one makes the gradient, further ones add to it.
+    """
+    if sizes.element != _WIDE:
+        return 0
+    shape = sizes.vocab, rows, sizes.dim
+    again = products.room(*shape, adds=True) if rows < sizes.tokens else 0
+    return max(products.room(*shape), again)
 
 
 def _head_ranks(program: Program) -> int:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from meshwright.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
+
+Optimizer = Literal["adamw", "sgd"]
 
 
 @dataclass(frozen=True)
 class Case:
     """One layout, and what it is run on; `refused` is the rule that it is expected to break.
 
-    `steps` of gradient descent with `lr` are compared, and `adam_steps` of AdamW, 0 for none.
+    `steps` of an optimizer are compared.
     """
 
     model: ModelSpec
     train: TrainSpec
     layout: Layout
     packed: bool = False
-    steps: int = 2
-    lr: float = 0.3
+    steps: int = 3
+    optimizer: Optimizer = "adamw"
     refused: str | None = None
-    adam_steps: int = 0
 
     @property
     def loss_scale(self) -> float:
@@ -58,10 +59,14 @@ class Case:
             yield "fp8"
 
     def as_json(self) -> str:
-        """Return it as one JSON object, for the ranks to read."""
-        values = asdict(self)
+        """Return it as one JSON object, without what is as by default."""
+        values = {
+            one.name: value
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != one.default
+        }
         for name in ("model", "train", "layout"):
-            values[name] = getattr(self, name).model_dump(mode="json")
+            values[name] = values[name].model_dump(mode="json", exclude_defaults=True)
         return json.dumps(values)
 
     @classmethod

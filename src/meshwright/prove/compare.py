@@ -1,16 +1,25 @@
-"""Tensors of a parallel model against those of one device: the tolerances, and how far off."""
+"""What a layout may be off by, and how far off it is.
+
+A tensor is held against an exact one by their distance (the root of the summed squares). How far
+rounding may take them apart follows from the roundings themselves: the reference makes all those of
+a layout, on one device, and its own distance is `Expected.noise`. A layout makes as many of them in
+another order; their sum is another draw of the same noise, as large but for chance. `MARGIN` is for
+that chance, and for the few roundings that a layout has beside: partial sums of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.build import build, seeded
+from meshwright.execute.build import build
 from meshwright.execute.data import DTYPES
 from meshwright.execute.gather import on_stages
 from meshwright.execute.gradients import Held
@@ -18,44 +27,37 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.program.lower import Program
+from meshwright.prove.weights import logits_std, telling
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
+from meshwright.train.loop import share
 
 T = TypeVar("T")
 
-# The relative rounding error of one operation: 2^-24, 2^-8, 2^-11.
+# The relative rounding error of one operation is at most this: 2^-24, 2^-8, 2^-11.
 UNIT_ROUNDOFFS: Final = {
     precision: torch.finfo(dtype).eps / 2 for precision, dtype in DTYPES.items()
 }
-# Largest difference of a tensor over its scale, see `expect`. Sums are taken in another order, so
-# it is some roundings of the precision. The worst of the matrix on a CPU are MEASURED.
-TOLERANCES: Final[Mapping[str, float]] = {
-    **{precision: 32 * unit for precision, unit in UNIT_ROUNDOFFS.items()},
-    "fp8": 2.0**-2,
-}
-# A tensor whose values cancel to less than this share of the largest of all is rounding noise.
-FLOOR: Final = 1e-5
+# Largest distance of a tensor over that of one device, which makes the same roundings. Half of it
+# is for chance: tensors of few elements, and sums that cancel, draw unlike amounts. Kernels that
+# round less or more often, as those of fp32 products do, are the rest.
+MARGIN: Final = 6.0
+# What a tensor's distance may be in any case: so many roundings of all of its values.
+LEAST: Final = 16.0
+# Of one number that many roundings went into, which are independent: so many standard deviations.
+DEVIATIONS: Final = 4.0
+# Standard deviation of one rounding error over its largest, for values of any size.
+SPREAD: Final = 0.41
+# How much more than that a logit is off by, since layers enlarge what came before them.
+ENLARGED: Final = 2.0
 
 # Breaks something in a parallel model on purpose: only tests have one
 Fault = Callable[[Parallel], None]
 
 
-def rounding(train: TrainSpec) -> str:
-    """Return what the tolerances of a training go by: its precision, or float8 products."""
-    return "fp8" if train.fp8 else train.precision
-
-
-class Difference(NamedTuple):
-    """How far the worst tensor is off, and where."""
-
-    error: float
-    tensor: str
-    rank: int
-    stage: int
-
-
 def build_small(program: Program, groups: Groups, world: World, fault: Fault | None) -> Parallel:
     """Return the parallel model of a small program, with a fault if there is one."""
-    source, compiled = seeded(program.model, program.train.seed), program.train.is_compiled
+    source, compiled = telling(program.model, program.train.seed), program.train.is_compiled
     parallel = build(program, groups, world.device, source, compiled=compiled)
     if fault is not None:
         fault(parallel)
@@ -63,32 +65,55 @@ def build_small(program: Program, groups: Groups, world: World, fault: Fault | N
 
 
 def mine(batch: Batch, program: Program, world: World) -> Batch:
-    """Return the rows of the global batch that this rank computes."""
+    """Return the rows of the global batch that this rank computes, as `train` shares them out."""
     layout = program.layout
-    size, place = program.train.batch // layout.dp, layout.mesh.data_rank(world.rank)
-    return batch.rows(slice(place * size, (place + 1) * size)).to(world.device)
+    rows = share(program.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    return batch.rows(slice(rows.start, rows.stop)).to(world.device)
+
+
+class Difference(NamedTuple):
+    """How far the worst tensor is off, relative to its size, how far it may be, and where."""
+
+    error: float
+    bound: float
+    tensor: str
+    rank: int
+    stage: int
+
+    @property
+    def share(self) -> float:
+        """The error over its bound; infinite where it is not a number."""
+        found = self.error / self.bound
+        return found if found == found else math.inf
 
 
 class Expected(NamedTuple):
-    """Whole tensors of one device by name, and what a difference in each is held against."""
+    """Whole tensors by name, exact ones and as one device has them that rounds.
 
-    tensors: Mapping[str, Tensor]
-    scales: Mapping[str, float]
-
-
-def expect(tensors: Mapping[str, Tensor], noise: Mapping[str, float], precision: str) -> Expected:
-    """Return what is expected, with the scale of each tensor: its largest value, or more.
-
-    `noise` is by how much one device's own rounding has moved a tensor, where that is known: twice
-    of it is tolerated, since a sum that cancels keeps the noise of its summands. The floor is for
-    gradients that vanish in exact arithmetic, as that of a key's bias where no dim is rotated: a
-    constant added to all scores of a softmax.
+    `added_to` is what an update is added to in fp32, where the tensors are updates.
     """
-    tops = {name: tensor.abs().max().item() for name, tensor in tensors.items()}
-    floor = FLOOR * max(tops.values())
-    bound = TOLERANCES[precision]
-    scales = {name: max(top, floor, 2 * noise.get(name, 0.0) / bound) for name, top in tops.items()}
-    return Expected(tensors, scales)
+
+    exact: Mapping[str, Tensor]
+    rounded: Mapping[str, Tensor]
+    added_to: Mapping[str, Tensor] | None = None
+
+    def difference(
+        self, name: str, found: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> tuple[float, float]:
+        """Return how far a tensor, or a part of it, is off relative to its size, and may be.
+
+        An infinite distance where there is none, or one with what is not a number.
+        """
+        exact, rounded = (part(of[name]).double() for of in (self.exact, self.rounded))
+        size, noise = exact.norm().item(), (rounded - exact).norm().item()
+        bound = max(MARGIN * noise, LEAST * 2.0**-24 * size, 1e-300)
+        if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
+            bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
+        if found is None or found.shape != exact.shape:
+            return (math.inf if exact.numel() else 0.0), 1.0
+        distance = (found.to("cpu", torch.float64) - exact).norm().item()
+        over = max(size, bound)  # of what vanishes but for noise, the noise
+        return (distance if distance == distance else math.inf) / over, bound / over
 
 
 def compare(
@@ -98,22 +123,46 @@ def compare(
     world: World,
 ) -> Difference:
     """Return the worst tensor of all stages, gathered whole; the same on every rank."""
-    worst = Difference(-1.0, "", world.rank, 0)
+    worst = Difference(0.0, 1.0, "", world.rank, 0)
     for held, whole in on_stages(parallel, tensor_of):
-        error = error_of(whole, expected.tensors[held.name], expected.scales[held.name])
-        if error > worst.error:
-            worst = Difference(error, held.name, world.rank, held.stage)
-    return max(everyones(worst, world), key=lambda found: found.error)
+        pair = expected.difference(held.name, whole)
+        worst = worse(worst, Difference(*pair, held.name, world.rank, held.stage))
+    found = everyones(worst, world)
+    return max(found, key=lambda one: one.share)
 
 
-def error_of(found: Tensor | None, expected: Tensor, scale: float) -> float:
-    """Return the largest difference over a scale, infinite where it is not a number."""
-    if not expected.numel():
-        return 0.0
-    if found is None:
-        return float("inf")
-    error = (found.to("cpu", torch.float32) - expected).abs().max().item() / scale
-    return error if error == error else float("inf")
+def worse(a: Difference, b: Difference) -> Difference:
+    """Return the one that is further beyond its bound; the first of two alike."""
+    return b if b.share > a.share or not a.tensor else a
+
+
+def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float) -> float:
+    """Return what a mean loss may be off by, relative to it.
+
+    A target's is off by the roundings of its logits, about 12 a layer, each of `SPREAD` units; the
+    mean of independent ones by as much over the root of their number. Sums in fp32 come on top.
+    """
+    targets = max(int((batch.targets != IGNORE).sum()), 1)
+    unit = 2.0**-4 if train.fp8 else UNIT_ROUNDOFFS[train.precision]
+    each = ENLARGED * SPREAD * unit * math.sqrt(12 * model.n_layers) * logits_std(model)
+    return DEVIATIONS * each / math.sqrt(targets) / loss + 16 * UNIT_ROUNDOFFS["fp32"]
+
+
+def norm_tolerance(expected: Expected, batch: Batch) -> float:
+    """Return what the norm of the whole gradient may be off by, relative to it.
+
+    Noise of a relative size changes it by its share along the gradient, which is the mean of what
+    each target brings, and by half of its square across.
+    """
+    targets = max(int((batch.targets != IGNORE).sum()), 1)
+    size = _length(expected.exact.values())
+    off = _length(expected.rounded[name] - one for name, one in expected.exact.items())
+    noise = off / size
+    return DEVIATIONS * noise / math.sqrt(targets) + noise**2 + 8 * UNIT_ROUNDOFFS["fp32"]
+
+
+def _length(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(one.double().square().sum().item() for one in tensors))
 
 
 def everyones(mine: T, world: World) -> list[T]:

@@ -2,23 +2,24 @@
 
 First the weights before the step, then what each layer hands on in the forward, then the gradients.
 A wrong forward makes all gradients wrong, so they alone would name the last layer whatever it was.
+Where the first step's agree, then what each step adds to the weights, and gradients of later ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.build import cut, seeded
-from meshwright.execute.gradients import Held, scale_gradients
+from meshwright.execute.build import cut
+from meshwright.execute.gradients import Held, local_shard, scale_gradients
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
@@ -26,19 +27,26 @@ from meshwright.program.lower import Program, lower
 from meshwright.program.shards import shard_rank, whole
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
-    TOLERANCES,
     Difference,
+    Expected,
     Fault,
     build_small,
-    error_of,
     everyones,
-    expect,
     mine,
-    rounding,
 )
-from meshwright.prove.reference import make_batch, run_outputs, run_reference, streams
-from meshwright.prove.verdict import Divergence
+from meshwright.prove.reference import (
+    make_batch,
+    run_gradients,
+    run_reference,
+    run_streams,
+)
+from meshwright.prove.trial import Trial
+from meshwright.prove.verdict import Divergence, Quantity
+from meshwright.prove.weights import telling
 from meshwright.train.update import gradients
+
+# A part of a tensor draws fewer roundings than the whole, so it varies more: its bound is wider.
+_SLACK: Final = 2.0
 
 
 class _Search(NamedTuple):
@@ -49,10 +57,6 @@ class _Search(NamedTuple):
     groups: Groups
     world: World
     fault: Fault | None
-
-    @property
-    def bound(self) -> float:
-        return TOLERANCES[rounding(self.case.train)]
 
     def build(self) -> Parallel:
         return build_small(self.program, self.groups, self.world, self.fault)
@@ -65,13 +69,18 @@ class _Search(NamedTuple):
 
 
 def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Divergence | None:
-    """Return where the first step parts from one device, None where it does not; a collective.
+    """Return where the steps part from one device, None where they do not; a collective.
 
     What half precision is too coarse for is looked for once more in fp32.
     """
     program = lower(case.model, case.train, case.layout)
     search = _Search(case, program, groups, world, fault)
-    found = _wrong_weight(search) or _wrong_output(search) or _wrong_gradient(search)
+    found = (
+        _wrong_weight(search)
+        or _wrong_output(search)
+        or _wrong_gradient(search)
+        or _wrong_step(search)
+    )
     if found is not None or case.train.precision == "fp32":
         return found
     train = case.train.model_copy(update={"precision": "fp32", "fp8": False})
@@ -80,17 +89,15 @@ def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Div
 
 def _wrong_weight(search: _Search) -> Divergence | None:
     """Return the first parameter whose shard is not that of the whole one, before any step."""
-    source = seeded(search.program.model, search.program.train.seed)
+    source = telling(search.program.model, search.program.train.seed)
     wrong = []
     for held in search.build().held:
         shape = held.sharding.part.shape
-        full = source(held.name, shape, whole(shape))
-        scale = full.abs().max().item() or 1.0  # biases start at zero
-        error = error_of(held.shard, _part(full, held, search), scale)
-        if error:
-            wrong.append(Difference(error, held.name, search.world.rank, held.stage))
-    order = {name: place for place, name in enumerate(search.program.shardings)}
-    found = _first(wrong, order, search.world)
+        part = _part(source(held.name, shape, whole(shape)), held, search)
+        error = (held.shard.cpu() - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
+        if error != 0:
+            wrong.append(Difference(error, 0.0, held.name, search.world.rank, held.stage))
+    found = _first(wrong, list(search.program.shardings), search.world)
     if found is None:
         return None
     return Divergence(found.tensor, found.rank, found.stage, None, found.error, "initial weight")
@@ -102,8 +109,9 @@ def _part(full: Tensor, held: Held, search: _Search) -> Tensor:
     return cut(full, region)
 
 
-def _first(wrong: list[Difference], order: dict[str, int], world: World) -> Difference | None:
+def _first(wrong: list[Difference], names: Sequence[str], world: World) -> Difference | None:
     """Return the first of all ranks' wrong tensors in an order, and the first rank that has it."""
+    order = {name: place for place, name in enumerate(names)}
 
     def place(one: Difference) -> tuple[int, int]:
         return order[one.tensor], one.rank
@@ -126,7 +134,8 @@ class _Output(NamedTuple):
 def _wrong_output(search: _Search) -> Divergence | None:
     """Return the first microbatch and layer whose output is wrong, and the first rank of it."""
     batch = make_batch(search.case, 0)
-    expected = expect(run_outputs(search.case, batch), {}, rounding(search.case.train))
+    rounded, exact = run_streams(search.case, batch)
+    expected = Expected(exact, rounded)
     parallel, wrong = search.build(), list[_Output]()
     names = [f"layers.{layer}" for layer in range(search.program.model.n_layers)]
     depths = {name: depth for depth, name in enumerate(["embed", *names])}
@@ -135,17 +144,20 @@ def _wrong_output(search: _Search) -> Divergence | None:
     def check(name: str, stage: int, out: Tensor) -> None:
         order = _microbatches(search, stage)
         microbatch, calls[name] = order[calls[name] % len(order)], calls[name] + 1
-        whole = expected.tensors[name][_rows(search, microbatch)]
-        if parallel.places is not None:
-            whole = whole[:, parallel.places.cpu()]
-        error = error_of(out.detach(), whole, expected.scales[name])
-        if not error <= search.bound:
+
+        def part(whole: Tensor) -> Tensor:
+            rows = whole[_rows(search, microbatch)]
+            return rows if parallel.places is None else rows[:, parallel.places.cpu()]
+
+        error, bound = expected.difference(name, out.detach(), part)
+        if not error <= _SLACK * bound:
             rank = search.world.rank
             wrong.append(_Output(microbatch, depths[name], rank, stage, name, error))
 
     for stage, module in parallel.modules.items():
-        for name, inner in streams(module):
-            _watch(inner, partial(check, name, stage))
+        for name, inner in module.named_modules():
+            if name in depths:
+                _watch(inner, partial(check, name, stage))
     search.step(parallel, batch)
     found = min(
         (one for one in everyones(min(wrong, default=None), search.world) if one), default=None
@@ -216,15 +228,56 @@ def _only(batch: Batch, search: _Search, microbatch: int, data_rank: int | None 
 
 def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     """Return the first wrong gradient of a batch, in the order of the backward."""
-    reference = run_reference(search.case, [batch])
+    rounded, exact = run_gradients(search.case, batch)
     parallel = search.build()
     search.step(parallel, batch)
-    precision, wrong = rounding(search.case.train), list[Difference]()
-    expected = expect(reference.gradients, reference.gradient_noise, precision)
+    expected = Expected(exact, rounded)
+    wrong = _wrong(search, parallel, lambda held: held.gradient, expected)
+    return _first(wrong, [*reversed(search.program.shardings)], search.world)
+
+
+def _wrong(
+    search: _Search,
+    parallel: Parallel,
+    tensor_of: Callable[[Held], Tensor | None],
+    expected: Expected,
+) -> list[Difference]:
+    """Return this rank's own shards that are wrong."""
+    wrong = []
     for held in parallel.held:
-        part = _part(expected.tensors[held.name], held, search)
-        error = error_of(held.gradient, part, expected.scales[held.name])
-        if not error <= search.bound:
-            wrong.append(Difference(error, held.name, search.world.rank, held.stage))
-    order = {name: place for place, name in enumerate(reversed(search.program.shardings))}
-    return _first(wrong, order, search.world)
+        tensor = tensor_of(held)
+        local = None if tensor is None else local_shard(tensor)
+        part = partial(_part, held=held, search=search)
+        error, bound = expected.difference(held.name, local, part)
+        if not error <= _SLACK * bound:
+            wrong.append(Difference(error, bound, held.name, search.world.rank, held.stage))
+    return wrong
+
+
+def _wrong_step(search: _Search) -> Divergence | None:
+    """Return the first step's first wrong gradient, or what it adds wrongly to a weight."""
+    reference = run_reference(search.case, keeps=True)
+    trial = Trial(search.case, search.groups, search.world, reference, search.fault)
+    for step in range(search.case.steps):
+        exact, rounded = (of.moments[step] for of in (reference.exact, reference.rounded))
+        gradients_of = Expected(exact.gradients, rounded.gradients)
+        wrong: list[Difference] = []
+        look = partial(_look, search, trial, gradients_of, wrong)
+        trial.step(step, look)
+        updates = Expected(exact.updates, rounded.updates, reference.start)
+        added = _wrong(search, trial.parallel, trial.added, updates)
+        names = [*search.program.shardings]
+        later: list[tuple[Quantity, list[Difference], list[str]]] = [
+            ("gradient", wrong, names[::-1]),
+            ("update", added, names),
+        ]
+        for quantity, some, order in later:
+            found = _first(some, order, search.world)
+            if found is not None:
+                at = found.tensor, found.rank, found.stage, None, found.error
+                return Divergence(*at, quantity, step=step + 1)
+    return None
+
+
+def _look(search: _Search, trial: Trial, expected: Expected, wrong: list[Difference]) -> None:
+    wrong += _wrong(search, trial.parallel, trial.gradient, expected)

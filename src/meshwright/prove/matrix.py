@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, product
+from random import Random
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.prove.case import Case
+from meshwright.prove.case import Case, Optimizer
 from meshwright.prove.refused import refused
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
@@ -27,8 +29,6 @@ T = TypeVar("T")
 WORLDS: Final = (2, 4, 8, 16)
 # Layers of a model, but for a pipeline of 8 ranks with 2 stages each.
 MOST_LAYERS: Final = 8
-# Steps of AdamW where they are compared, too.
-ADAM_STEPS: Final = 3
 # Layouts of a mesh with several axes and no pipeline; with one it is a layout for each schedule.
 PER_MESH: Final = 4
 
@@ -60,6 +60,22 @@ _PRECISIONS: Final[tuple[Precision, ...]] = (
     *("fp32", "fp32", "bf16", "fp32", "fp32"),
 )
 _OFFLOADS: Final[tuple[Offload, ...]] = ("none", "none", "optimizer", "none", "params")
+_OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "adamw", "sgd")
+# Microbatches of 640 tokens, three of them: the head takes a part of them at a time.
+_LONG: Final = {
+    2: "tp2 mb5",
+    4: "dp2 tp2 sp mb5",
+    8: "dp2 tp2 pp2 1f1b mb5",
+    16: "dp2 shard2 zero2 tp2 sp pp2 1f1b mb5",
+}
+# With an embedding of 8.5 MiB: the rows of one rank travel in several messages.
+_BIG: Final = {
+    2: "shard2 zero2 mb1",
+    4: "dp2 shard2 zero3 mb1",
+    8: "dp4 shard2 zero1 mb1",
+    16: "dp8 shard2 zero2 mb1",
+}
+_BIG_VOCAB: Final = 34768
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -83,7 +99,7 @@ def matrix(world: int) -> tuple[Case, ...]:
     """
     if world not in WORLDS:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
-    cases: dict[Layout, Case] = {}
+    cases = {case.layout: case for case in _large(world)}
     for turn, layout in enumerate(map(Layout.parse, _NAMED[world])):
         cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn)
     for turn, layout in enumerate(_layouts(world)):
@@ -91,6 +107,30 @@ def matrix(world: int) -> tuple[Case, ...]:
         if case is not None:
             cases.setdefault(case.layout, case)
     return (*cases.values(), *(refused(world) if world < 16 else ()))
+
+
+def _large(world: int) -> Iterator[Case]:
+    """Yield the cases of so many ranks with much to compute, and with much to exchange."""
+    long, big = Layout.parse(_LONG[world]), Layout.parse(_BIG[world])
+    train = TrainSpec(batch=3 * long.dp * long.microbatch, seq_len=128)
+    yield _case(long, train, turn=0)
+    case = _case(big, TrainSpec(batch=3 * big.dp, seq_len=16), turn=2)  # tied: one such tensor
+    model = case.model.model_copy(update={"vocab_size": _BIG_VOCAB, "n_layers": 2})
+    yield replace(case, model=model)
+
+
+def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
+    """Return so many of some cases at random, in their order; the same ones for the same seed.
+
+    Raises `ConfigError` where there are not so many.
+    """
+    if not 1 <= number <= len(cases):
+        nearest = min(max(number, 1), len(cases))
+        raise ConfigError(
+            refusal(f"{number} layouts of a table of {len(cases)} cannot be drawn", legal=[nearest])
+        )
+    places = Random(seed).sample(range(len(cases)), number)
+    return [cases[place] for place in sorted(places)]
 
 
 def _layouts(world: int) -> Iterator[Layout]:
@@ -186,6 +226,6 @@ def _case(layout: Layout, train: TrainSpec, turn: int) -> Case:
         head_dim=8,
         **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
-    has_adam = layout.offload != "none" or turn % 4 == 0
-    adam_steps = ADAM_STEPS if has_adam else 0
-    return Case(model, train, layout, packed=kind.packed, adam_steps=adam_steps)
+
+    optimizer = _turned(_OPTIMIZERS, turn)
+    return Case(model, train, layout, packed=kind.packed, optimizer=optimizer)

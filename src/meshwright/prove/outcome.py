@@ -24,11 +24,16 @@ class Outcome:
         """Whether all of its verdicts are good; none at all is no proof."""
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
+    @property
+    def failed_claims(self) -> frozenset[str]:
+        """What did not hold."""
+        return frozenset(verdict.claim for verdict in self.verdicts if not verdict.passed)
+
     def lines(self) -> Iterator[str]:
         """Yield a line with the claims and their worst errors, then what failed."""
         word = "ok  " if self.passed else "FAIL"
         errors = [
-            f"{verdict.claim} {verdict.error:.1e}"
+            f"{verdict.claim} {verdict.error:.1e} ({verdict.error / verdict.tolerance:.0%})"
             for verdict in self.verdicts
             if verdict.tolerance and verdict.error is not None
         ]

@@ -1,44 +1,78 @@
-"""One device: the model computed by plain PyTorch, without any of the engine's code."""
+"""One device: the steps of `train` in operations of torch alone, in the precision of a case.
+
+In half precision what a layout rounds is rounded here, too: weights as products take them, what
+flows between operations, each microbatch's gradients. Their sums and the updates are in fp32. The
+same steps are taken in fp64, but for the rounding of weights that products take: by how much the
+two differ is the noise of a tensor's roundings, and what a layout may be off by follows from it.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
+from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES
 from meshwright.execute.documents import bounds_of
-from meshwright.models import Transformer, build_model, init_model
 from meshwright.models.dropout import row_keys
 from meshwright.prove.case import Case
+from meshwright.prove.oracle import loss_sum, streams
+from meshwright.prove.weights import whole_weights
 from meshwright.spec.training import OptimizerSpec
 
-# The default settings but a rate that does not change, so that each step counts as much.
-ADAM = OptimizerSpec(schedule="constant", warmup_steps=0)
+Tensors = Mapping[str, Tensor]
+
+# Rate and decay such that each of a step's parts moves weights by far more than they are rounded.
+_RATE: Final = 2e-3
+_DECAY: Final = 1.0
+_WARMUP: Final = 2
+
+
+class Moment(NamedTuple):
+    """What a step leaves behind: gradients before clipping, weights, the optimizer's state."""
+
+    gradients: Tensors
+    updates: Tensors
+    state: Mapping[str, Tensors]
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What one device computes over some SGD steps; tensors by parameter name.
+class Steps:
+    """What one device computes over some steps; tensors by parameter name, fp32.
 
-    The noise is the largest difference of a tensor from the same computed in fp32, by name; it is
-    measured in half precision only.
+    `gradients` are those of the first step, `updates` all that has been added to weights, `state`
+    what the optimizer keeps, by its key. `evaluation` is the mean loss of the last weights on the
+    first and one more batch, without dropout. `moments` are those of each step, where asked for.
     """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    gradient_noise: Mapping[str, float] = field(default_factory=dict)
-    weight_noise: Mapping[str, float] = field(default_factory=dict)
+    evaluation: float
+    gradients: Tensors
+    updates: Tensors
+    state: Mapping[str, Tensors]
+    moments: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a layout is held against: one device's steps, rounded as a layout's and exact ones.
+
+    `start` are the weights before them. `optimizer` and `clip_norm` are those of the steps: half of
+    the first gradient's norm, where the case clips at all, so that every step is clipped.
+    """
+
+    start: Tensors
+    optimizer: OptimizerSpec
+    clip_norm: float
+    rounded: Steps
+    exact: Steps
 
 
 def make_batch(case: Case, step: int) -> Batch:
@@ -65,130 +99,199 @@ def make_batch(case: Case, step: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), targets, segments, keys, bounds)
 
 
-def run_reference(case: Case, batches: Sequence[Batch]) -> Reference:
-    """Return what one device computes, a step for each global batch; gradients of the first."""
-    found = _run(case, batches)
-    if case.train.precision == "fp32":
-        return found
-    train = case.train.model_copy(update={"precision": "fp32"})
-    exact = _run(replace(case, train=train), batches)
-    return replace(
-        found,
-        gradient_noise=_noise(found.gradients, exact.gradients),
-        weight_noise=_noise(found.weights, exact.weights),
+def evaluated(case: Case) -> list[Batch]:
+    """Return the global batches that a case's last weights are evaluated on."""
+    return [make_batch(case, 0), make_batch(case, case.steps)]
+
+
+def run_reference(case: Case, *, keeps: bool = False) -> Reference:
+    """Return what one device computes; with `keeps` also the moments of each step."""
+    first = _OneDevice(case, exact=True).gradients(make_batch(case, 0))[1]
+    norm = _norm(first)
+    clip_norm = norm / 2 if case.train.clip_norm else 0.0
+    # AdamW divides a gradient by its size and `eps`. With one as large as the gradients are, an
+    # element near zero takes no step of either sign, and the clipping is seen.
+    eps = norm / 2 / math.sqrt(sum(one.numel() for one in first.values()))
+    optimizer = OptimizerSpec(
+        name=case.optimizer,
+        lr=_RATE if case.optimizer == "adamw" else _RATE / eps,
+        eps=eps,
+        momentum=0.5 if case.optimizer == "sgd" else 0.0,
+        weight_decay=_DECAY if case.optimizer == "adamw" else _DECAY * eps,
+        schedule="cosine",
+        warmup_steps=_WARMUP,
+    )
+    return Reference(
+        whole_weights(case.model, case.train.seed),
+        optimizer,
+        clip_norm,
+        _run(case, optimizer, clip_norm, exact=False, keeps=keeps),
+        _run(case, optimizer, clip_norm, exact=True, keeps=keeps),
     )
 
 
-def _noise(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: (found[name] - exact[name]).abs().max().item() for name in found}
+def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
+    """Return the gradients of a global batch, as rounded and as exact ones."""
+    rounded, exact = (
+        _narrow(_OneDevice(case, exact=which).gradients(batch)[1]) for which in (False, True)
+    )
+    return rounded, exact
 
 
-def _run(case: Case, batches: Sequence[Batch]) -> Reference:
-    model = _model(case)
-    losses, norms = [], []
-    gradients: dict[str, Tensor] = {}
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    for step, batch in enumerate(batches):
-        loss, found = _gradients(model, parameters, batch, case)
-        norm = _norm(found)
+@torch.no_grad()
+def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
+    """Return the outputs of the embedding and of each layer, as rounded and as exact ones."""
+    found = []
+    for exact in (False, True):
+        one = _OneDevice(case, exact=exact)
+        whole = streams(case.model, one.used(), batch, fp8=one.fp8)
+        found.append({name: x.double() for name, x in whole})
+    return found[0], found[1]
+
+
+def _run(
+    case: Case, optimizer: OptimizerSpec, clip_norm: float, *, exact: bool, keeps: bool
+) -> Steps:
+    one = _OneDevice(case, exact=exact)
+    step_of = _Optimizer(one.masters, optimizer, case.steps)
+    losses, norms, moments = [], [], []
+    first: Tensors = {}
+    for step in range(case.steps):
+        loss, gradients = one.gradients(make_batch(case, step))
         losses.append(loss)
-        norms.append(norm)
-        if step == 0:
-            gradients = {name: g.float() for name, g in zip(names, found, strict=True)}
-        _descend(parameters, found, case, norm)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Reference(tuple(losses), tuple(norms), gradients, weights)
-
-
-def run_adam(case: Case, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Return the weights after a step of AdamW for each global batch."""
-    model = _model(case)
-    parameters = list(model.parameters())
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=ADAM.lr,
-        betas=ADAM.betas,
-        eps=ADAM.eps,
-        weight_decay=ADAM.weight_decay,
-    )
-    for batch in batches:
-        _, found = _gradients(model, parameters, batch, case)
-        factor = _clip_factor(case, _norm(found))
-        for parameter, gradient in zip(parameters, found, strict=True):
-            parameter.grad = gradient * factor
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@torch.no_grad()
-def run_outputs(case: Case, batch: Batch) -> dict[str, Tensor]:
-    """Return the outputs `[batch, seq, dim]` of the embedding and of each layer, by name."""
-    model = _model(case)
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, args, out: found.update({name: out.float()})
-
-    for name, module in streams(model):
-        module.register_forward_hook(keep(name))
-    _mean_loss(model, batch, case)
-    return found
-
-
-def streams(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose outputs are the residual stream, in order, also of a stage."""
-    for name, module in model.named_modules():
-        if re.fullmatch(r"embed|layers\.\d+", name):
-            yield name, module
-
-
-def _model(case: Case) -> Transformer:
-    model = build_model(case.model, "cpu", case.train.seq_len)
-    init_model(model, case.model, case.train.seed)
-    return model
-
-
-def _gradients(
-    model: nn.Module, parameters: Sequence[Tensor], batch: Batch, case: Case
-) -> tuple[float, tuple[Tensor, ...]]:
-    """Return the loss and its gradients, which were computed scaled."""
-    loss = _mean_loss(model, batch, case)
-    found = torch.autograd.grad(loss * case.loss_scale, parameters)
-    return loss.item(), tuple(gradient / case.loss_scale for gradient in found)
-
-
-def _norm(gradients: Sequence[Tensor]) -> float:
-    return float(torch.stack([g.double().norm() for g in gradients]).norm())
-
-
-def _clip_factor(case: Case, norm: float) -> float:
-    clip_norm = case.train.clip_norm
-    return min(1.0, clip_norm / norm) if clip_norm and norm else 1.0
-
-
-def _mean_loss(model: nn.Module, batch: Batch, case: Case) -> Tensor:
-    """Return the mean cross-entropy, with products in the precision of the case."""
-    dtype = DTYPES[case.train.precision]
-    cast = {name: p.to(dtype) for name, p in model.named_parameters()}
-    logits = functional_call(
-        model, cast, (batch.inputs,), {"segments": batch.segments, "keys": batch.keys}
-    )
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE
+        norms.append(_norm(gradients))
+        first = first or gradients
+        factor = min(1.0, clip_norm / norms[-1]) if clip_norm else 1.0
+        step_of.step({name: factor * gradient for name, gradient in gradients.items()}, step)
+        if keeps:
+            moments.append(Moment(_narrow(gradients), one.updates(), step_of.state()))
+    evaluation = one.evaluate(evaluated(case))
+    return Steps(
+        tuple(losses),
+        tuple(norms),
+        evaluation,
+        _narrow(first),
+        one.updates(),
+        step_of.state(),
+        tuple(moments),
     )
 
 
-@torch.no_grad()
-def _descend(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], case: Case, norm: float
-) -> None:
-    """Take one step of plain gradient descent, clipped by the global norm."""
-    factor = _clip_factor(case, norm)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.sub_(case.lr * factor * gradient)
+class _OneDevice:
+    """Masters, and what is computed with them."""
+
+    def __init__(self, case: Case, *, exact: bool) -> None:
+        self.case, self._is_exact = case, exact
+        self._start = whole_weights(case.model, case.train.seed)
+        self._half = DTYPES[case.train.precision]
+        dtype = torch.float64 if exact else torch.float32
+        self.masters = {name: one.to(dtype, copy=True) for name, one in self._start.items()}
+        self.fp8 = case.train.fp8 and not exact
+
+    def used(self) -> dict[str, Tensor]:
+        """Return the weights as products take them."""
+        dtype = torch.float64 if self._is_exact else self._half
+        return {
+            name: master.to(self._half).to(dtype) if self._half != torch.float32 else master.clone()
+            for name, master in self.masters.items()
+        }
+
+    def gradients(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss of a global batch and its gradients."""
+        case, scale = self.case, self.case.loss_scale
+        count = max(int((batch.targets != IGNORE).sum()), 1)
+        used = {name: weight.requires_grad_() for name, weight in self.used().items()}
+        total, sums = 0.0, dict[str, Tensor]()
+        for part in self._parts(batch):
+            loss = loss_sum(case.model, used, part, fp8=self.fp8)
+            found = torch.autograd.grad(loss * (scale / count), list(used.values()))
+            total += loss.item() / count
+            for name, gradient in zip(used, found, strict=True):
+                wide = gradient.to(self._summed)
+                sums[name] = sums[name] + wide if name in sums else wide
+        like = next(iter(self.masters.values()))
+        return total, {name: one.to(like) / scale for name, one in sums.items()}
+
+    def _parts(self, batch: Batch) -> Sequence[Batch]:
+        """Return the microbatches of all ranks, where each one's gradients are rounded."""
+        if self._is_exact or self._half == torch.float32:
+            return [batch]
+        return batch.split(self.case.layout.microbatch)
+
+    @property
+    def _summed(self) -> torch.dtype:
+        if self._is_exact:
+            return torch.float64
+        return torch.float32 if self.case.train.reduce_dtype == "fp32" else self._half
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Return the mean loss over the targets of some batches, without dropout."""
+        used, model = self.used(), self.case.model
+        total = sum(
+            loss_sum(model, used, part, drops=False, fp8=self.fp8).item()
+            for batch in batches
+            for part in self._parts(batch)
+        )
+        return total / max(sum(int((one.targets != IGNORE).sum()) for one in batches), 1)
+
+    def updates(self) -> dict[str, Tensor]:
+        """Return what has been added to the weights since the start."""
+        return {
+            name: (master.double() - self._start[name]).float()
+            for name, master in self.masters.items()
+        }
+
+
+class _Optimizer:
+    """AdamW (arXiv:1711.05101, algorithm 2), or SGD with momentum and the same decay.
+
+    The rate rises linearly over the warm-up, and falls along a cosine to a tenth. Weights of one
+    dim do not decay.
+    """
+
+    def __init__(self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int) -> None:
+        self._masters, self._spec, self._steps = masters, spec, steps
+        self._first = {name: torch.zeros_like(one) for name, one in masters.items()}
+        self._second = {name: torch.zeros_like(one) for name, one in masters.items()}
+
+    def state(self) -> dict[str, Tensors]:
+        """Return what it keeps, by the names that torch's optimizers use."""
+        found = {"exp_avg": self._first, "exp_avg_sq": self._second}
+        if self._spec.name == "sgd":
+            found = {"momentum_buffer": self._first}
+        return {key: _narrow(of) for key, of in found.items()}
+
+    def step(self, gradients: Tensors, step: int) -> None:
+        """Update the masters; steps count from 0."""
+        spec, rate = self._spec, self._rate(step)
+        for name, master in self._masters.items():
+            gradient = gradients[name]
+            if master.dim() > 1:
+                master.mul_(1 - rate * spec.weight_decay)
+            if spec.name == "sgd":
+                self._first[name] = spec.momentum * self._first[name] + gradient
+                master.sub_(rate * self._first[name])
+                continue
+            one, two = spec.betas
+            self._first[name] = one * self._first[name] + (1 - one) * gradient
+            self._second[name] = two * self._second[name] + (1 - two) * gradient**2
+            mean = self._first[name] / (1 - one ** (step + 1))
+            size = (self._second[name] / (1 - two ** (step + 1))).sqrt()
+            master.sub_(rate * mean / (size + spec.eps))
+
+    def _rate(self, step: int) -> float:
+        """Return the rate of a step, from 0."""
+        spec, low, number = self._spec, self._spec.min_lr_ratio, step + 1
+        if number <= spec.warmup_steps:
+            return spec.lr * number / spec.warmup_steps
+        progress = (number - spec.warmup_steps) / (self._steps - spec.warmup_steps)
+        return spec.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def _narrow(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: one.to(torch.float32, copy=True) for name, one in tensors.items()}
+
+
+def _norm(gradients: Tensors) -> float:
+    return float(torch.stack([one.double().norm() for one in gradients.values()]).norm())

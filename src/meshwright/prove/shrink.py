@@ -15,7 +15,6 @@ from meshwright.spec.training import TrainSpec
 from meshwright.units import round_up
 
 MOST_RANKS: Final = 8
-ADAM_STEPS: Final = 3
 # Data parallelism first: more of the same is the least of what a layout can get wrong.
 _SHRINK_ORDER: Final = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 _MOST_VIRTUAL: Final = 4
@@ -42,7 +41,7 @@ def shrink(
         small_train = _small_train(train, small, microbatches)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
-        cases.append(Case(small_model, small_train, small, packed, adam_steps=ADAM_STEPS))
+        cases.append(Case(small_model, small_train, small, packed))
     return tuple(cases)
 
 

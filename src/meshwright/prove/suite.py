@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -15,11 +13,9 @@ from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.census import prove_census
 from meshwright.prove.order import prove_order
-from meshwright.prove.parity import prove_adam, prove_parity
-from meshwright.prove.reference import make_batch, run_adam, run_reference
+from meshwright.prove.parity import prove_parity
+from meshwright.prove.reference import Reference, run_reference
 from meshwright.prove.verdict import Verdict
-
-T = TypeVar("T")
 
 
 class Suite:
@@ -30,7 +26,7 @@ class Suite:
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
         self._world, self._timeout_s = world, timeout_s
-        self._references: dict[object, Any] = {}
+        self._references: dict[Case, Reference] = {}
 
     def prove(self, case: Case) -> tuple[Verdict, ...]:
         """Return all verdicts on a case; a collective, every rank returns the same."""
@@ -42,22 +38,19 @@ class Suite:
             verdicts = (order,)
         world = self._world
         groups = open_groups(case.layout, world, self._timeout_s)
-        reference = self._shared(case, run_reference, case.steps)
-        verdicts += prove_parity(case, groups, world, reference)
-        if case.adam_steps:
-            weights = self._shared(case, run_adam, case.adam_steps)
-            verdicts += (prove_adam(case, groups, world, weights),)
+        verdicts += prove_parity(case, groups, world, self._reference)
         return verdicts + prove_census(case, groups, world)
 
-    def _shared(self, case: Case, compute: Callable[[Case, list[Any]], T], steps: int) -> T:
+    def _reference(self, case: Case) -> Reference:
         """Return what one device computes, from rank 0."""
-        # All but the layout: that of the case does not matter to one device.
-        key = (replace(case, layout=Layout(), refused=None), compute)
+        # All but the layout, of which only what is rounded at once matters to one device.
+        is_fp32 = case.train.precision == "fp32"
+        layout = Layout(microbatch=1 if is_fp32 else case.layout.microbatch)
+        key = replace(case, layout=layout, refused=None)
         if key not in self._references:
-            found: list[T | None] = [None]
-            if self._world.rank == 0:
-                found[0] = compute(case, [make_batch(case, step) for step in range(steps)])
+            found = [run_reference(case) if self._world.rank == 0 else None]
             if self._world.size > 1:
                 dist.broadcast_object_list(found)
+            assert found[0] is not None
             self._references[key] = found[0]
-        return cast(T, self._references[key])
+        return self._references[key]

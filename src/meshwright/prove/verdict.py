@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 # In the order in which a step computes them
-Quantity = Literal["initial weight", "output", "gradient", "weight"]
+Quantity = Literal["initial weight", "output", "gradient", "update", "optimizer state"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Divergence:
 
     `quantity` is of `tensor`: a parameter's name, or for an output the module's. `rank` is the
     first rank whose own shard differs; `microbatch` the first whose contribution does, and
-    `data_rank` the first whose rows do, None where each alone agrees.
+    `data_rank` the first whose rows do, None where each alone agrees. `step`, from 1, is the first
+    step of which something differs, where the search went on beyond the first step's gradients.
     """
 
     tensor: str
@@ -27,6 +28,7 @@ class Divergence:
     error: float
     quantity: Quantity = "gradient"
     data_rank: int | None = None
+    step: int | None = None
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}", f"stage {self.stage}"]
@@ -34,6 +36,8 @@ class Divergence:
             where.append(f"microbatch {self.microbatch}")
         if self.data_rank is not None:
             where.append(f"rows of data rank {self.data_rank}")
+        if self.step is not None:
+            where.append(f"step {self.step}")
         return f"{self.quantity} of {self.tensor} on {', '.join(where)} (off by {self.error:.1e})"
 
 
@@ -54,7 +58,7 @@ class Verdict:
         """The number that was held against the tolerance; None where there is none."""
         if self.tolerance is None:
             return None
-        if isinstance(self.observed, Sequence):
+        if isinstance(self.observed, list | tuple):  # not a text: that is a number beyond JSON
             return max(map(relative_error, self.observed, self.expected))
         return float(self.observed)
 

@@ -40,7 +40,7 @@ def plan_page(made: Plan) -> Page:
     )
     page.section("ranked", "Layouts, ranked", *_ranked(page, made))
     if best is not None:
-        program = lower(setting.model, setting.train, best.layout)
+        program = lower(setting.model, setting.train, best.layout, setting.target)
         _layout(page, program)
         step_sections(page, predicted, None, best.layout, setting.cluster)
     source = setting.calibration.source

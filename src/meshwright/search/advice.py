@@ -6,6 +6,7 @@ from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.program.parts import parameter_count
 from meshwright.search.rank import MARGIN
+from meshwright.spec.words import beyond_context
 from meshwright.units import format_bytes
 
 # Shares of the memory and of the step that are worth a word.
@@ -126,13 +127,7 @@ def _precision(found: Prediction, setting: Setting) -> str | None:
 
 
 def _context(found: Prediction, setting: Setting) -> str | None:
-    length, meant = setting.train.seq_len, setting.model.context
-    if length <= meant:
-        return None
-    return (
-        f"train.seq_len = {length} is beyond model.context = {meant}: a trained model wants its "
-        "rope_theta or rope_scaling changed for that"
-    )
+    return beyond_context(setting.train.seq_len, setting.model)
 
 
 def _tight(found: Prediction, setting: Setting) -> str | None:

@@ -61,6 +61,7 @@ def lightest_of(
             microbatches,
             setting.calibration,
             on_cpu=setting.on_cpu,
+            products=setting.target.products,
         )
         for rank in ends
     ]

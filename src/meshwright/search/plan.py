@@ -9,24 +9,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError
-from meshwright.layout import Layout
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import Layout, broken
+from meshwright.layout.rules import nearest_legal
 from meshwright.predict.calibration import (
     Calibration,
     read_calibration,
     shipped_calibration,
 )
-from meshwright.predict.catalogue import resolve_cluster
+from meshwright.predict.catalogue import resolve_cluster, slowed
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.stacks import STACKS
+from meshwright.program.target import Processor
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
 from meshwright.search.compiling import NOTHING_FITS, Choice, choose, decided, with_compile
+from meshwright.search.pins import given, is_given, refuse, words
 from meshwright.search.questions import Batch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
-from meshwright.search.space import Pins
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
 from meshwright.spec.training import LayoutSection
@@ -58,20 +60,32 @@ class Plan:
             return []
         return choices(self.config, self.setting, self.best.layout, self.compile)
 
+    def _check_free(self, question: str) -> None:
+        """Refuse a question whose answer chooses the layout where the config fixes some of it."""
+        if pins := given(self.config):
+            raise ConfigError(
+                f"{question}: its answer chooses the whole layout, and the config fixes "
+                f"{words(pins)}; leave that out"
+            )
+
     def fewest_devices(self) -> int | None:
         """Return the fewest of the cluster's devices that fit: `questions.fewest_devices`."""
+        self._check_free("--fewest")
         return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
 
     def largest_batches(self) -> list[Batch]:
         """Return the largest batches that fit at once: `questions.largest_batches`."""
+        self._check_free("--largest-batch")
         return questions.largest_batches(self.setting, self.setting.cluster.devices, self.margin)
 
     def longest_context(self) -> tuple[int, Prediction] | None:
         """Return the longest sequences that fit: `questions.longest_context`."""
+        self._check_free("--longest-context")
         return questions.longest_context(self.setting, self.setting.cluster.devices, self.margin)
 
     def cheapest(self, prices: Mapping[str, float]) -> list[Offer]:
         """Return numbers and kinds of devices by the cost of a token: `questions.cheapest`."""
+        self._check_free("--cheapest")
         devices = self.setting.cluster.devices
         return questions.cheapest(self.setting, prices, devices, self.margin)
 
@@ -80,13 +94,22 @@ def setting_of(
     config: Config,
     calibration: Calibration | None = None,
     local_devices: int = _LOCAL_DEVICES,
+    processor: Processor | None = None,
+    slower: float = 1.0,
 ) -> Setting:
-    """Return what a config's layouts are priced for; raises `ConfigError` for unknown names."""
+    """Return what a config's layouts are priced for; raises `ConfigError` for unknown names.
+
+    `processor` is this machine's, for a cluster that is "local". A device computes `slower` times
+    as slowly as the catalogue has it, as one of many ranks does that share a CPU.
+    """
     if calibration is None:
         own = config.cluster.calibration
         calibration = shipped_calibration() if own is None else read_calibration(Path(own))
     calibration = calibration.of(config.model, config.train.seq_len)
-    cluster = as_measured(resolve_cluster(config.cluster, local_devices), calibration)
+    found = resolve_cluster(config.cluster, local_devices, processor)
+    cluster = as_measured(found, calibration)
+    if slower != 1:
+        cluster = replace(cluster, device=slowed(cluster.device, slower))
     return Setting(
         config.model,
         config.train,
@@ -103,24 +126,23 @@ def plan(
     calibration: Calibration | None = None,
     margin: float = MARGIN,
     local_devices: int = _LOCAL_DEVICES,
-    pins: Pins | None = None,
     lacks: str | None = None,
+    processor: Processor | None = None,
+    slower: float = 1.0,
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; torch is not imported.
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
-    those that leave the share `margin` of the memory free; `pins` are keys of the layout that keep
-    a value, `lacks` is what the machine's compiler lacks. The plan's config has `train.compile`
-    decided, for the best layout. Raises `ConfigError` where no layout is legal.
+    those that leave the share `margin` of the memory free. Keys of the layout that the config gives
+    keep their values. `lacks` is what the machine's compiler lacks, `processor` and `slower`
+    are those of `setting_of`.
+    The plan's config has `train.compile` decided, for the best layout. Raises `ConfigError` where
+    no layout is legal.
     """
-    setting = setting_of(config, calibration, local_devices)
+    setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
     found = Search(setting, setting.cluster.devices, margin, pins).run(top)
     if not found.considered:
-        fixed = "".join(f", layout.{key} = {value}" for key, value in (pins or {}).items())
-        raise ConfigError(
-            f"no layout of {setting.cluster.devices} devices is legal with train.batch = "
-            f"{config.train.batch}{fixed}"
-        )
+        raise refuse(setting, pins)
     if not found.ranked:
         return Plan(config, setting, found, margin)
     choice = choose(setting, found.ranked[0].layout, lacks)
@@ -130,15 +152,19 @@ def plan(
     return Plan(decided(config, choice), setting, found, margin, choice)
 
 
-def planned(config: Config, lacks: str | None = None) -> Config:
+def planned(
+    config: Config,
+    lacks: str | None = None,
+    processor: Processor | None = None,
+    slower: float = 1.0,
+) -> Config:
     """Return a config whose `layout.auto` and `train.compile` are decided for its cluster.
 
-    The keys of the layout that were given stay, the others get the origin "plan"; `lacks` is that
-    of `plan`. Raises `ConfigError` where no layout is legal or fits.
+    The keys of the layout that were given stay, the others get the origin "plan"; `lacks`,
+    `processor` and `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or
+    fits.
     """
-    section = config.layout.model_dump(exclude={"auto"})
-    pins = {key: value for key, value in section.items() if _is_given(config, key)}
-    made = plan(config, 1, pins=pins, lacks=lacks)
+    made = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
     if made.best is None:
         held = made.found.unfit
         needs = f"; the nearest needs {format_bytes(held.total)} a rank" if held else ""
@@ -148,7 +174,7 @@ def planned(config: Config, lacks: str | None = None) -> Config:
         )
     layout = made.best.layout
     values = {"auto": False, **layout.model_dump()}
-    origins = {f"layout.{key}": "plan" for key in values if not _is_given(config, key)}
+    origins = {f"layout.{key}": "plan" for key in values if not is_given(config, key)}
     config = made.config
     return config.model_copy(
         update={
@@ -156,10 +182,6 @@ def planned(config: Config, lacks: str | None = None) -> Config:
             "origins": {**config.origins, **origins, "layout.auto": "plan"},
         }
     )
-
-
-def _is_given(config: Config, key: str) -> bool:
-    return config.origins[f"layout.{key}"] != "default"
 
 
 def digest(config: Config, layout: Layout) -> str:
@@ -184,15 +206,18 @@ def on_cluster(setting: Setting, layout: Layout) -> Setting:
 def explain(setting: Setting, layout: Layout) -> Prediction:
     """Return the price of one layout, on as many devices as it has ranks.
 
-    Raises `ConfigError` where the batch cannot be split over them.
+    Raises `ConfigError` where it breaks a rule, with the nearest legal ones.
     """
-    setting = on_cluster(setting, layout)
-    count = layout.dp * layout.microbatch
-    if setting.train.batch % count:
-        raise ConfigError(
-            f"train.batch = {setting.train.batch} must be a multiple of dp x microbatch = {count}"
-        )
-    return price(setting, layout)
+    check_legal(setting, layout)
+    return price(on_cluster(setting, layout), layout)
+
+
+def check_legal(setting: Setting, layout: Layout) -> None:
+    """Raise `ConfigError` where a layout breaks a rule, with the nearest legal ones."""
+    rule = broken(setting.model, setting.train, layout)
+    if rule is not None:
+        legal = nearest_legal(setting.model, setting.train, layout)
+        raise ConfigError(refusal(f"the layout '{layout.label}': {rule}", legal=legal))
 
 
 def ledger(found: Prediction) -> dict[str, Any]:
@@ -228,6 +253,7 @@ def as_json(made: Plan) -> dict[str, Any]:
             "date": made.setting.calibration.date,
             "source": made.setting.calibration.source,
         },
+        "fixed": given(made.config),
         "considered": found.considered,
         "ruled_out": found.reasons,
         "layout": best.layout.model_dump(mode="json") if best else None,

@@ -37,6 +37,8 @@ from meshwright.search.space import (
     schedules,
     shardings,
     size_of,
+    with_schedule,
+    with_sharding,
 )
 from meshwright.spec.training import Offload
 
@@ -135,14 +137,15 @@ class Search:
             best = self._pass(everything, order, kept, ("optimizer", "params"))
         else:
             self.reasons["offload: layouts without it fit, and are faster"] += sum(
-                size_of(core, train, layers) - size_of(core, train, layers, ("none",))
+                size_of(core, train, layers, None, self.pins)
+                - size_of(core, train, layers, ("none",), self.pins)
                 for core in everything
             )
         ranked = sorted((price(self.setting, layout) for _, layout in best), key=preference)[:top]
-        considered = sum(size_of(core, train, layers) for core in everything)
+        considered = sum(size_of(core, train, layers, None, self.pins) for core in everything)
         layout = self.nearest[1] if self.nearest and not ranked else None
         held = worst_memory(self.setting, layout) if layout else None
-        reasons = dict(self.reasons.most_common())
+        reasons = {why: count for why, count in self.reasons.most_common() if count}
         return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
 
     def _cores(self) -> list[Core]:
@@ -151,8 +154,15 @@ class Search:
         if not self.pins:
             return list(found)
         kept = (core.layout for core in found if obeys(self.pins, core.layout, OF_CORE))
-        sp = self.pins.get("sp", True)
-        return [Core(one.model_copy(update={"sp": bool(sp and one.sp)})) for one in kept]
+        sp = self.pins.get("sp")
+        if sp is None:
+            return [Core(one) for one in kept]
+        # True asks nothing of ranks that have no one to split a sequence with.
+        return [
+            Core(one.model_copy(update={"sp": bool(sp and one.sp)}))
+            for one in kept
+            if one.sp or not sp or one.tp == 1
+        ]
 
     def _pass(
         self,
@@ -169,7 +179,7 @@ class Search:
             own = best.get(core.degrees)
             limit = min(_worst(best, top), own[0] if own else float("inf"))
             if bound >= limit:
-                size = size_of(core, train, layers, offloaded)
+                size = size_of(core, train, layers, offloaded, self.pins)
                 self.reasons["slower by the time of its microbatches alone"] += size
                 continue
             found = self._best_of(core, self._parts[index], limit, offloaded)
@@ -194,13 +204,16 @@ class Search:
         if not choices:
             return None
         count = setting.train.batch // one.dp // one.microbatch
+        orders = [
+            schedule
+            for schedule in schedules(one.pp, setting.model.n_layers, count)
+            if obeys(self.pins, with_schedule(one, schedule), OF_SCHEDULE)
+        ]
         lightest = min(choice.states[0] for choice in choices)
-        if _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest > self.limit:
-            self.reasons["does not fit"] += len(choices) * len(
-                schedules(one.pp, setting.model.n_layers, count)
-            )
-            if self.nearest is not None:
-                return None
+        least = _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest
+        if least > self.limit and self.nearest is not None:
+            self.reasons["does not fit"] += len(choices) * len(orders)
+            return None
         room = parts.room(held_by(setting, one)[0])
         priced = [
             (
@@ -211,9 +224,7 @@ class Search:
             for choice in choices
         ]
         candidates = []
-        for schedule in schedules(one.pp, setting.model.n_layers, count):
-            if not obeys(self.pins, self._with(one, schedule, None), OF_SCHEDULE):
-                continue
+        for schedule in orders:
             why = dominated(schedule, setting.model.n_layers, one.pp)
             if why is not None:
                 self.reasons[why] += len(priced)
@@ -290,6 +301,7 @@ class Search:
                     count,
                     setting.calibration,
                     on_cpu=setting.on_cpu,
+                    products=setting.target.products,
                 )
             )
             for rank in (0, layout.pp - 1)
@@ -353,15 +365,11 @@ class Search:
         )
 
     def _with(self, one: Layout, schedule: Schedule | None, choice: _Choice | None) -> Layout:
-        changes: dict[str, object] = {}
         if schedule is not None:
-            changes |= {"schedule": schedule.name, "virtual_stages": schedule.virtual}
+            one = with_schedule(one, schedule)
         if choice is not None:
-            zero, shards = choice.sharding
-            replicas = one.dp_replicate // shards
-            changes |= {"zero": zero, "dp_shard": shards, "dp_replicate": replicas}
-            changes["offload"] = choice.offload
-        return one.model_copy(update=changes)
+            one = with_sharding(one, choice.sharding, choice.offload)
+        return one
 
     def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: _Choice) -> None:
         self.reasons["does not fit"] += 1

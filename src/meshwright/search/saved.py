@@ -22,14 +22,18 @@ def load_planned(
 ) -> Config:
     """Return the config that a saved plan is to be run with, its layout with the origin "plan".
 
-    Without a config file the plan's own config applies, too. Raises `ConfigError` where the file
-    is no plan, has no layout, or where the program is another one than was planned.
+    Without a config file the plan's own config applies, too; with one the devices are the plan's.
+    Raises `ConfigError` where the file is no plan, has no layout, or where the program is another
+    one than was planned.
     """
     saved = _read(plan, needed)
     layout = {"auto": False, **saved["layout"]}
-    sections: dict[str, Mapping[str, Any]] = {"layout": layout}
+    cluster = saved["config"]["cluster"]
+    # Whoever starts it looks whether they are there.
+    planned = {key: cluster[key] for key in ("preset", "device") if key in cluster}
+    sections: dict[str, Mapping[str, Any]] = {"layout": layout, "cluster": planned}
     if config is None:
-        sections = {**_without_none(saved["config"]), **sections}
+        sections = {**_without_none(saved["config"]), "layout": layout}
     found = load_config(config, overrides, plan=sections)
     values = found.layout.model_dump(exclude={"auto"})
     now = Layout(**{key: value for key, value in values.items() if value is not None})

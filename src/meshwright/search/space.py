@@ -123,11 +123,52 @@ def _kept(dp: int, cp: int, offloaded: tuple[Offload, ...] | None) -> int:
 
 
 def size_of(
-    core: Core, train: TrainSpec, layers: int, offloaded: tuple[Offload, ...] | None = None
+    core: Core,
+    train: TrainSpec,
+    layers: int,
+    offloaded: tuple[Offload, ...] | None = None,
+    pins: Pins | None = None,
 ) -> int:
-    """Return how many legal layouts a core stands for, with such offloads or with all."""
+    """Return how many legal layouts a core stands for, with such offloads or with all.
+
+    With `pins` those that keep these values.
+    """
     one = core.layout
     count = train.batch // one.dp // one.microbatch
-    kept = _kept(one.dp_replicate, one.cp, offloaded)
+    chains = schedules(one.pp, layers, count)
+    if pins:
+        kept, orders = _pinned(one, chains, offloaded, pins)
+    else:
+        kept, orders = _kept(one.dp_replicate, one.cp, offloaded), len(chains)
     # With sequence parallelism or without, where there is a choice.
-    return len(schedules(one.pp, layers, count)) * kept * (2 if one.sp else 1)
+    return orders * kept * (2 if one.sp and "sp" not in (pins or {}) else 1)
+
+
+def _pinned(
+    one: Layout,
+    chains: tuple[Schedule, ...],
+    offloaded: tuple[Offload, ...] | None,
+    pins: Pins,
+) -> tuple[int, int]:
+    """Return how many shardings and how many schedules of a core are as a user fixed them."""
+    kept = sum(
+        obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
+        for choice in shardings(one.dp_replicate, one.cp)
+        for offload in offloads(choice.zero)
+        if offloaded is None or offload in offloaded
+    )
+    orders = sum(obeys(pins, with_schedule(one, chain), OF_SCHEDULE) for chain in chains)
+    return kept, orders
+
+
+def with_schedule(one: Layout, schedule: Schedule) -> Layout:
+    """Return a core's layout with a schedule."""
+    changes = {"schedule": schedule.name, "virtual_stages": schedule.virtual}
+    return one.model_copy(update=changes)
+
+
+def with_sharding(one: Layout, sharding: Sharding, offload: Offload) -> Layout:
+    """Return a core's layout, whose data ranks are replicas, with a ZeRO stage and an offload."""
+    zero, shards = sharding
+    changes = {"zero": zero, "dp_shard": shards, "dp_replicate": one.dp_replicate // shards}
+    return one.model_copy(update={**changes, "offload": offload})

@@ -173,7 +173,7 @@ def simulate(
     """
     setting = setting or setting_of(config)
     layout = layout or layout_of(config, setting)
-    program = lower(config.model, config.train, layout)
+    program = lower(config.model, config.train, layout, setting.target)
     found = []
     for rank in ranks_of("stages", layout) if ranks is None else ranks:
         found.append(_simulated(config, program, setting, rank))

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.spec.defaults import default_rate, default_tokenizer
 from meshwright.spec.model import ModelSpec, Spec
 from meshwright.spec.resolve import Value, Values, resolve_model
 from meshwright.spec.training import (
@@ -136,12 +137,18 @@ def _check_types(name: str, spec: type[Spec], values: Values) -> None:
 
 
 def _derive(given: dict[str, Values]) -> None:
-    """Fill what follows from other keys: the model's sizes, the warm-up, the hang."""
+    """Fill what follows from other keys: tokenizer, model's sizes, rate, warm-up, hang."""
     data = given["data"]
+    init_from = given["model"].get("init_from", Value(None, "")).value
+    if init_from is not None and "tokenizer" not in data:
+        for key, value in default_tokenizer(init_from).items():
+            data.setdefault(key, value)
     source = data.get("source", Value("stdlib", "default")).value
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     tokenizer = data.get("tokenizer", Value("bytes", "default"))
     given["model"] = resolve_model(given["model"], tokenizer, folder)
+    if "lr" not in given["optimizer"] and (rate := default_rate(given["model"])) is not None:
+        given["optimizer"]["lr"] = rate
     steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
     if "warmup_steps" not in given["optimizer"]:
         warmup = min(100, steps // 10)

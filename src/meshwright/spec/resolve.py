@@ -69,15 +69,15 @@ def _bases(given: Values) -> list[Values]:
             raise type(error)(f"{asked}: {error}") from error
         fields = spec.model_dump(exclude={"preset", "init_from"})
         return [{key: Value(value, str(origin)) for key, value in fields.items()}]
-    asked = given.get("preset", Value(None, ""))
-    name = "demo" if asked.value is None else asked.value
+    named = given.get("preset", Value(None, ""))
+    name = "demo" if named.value is None else named.value
     if name not in PRESETS:
         legal = nearest(str(name), PRESETS, 3) or sorted(PRESETS)
         raise ConfigError(
-            refusal(f"model.preset = {name!r} ({asked.origin}) is not known", legal=legal)
+            refusal(f"model.preset = {name!r} ({named.origin}) is not known", legal=legal)
         )
     base = {key: Value(value, f"preset {name}") for key, value in PRESETS[name].items()}
-    if asked.value is None:
+    if named.value is None:
         base = {key: Value(value.value, "default") for key, value in base.items()}
         base["preset"] = Value(None, "default")
         if "n_heads" in given:  # the default's own head count no longer limits the groups

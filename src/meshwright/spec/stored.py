@@ -16,6 +16,8 @@ from meshwright.spec.model import ModelSpec
 
 SPEC: Final = "model.json"
 HF_CONFIG: Final = "config.json"
+TOKENIZER: Final = "tokenizer.json"
+PLAN: Final = "plan.json"
 _STEP: Final = re.compile(r"step-(\d{8,})")
 
 
@@ -47,6 +49,24 @@ def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
         raise ConfigError(f"{path}: {error}") from error
     except (ValidationError, TypeError) as error:
         raise ConfigError(f"{path} describes no valid model: {error}") from error
+
+
+def stored_tokenizer(path: Path) -> tuple[str, str | None] | None:
+    """Return the tokenizer of a run, step or Hugging Face folder, and its eos token where known.
+
+    The tokenizer is a name or a path. None where the folder does not say; raises `ConfigError` for
+    a run's plan that cannot be read.
+    """
+    for folder in (path, *path.resolve().parents[:2]):
+        plan, eos = folder / PLAN, None
+        told = read_object(plan).get("tokenizer") if plan.is_file() else None
+        if isinstance(told, Mapping):  # else it is a plan of `plan --save`
+            if told.get("file") is None:
+                return str(told.get("name")), None
+            eos = told.get("eos")
+        if (folder / TOKENIZER).is_file():
+            return str(folder / TOKENIZER), eos
+    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ Memory = Annotated[
     WithJsonSchema({"type": ["integer", "string"], "exclusiveMinimum": 0}),
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
+OnError = Literal["stop", "skip"]
 Zero = Literal[0, 1, 2, 3]
 ContextKind = Literal["ring", "ulysses"]
 Schedule = Literal[
@@ -66,12 +67,13 @@ class DataSpec(Spec):
     `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" cuts the
     concatenated documents into samples; "documents" cuts the same way but keeps attention and
     targets inside each document. `validation` is the share of documents held out. `text_key` is
-    the field of jsonl rows and of HF data sets. `cache` is the folder for prepared stores and
-    downloads. `separator` ends a document inside a text file (two newlines: blank lines); left
-    out, it is `<|endoftext|>` where the file has it, else a file is one document. `eos` names the
-    token of a tokenizer.json that ends a document; left out, it is found. With `streaming` an
-    "hf:NAME" is read while it is trained on, and nothing is stored; `shuffle_buffer` is then how
-    many documents are shuffled at a time.
+    the field of rows and of HF data sets. `on_error` says what a file or a row without text does:
+    "stop" ends the preparation, "skip" counts and names it. `cache` is the folder for prepared
+    stores and downloads. `separator` ends a document inside a text file (two newlines: blank
+    lines); left out, it is `<|endoftext|>` where the file has it, else a file is one document.
+    `eos` names the token of a tokenizer.json that ends a document; left out, it is found. With
+    `streaming` an "hf:NAME" is read while it is trained on, and nothing is stored; `shuffle_buffer`
+    is then how many documents are shuffled at a time.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -81,6 +83,7 @@ class DataSpec(Spec):
     seed: int = Field(default=0, ge=0)
     validation: float = Field(default=0.02, ge=0, lt=1)
     text_key: str = "text"
+    on_error: OnError = "stop"
     cache: str | None = None
     workers: int | None = Field(default=None, ge=1)
     separator: str | None = Field(default=None, min_length=1)
@@ -168,7 +171,9 @@ class OptimizerSpec(Spec):
 
     The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
-    `decay_steps`. `weight_decay` is decoupled and applies to matrices only.
+    `decay_steps`, a fifth of all unless told. With `schedule_steps` the schedule is that of a run
+    of so many steps, whose lowest rate stays. `weight_decay` is decoupled and applies to matrices
+    only.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -180,6 +185,7 @@ class OptimizerSpec(Spec):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = Field(default=20, ge=0)
     decay_steps: int | None = Field(default=None, ge=1)
+    schedule_steps: int | None = Field(default=None, ge=1)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
 
     @model_validator(mode="after")

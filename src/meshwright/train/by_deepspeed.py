@@ -25,10 +25,11 @@ from meshwright.execute.batch import Batch
 from meshwright.execute.recompute import recompute
 from meshwright.execute.world import World
 from meshwright.models import Transformer, build_model
+from meshwright.spec.schedule import learning_rate
 from meshwright.train.events import Emit
 from meshwright.train.loop import Summary, is_due, keys, share, start_event
 from meshwright.train.metrics import StepClock, step_event
-from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.optimizer import build_optimizer, set_learning_rate
 from meshwright.train.run import weights_source
 from meshwright.train.run_folder import Job
 
@@ -60,7 +61,7 @@ def train(
         rows = Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine))
         batch = rows.to(world.device)
         clock.data_done()
-        lr = learning_rate(step - 1, config.train.steps, config.optimizer)
+        lr = learning_rate(step, config.train.steps, config.optimizer)
         set_learning_rate(engine.optimizer, lr)
         mean = update(engine, batch, layout.microbatch, layout.dp)
         world.ledger.phase("log")

@@ -15,8 +15,9 @@ from meshwright.execute.world import World
 from meshwright.models.dropout import row_keys
 from meshwright.program.parts import flops_per_token, parameter_count
 from meshwright.spec.loading import Config
+from meshwright.spec.schedule import learning_rate
 from meshwright.train.events import Emit
-from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.optimizer import set_learning_rate
 from meshwright.train.readings import Readings, lag
 from meshwright.train.recording import Recording
 from meshwright.train.replicas import check_replicas
@@ -69,7 +70,7 @@ def train(
         batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
         readings.clock.data_done()
 
-        lr = learning_rate(step - 1, steps, config.optimizer)
+        lr = learning_rate(step, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
 

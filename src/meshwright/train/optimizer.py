@@ -1,8 +1,7 @@
-"""The optimizer with its parameter groups, and the learning-rate schedule."""
+"""The optimizer with its parameter groups."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,24 +88,6 @@ def step_scaled(
     taken: Any = optimizer
     taken.grad_scale, taken.found_inf = divisor.float(), (~torch.isfinite(norm)).float()
     optimizer.step()
-
-
-def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
-    """Return the learning rate of a step (from 0): linear warm-up, then the schedule."""
-    if step < spec.warmup_steps:
-        return spec.lr * (step + 1) / spec.warmup_steps
-    low = spec.min_lr_ratio
-    left = max(1, steps - spec.warmup_steps)
-    progress = min(1.0, (step - spec.warmup_steps) / left)
-    if spec.schedule == "cosine":
-        return spec.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
-    if spec.schedule == "linear":
-        return spec.lr * (1 - (1 - low) * progress)
-    if spec.schedule == "wsd":
-        decay = spec.decay_steps if spec.decay_steps is not None else max(1, steps // 5)
-        into = max(0, step - (steps - decay))
-        return spec.lr * (1 - (1 - low) * min(1.0, into / decay))
-    return spec.lr
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.data.files import write_atomic
-from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer
+from meshwright.data.hf_tokenizer import copy_tokenizer
 from meshwright.errors import ConfigError, DataError, refusal
 from meshwright.layout import Layout, Machine
 from meshwright.program.ledger import StepLedger, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
+from meshwright.spec.stored import stored_tokenizer
 from meshwright.train.events import note
 
 
@@ -146,11 +147,17 @@ def _unused(root: Path, name: str) -> str:
 
 
 def check_writable(what: str, path: Path, key: str) -> None:
-    """Refuse a folder in which no file can be made, with the system's reason; `key` says where."""
+    """Refuse a folder in which no file can be made, with the system's reason; `key` says where.
+
+    A folder that was not there is made for it, and is gone after it.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+        for folder in missing:
+            folder.rmdir()
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be written: {error.strerror}; set {key}") from None
 
@@ -237,16 +244,7 @@ def tokenizer_of(path: Path) -> tuple[str, str | None]:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder")
-    for folder in (path, *path.resolve().parents[:2]):
-        plan = RunFolder(folder).plan
-        eos = None
-        if plan.is_file():
-            with _readable(plan):
-                told = json.loads(plan.read_text(encoding="utf-8"))["tokenizer"]
-                record = TokenizerRecord(**told)
-            if record.file is None:
-                return record.name, None
-            eos = record.eos
-        if (folder / TOKENIZER).is_file():
-            return str(folder / TOKENIZER), eos
+    found = stored_tokenizer(path)
+    if found is not None:
+        return found
     raise ConfigError(f"{path} does not say which tokenizer it was trained with; give --tokenizer")

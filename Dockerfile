@@ -1,0 +1,18 @@
+# An image with Meshwright, for `meshwright launch kubernetes` and `skypilot`:
+#   docker build --tag NAME .
+# PyTorch of Linux brings CUDA along. Builds for CPUs or another CUDA come from an index of PyTorch's:
+#   docker build --tag NAME --build-arg TORCH_INDEX=URL .
+FROM python:3.11-slim
+
+# For torch.compile, which compiles what it generates.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/meshwright
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src src
+ARG TORCH_INDEX=
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)" \
+    && pip install --no-cache-dir --constraint constraints.txt .
+
+WORKDIR /work
+CMD ["meshwright", "doctor"]

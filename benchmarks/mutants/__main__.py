@@ -1,0 +1,166 @@
+"""`python -m benchmarks.mutants`: put each fault of the table into a copy, and see it caught."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.mutants.killing import TIMEOUT_S, Place, Said, Task, preload, run_all
+from benchmarks.mutants.table import (
+    TABLE,
+    Mutant,
+    Table,
+    TableError,
+    copy_of_source,
+    put_into,
+)
+
+EXIT_SURVIVED, EXIT_UNUSABLE = 1, 2
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+
+
+class Row(NamedTuple):
+    """A mutant and what one of its killers said of it."""
+
+    mutant: Mutant
+    killer: str
+    said: Said
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a claim failed; a crash is no claim."""
+        return bool(self.said.failed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 where all mutants were caught, 1 where one was not, 2 for a table of no use."""
+    args = _arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then, too
+    try:
+        table = Table.read(args.table)
+        chosen = choose(table, args.only, args.draw, args.seed)
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            rows = judge(table, chosen, Path(folder), args.jobs, args.timeout)
+    except TableError as error:
+        print(error, file=sys.stderr)
+        return EXIT_UNUSABLE
+    missed = [row for row in rows if not row.is_caught]
+    if args.page is not None:
+        put_table(args.page, page(table, rows))
+    mutants = {row.mutant.name for row in rows}
+    left = {row.mutant.name for row in missed}
+    print(f"{len(mutants) - len(left)} of {len(mutants)} mutants were caught")
+    for row in missed:
+        why = row.said.error and f" ({row.said.error})"
+        print(f"NOT CAUGHT {row.mutant.name} by {row.killer}: {row.mutant.what}{why}")
+    return EXIT_SURVIVED if missed else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names have one")
+    parser.add_argument("--draw", type=int, metavar="N", help="so many of them, drawn by the seed")
+    parser.add_argument("--seed", default="0", help="any text, a commit's hash")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S")
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--page", type=Path, help="a page whose table is replaced")
+    return parser.parse_args(argv)
+
+
+def choose(table: Table, only: Sequence[str] | None, draw: int | None, seed: str) -> list[Mutant]:
+    """Return the mutants that are asked for; raises `TableError` where there are none."""
+    found = [m for m in table.mutants.values() if not only or any(o in m.name for o in only)]
+    if not found:
+        raise TableError(f"no mutant has {only} in its name")
+    if draw is not None and draw < len(found):
+        found = random.Random(seed).sample(found, draw)
+        print(f"drawn by seed {seed}: {', '.join(mutant.name for mutant in found)}")
+    return found
+
+
+def judge(
+    table: Table, mutants: Sequence[Mutant], folder: Path, jobs: int, timeout_s: float
+) -> list[Row]:
+    """Run the killers of mutants, first without any: they must pass there.
+
+    Raises `TableError` naming a killer that does not pass by itself, or a mutant that fits no more.
+    """
+    place, healthy = Place(folder / "place").make(), copy_of_source(folder / "healthy")
+    trees = {mutant.name: _planted(mutant, folder) for mutant in mutants}
+    preload()
+    wanted = list(dict.fromkeys(name for mutant in mutants for name in mutant.killers))
+    bad = []
+
+    def passed(task: Task, said: Said) -> None:
+        name = task.answer.stem
+        print(f"{'FAIL' if said.failed or said.error else 'ok  '} {name} ({said.seconds:.1f} s)")
+        if said.failed or said.error:
+            bad.append(f"{name} fails without a mutant: {said.error or said.failed}")
+
+    def task(tree: Path, killer: str, name: str) -> Task:
+        return Task(tree, table.killers[killer], place, folder / f"{name}.json")
+
+    # One of each kind first, alone: it prepares what the others share.
+    tasks = [task(healthy, name, name) for name in wanted]
+    run_all(tasks[:1], 1, passed, timeout_s)
+    run_all(tasks[1:], jobs, passed, timeout_s)
+    if bad:
+        raise TableError("\n".join(bad))
+    rows: dict[Path, Row] = {}
+    pairs = {}
+    for mutant in mutants:
+        for killer in mutant.killers:
+            one = task(trees[mutant.name], killer, f"{mutant.name}--{killer}")
+            pairs[one.answer] = (one, mutant, killer)
+
+    def caught(task: Task, said: Said) -> None:
+        _, mutant, killer = pairs[task.answer]
+        row = rows[task.answer] = Row(mutant, killer, said)
+        word = "caught  " if row.is_caught else "SURVIVED"
+        told = said.failed[0] if said.failed else said.error
+        print(f"{word} {mutant.name} by {killer}: {told} ({said.seconds:.1f} s)", flush=True)
+
+    run_all([one for one, _, _ in pairs.values()], jobs, caught, timeout_s)
+    return [rows[answer] for answer in pairs]
+
+
+def _planted(mutant: Mutant, folder: Path) -> Path:
+    tree = copy_of_source(folder / "trees" / mutant.name)
+    put_into(mutant, tree)
+    return tree
+
+
+def page(table: Table, rows: Sequence[Row]) -> str:
+    """Return the table of mutants, and that of killers, in Markdown."""
+    lines = [
+        "| mutant | what goes wrong | caught by | claim that failed | s |",
+        "|---|---|---|---|--:|",
+    ]
+    for row in rows:
+        one, told = row.mutant, (row.said.failed or ("**survived**",))[0].replace("|", "\\|")
+        lines.append(
+            f"| {one.name} | {one.what} | {row.killer} | {told} | {row.said.seconds:.1f} |"
+        )
+    used = dict.fromkeys(row.killer for row in rows)
+    lines += ["", "| caught by | command |", "|---|---|"]
+    lines += [f"| {name} | `{table.killers[name]}` |" for name in used]
+    return "\n".join(lines) + "\n"
+
+
+def put_table(path: Path, text: str) -> None:
+    """Replace what a page has between its marks."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

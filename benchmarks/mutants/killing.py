@@ -1,0 +1,327 @@
+"""Runs a killer on a tree of the source: the command, in a process that has imported torch already.
+
+A killer is a command line of `meshwright`, or `pytest` with tests. This process imports torch and
+what else the package imports, but never the package; a child that it forks takes the package from
+the tree, and forks ranks where the command starts processes for them. So a killer of two ranks
+takes two seconds in place of eight. Nothing here starts a thread, and ranks are forked before gloo
+starts: after that a fork hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+from benchmarks.mutants.table import ROOT
+
+# A killer takes some seconds, on a busy machine a minute. One that takes so long hangs.
+TIMEOUT_S: Final = 600.0
+PACKAGE: Final = "meshwright"
+
+
+class Said(NamedTuple):
+    """What a killer said of a tree: the claims that failed, each with what was seen.
+
+    `error` is why it said nothing of any: it crashed, hung or could not start. `seconds` are those
+    that the processor took, which other work beside it does not make more.
+    """
+
+    failed: tuple[str, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Place(NamedTuple):
+    """Where killers work: the text that runs read and its prepared store, and users' caches."""
+
+    folder: Path
+
+    @property
+    def data(self) -> list[str]:
+        """The words that give a config its data."""
+        return [f"data.source={self.folder / 'text.txt'}", f"data.cache={self.folder / 'store'}"]
+
+    def make(self) -> Place:
+        """Make the folder and its text; returns itself."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stories = (f"story {n}: the cat sat on mat {n}. " * 3 for n in range(40))
+        (self.folder / "text.txt").write_text("<|endoftext|>".join(stories), encoding="utf-8")
+        return self
+
+
+def preload() -> None:
+    """Import what the package imports of others, as a child that has imported it tells."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(read)
+        sys.path.insert(0, str(ROOT / "src"))
+        for name in ("cli.prove", "launch.proof_worker", "launch.worker"):
+            importlib.import_module(f"{PACKAGE}.{name}")
+        names = [name for name in sys.modules if name.partition(".")[0] != PACKAGE]
+        with os.fdopen(write, "w") as out:
+            out.write("\n".join(names))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as found:
+        names = found.read().split("\n")
+    os.waitpid(child, 0)
+    for name in names:
+        with contextlib.suppress(Exception):  # some are no files, but made by others
+            importlib.import_module(name)
+
+
+class Task(NamedTuple):
+    """A killer to be run on a tree: its command line, and where to leave what it says."""
+
+    tree: Path
+    command: str
+    place: Place
+    answer: Path
+
+
+def start(task: Task) -> int:
+    """Begin a task in a child; returns its process id."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setsid()  # so that all of it can be ended together
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _work(task)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return child
+
+
+def _work(task: Task) -> None:
+    """Run a task in this process, for which there is nothing after it."""
+    with task.answer.with_suffix(".log").open("w") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    sys.path.insert(0, str(task.tree))
+    os.environ |= {
+        "PYTHONPATH": str(task.tree),
+        "XDG_CACHE_HOME": str(task.place.folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = shlex.split(task.command)
+    try:
+        found = importlib.import_module(PACKAGE)
+        assert str(found.__file__).startswith(str(task.tree)), found.__file__
+        said = _pytest(words[1:]) if words[0] == "pytest" else _meshwright(words, task.place)
+    except BaseException as error:
+        traceback.print_exc()
+        said = Said(error=f"{type(error).__name__}: {error}")
+    said = said._replace(seconds=_processor_s())
+    task.answer.write_text(json.dumps(said), encoding="utf-8")
+
+
+def _processor_s() -> float:
+    """Return the seconds that this process and those that it has waited for have computed."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def read(task: Task, code: int) -> Said:
+    """Return what a task that has ended has said."""
+    if not task.answer.is_file():
+        return Said(error=f"ended with {code} and no answer: {_last_line(task)}")
+    failed, error, seconds = json.loads(task.answer.read_text(encoding="utf-8"))
+    return Said(tuple(failed), f"{error}: {_last_line(task)}" if error else "", seconds)
+
+
+def _last_line(task: Task) -> str:
+    log = task.answer.with_suffix(".log")
+    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+    return lines[-1] if lines else ""
+
+
+def end(child: int) -> None:
+    """End a child and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+
+
+# What a command is asked in this process, and how its answer is understood.
+
+
+def _meshwright(words: Sequence[str], place: Place) -> Said:
+    """Run `meshwright prove` with forked ranks, and return the verdicts that failed."""
+    supervisor = importlib.import_module(f"{PACKAGE}.launch.supervisor")
+    supervisor.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    main: Callable[[list[str]], int] = importlib.import_module(f"{PACKAGE}.cli.main").main
+    if "--resume" in words:
+        words = [*words, *place.data]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main([*words, "--json"])
+    if code not in (0, 1):
+        return Said(error=f"it ended with exit code {code}")
+    failed, errors = [], []
+    for verdict in json.loads(out.getvalue())["verdicts"]:
+        if not verdict["passed"]:
+            text = f"{verdict['claim']}: {_seen(verdict)}"
+            # A rank that raised has shown nothing of what the claims are about.
+            (errors if verdict["claim"] == "runs on its ranks" else failed).append(text)
+    return Said(tuple(failed), "" if failed else "; ".join(errors))
+
+
+def _seen(verdict: Mapping[str, Any]) -> str:
+    """Return in a few words what a verdict saw."""
+    where, observed = verdict["first_divergence"], verdict["observed"]
+    if verdict["tolerance"] is None:
+        return str(observed)[:160]
+    if isinstance(observed, list):
+        pairs = zip(observed, verdict["expected"], strict=True)
+        error = max(abs(float(a) - float(b)) / max(abs(float(b)), 1e-12) for a, b in pairs)
+    else:
+        error = float(observed)
+    text = f"{error:.1e}, {verdict['tolerance']:.1e} allowed"
+    return text if where is None else f"{text}, first in {where['quantity']} of {where['tensor']}"
+
+
+class Forked:
+    """A rank as `subprocess.Popen` starts it, but forked from this process.
+
+    It has the module that the command names and torch already.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], stdout: Any, **others: Any
+    ) -> None:
+        python, flag, module, *words = command
+        assert (python, flag) == (sys.executable, "-m"), command
+        work = importlib.import_module(module).main  # before the fork: all ranks share it
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setsid()
+            for number in (1, 2):
+                os.dup2(stdout.fileno(), number)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            os.environ.clear()
+            os.environ.update(env)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            sys.argv = [module, *words]
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, None while it runs."""
+        return self._waited(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for its end and return the exit code."""
+        return self._waited(0)
+
+    def _waited(self, how: int) -> int | None:
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, how)
+            if found:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, where it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+
+def _pytest(words: Sequence[str]) -> Said:
+    """Run tests and return the assertions that failed."""
+    import pytest
+
+    judge = _Judge()
+    os.chdir(ROOT)
+    code = pytest.main([*words, "-q", "-p", "no:cacheprovider"], plugins=[judge])
+    if code not in (0, 1) or not judge.ran:
+        return Said(error=f"pytest ended with {int(code)}: see the log")
+    return Said(tuple(judge.failed), "" if judge.failed else "; ".join(judge.errors))
+
+
+class _Judge:
+    """A plugin that tells tests whose assertion failed from those that broke."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self.errors: list[str] = []
+        self.ran = 0
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        self.ran += call.when == "call"
+        if call.excinfo is None:
+            return
+        last = f"{call.excinfo.value}".strip().splitlines() or [""]
+        asserted = call.excinfo.errisinstance((AssertionError, _outcome_failed()))
+        if asserted and call.excinfo.typename == "RankError":  # what a rank raised is in its text
+            asserted, last = "AssertionError" in last[-1] or "assert" in last[-1], last[-1:]
+        text = f"{item.name}: {last[0]}"[:160]
+        (self.failed if asserted else self.errors).append(text)
+
+
+def _outcome_failed() -> type[BaseException]:
+    import pytest
+
+    found: type[BaseException] = pytest.fail.Exception
+    return found
+
+
+def run_all(
+    tasks: Sequence[Task], jobs: int, done: Callable[[Task, Said], None], timeout_s: float
+) -> None:
+    """Run tasks, so many at a time; `done` is told of each as it ends."""
+    waiting, running = list(reversed(tasks)), dict[int, tuple[Task, float]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.pop()
+                running[start(task)] = (task, time.monotonic())
+            for task, said in _ended(running, timeout_s):
+                done(task, said)
+            time.sleep(0.02)
+    finally:
+        for child in running:
+            end(child)
+
+
+def _ended(running: dict[int, tuple[Task, float]], timeout_s: float) -> Iterator[tuple[Task, Said]]:
+    for child, (task, began) in list(running.items()):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            del running[child]
+            yield task, read(task, os.waitstatus_to_exitcode(status))
+        elif time.monotonic() - began > timeout_s:
+            del running[child]
+            end(child)
+            os.waitpid(child, 0)
+            yield task, Said(error=f"hung: no answer after {timeout_s:.0f} s", seconds=timeout_s)

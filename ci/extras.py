@@ -1,0 +1,130 @@
+"""The tests of what optional packages bring, each group in an environment of its own.
+
+    python -m ci.extras ray            make build/envs/ray where it is missing, and run its tests
+    python -m ci.extras ray --pin      take what is there today, and pin it in ci/constraints
+
+An environment has the packages of .venv beneath it and its own above, so that a group may need
+another version of one: it takes no second copy of torch. A test that is skipped has failed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Final
+
+from ci.debian import Package, install
+
+ROOT: Final = Path(__file__).parents[1]
+CONSTRAINTS: Final = ROOT / "ci" / "constraints"
+ENVS: Final = ROOT / "build" / "envs"
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A group: what it installs, and its tests.
+
+    `requirements` are pip's, in the versions of ci/constraints/NAME.txt; `debian` are packages of
+    the distribution, each with a command that it brings.
+    """
+
+    tests: tuple[str, ...]
+    minutes: float
+    requirements: tuple[str, ...] = ()
+    debian: tuple[Package, ...] = ()
+
+
+EXTRAS: Final = {
+    "deepspeed": Extra(("tests/test_deepspeed.py",), 3, ("meshwright[deepspeed]",)),
+    "ray": Extra(("tests/test_ray.py",), 3, ("meshwright[ray]",)),
+    "torchao": Extra(("tests/test_float8.py",), 2, ("meshwright[fp8]",)),
+    "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
+    "schemas": Extra(
+        ("tests/test_job_schemas.py",),
+        2,
+        ("skypilot", "jsonschema", "kubeflow-training", "kubernetes", "kubernetes-validate"),
+    ),
+    "chromium": Extra(
+        ("tests/test_report_browser.py",), 3, debian=(Package("chromium", "chromium"),)
+    ),
+    "slurm": Extra(
+        ("tests/test_slurm.py",),
+        7,
+        debian=(Package("slurm-wlm", "slurmctld"), Package("munge", "munged")),
+    ),
+}
+
+
+def make(name: str, base: Path, is_pinned: bool = True) -> Path:
+    """Return the Python of a group's environment, made where it is missing or out of date."""
+    extra = EXTRAS[name]
+    install(extra.debian)
+    folder = ENVS / name
+    python, stamp = folder / "bin" / "python", folder / "made-of"
+    pins = [file for file in [CONSTRAINTS / f"{name}.txt"] if is_pinned and file.is_file()]
+    made_of = _made_of(extra, base, pins)
+    if stamp.is_file() and stamp.read_text() == made_of:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([base, "-m", "venv", "--without-pip", folder], check=True)
+    beneath = _output(base, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    above = _output(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    # It sorts after the link to the sources that an editable install leaves.
+    (Path(above) / "beneath.pth").write_text(f"import site; site.addsitedir({beneath!r})\n")
+    pip = [str(base), "-m", "pip", "--python", str(python), "install", "--quiet"]
+    words = [word for file in pins for word in ("--constraint", str(file))]
+    # What is beneath stays, unless a package of the group needs another version; torch always does.
+    torch = _output(base, "from importlib.metadata import version; print(version('torch'))")
+    wanted = [f"torch=={torch}", *(x for x in extra.requirements if not x.startswith("meshwright"))]
+    ours = [one for one in extra.requirements if one.startswith("meshwright")] or ["meshwright"]
+    editable = [f"{ROOT}{one.removeprefix('meshwright')}" for one in ours]
+    subprocess.run([*pip, *words, "--editable", *editable, *wanted], check=True)
+    stamp.write_text(made_of)
+    return python
+
+
+def pin(name: str) -> None:
+    """Write the versions of what a group's environment has of its own."""
+    found = distributions(path=[str(p) for p in (ENVS / name).glob("lib/python*/site-packages")])
+    lines = sorted(f"{one.name}=={one.version}\n" for one in found if one.name != "meshwright")
+    if lines:
+        (CONSTRAINTS / f"{name}.txt").write_text("".join(lines))
+
+
+def _made_of(extra: Extra, base: Path, pins: Sequence[Path]) -> str:
+    """Return what an environment follows from, as a digest."""
+    files = (ROOT / "pyproject.toml", ROOT / "constraints.txt", *pins)
+    texts = (repr(extra), str(base), *(file.read_text() for file in files))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _output(python: Path, code: str) -> str:
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make a group's environment and run its tests in it; pytest's exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ci.extras", description=__doc__)
+    parser.add_argument("name", choices=EXTRAS)
+    parser.add_argument("--base", type=Path, default=ROOT / ".venv/bin/python", metavar="PYTHON")
+    parser.add_argument("--pin", action="store_true", help="install anew, pin, run no tests")
+    args, more = parser.parse_known_args(arguments)
+    python = make(args.name, args.base.absolute(), is_pinned=not args.pin)
+    if args.pin:
+        pin(args.name)
+        return 0
+    words = ["-m", "pytest", "-p", "ci.plugin", "--no-skips", "-m", "", *EXTRAS[args.name].tests]
+    return subprocess.run([python, *words, *more], cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The table of what CI runs: each part with its command, its minutes, and when it is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ci.extras import EXTRAS
+from ci.turns import order_of, seed_of
+
+# A part is ended after so many times its minutes: other machines are slower, and some are busy.
+FACTOR: Final = 2.5
+# The slow tests are dealt into so many shares, of which a commit has one.
+SLOW_SHARES: Final = 3
+# Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
+DRAWN: Final = {4: 12, 8: 12, 16: 2}
+RANDOM_LAYOUTS: Final = 100
+DRAWN_MUTANTS: Final = 6
+# What the extras groups test, and so no other part of the slow tests and those of faults.
+OF_EXTRAS: Final = tuple(test for one in EXTRAS.values() for test in one.tests)
+# What else `make test` may skip: no machine of CI has a GPU, and not all have the shared files.
+MAY_SKIP: Final = ("needs a GPU", "the shared", "the published", "no golden folders")
+PYTHON: Final = ".venv/bin/python"
+MESHWRIGHT: Final = ".venv/bin/meshwright"
+MUTANTS: Final = (PYTHON, "-m", "benchmarks.mutants")
+REPORT: Final = ("--junitxml", "{junit}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: a command, in which {junit} is the file of its report, and how it is run.
+
+    `minutes` is what it takes on two cores. Required ones are always run; the others while the
+    time that a commit has allows it. `why` says what chose it where a commit's hash did.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float
+    is_required: bool = True
+    needs: frozenset[str] = frozenset({"setup"})
+    why: str = ""
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that it takes."""
+        return 60 * self.minutes
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which it is ended."""
+        return max(120.0, FACTOR * self.expected_s)
+
+
+def tests(*words: str) -> tuple[str, ...]:
+    """Return the command of tests that may not be skipped."""
+    return (PYTHON, "-m", "pytest", "-p", "ci.plugin", "--no-skips", *REPORT, *words)
+
+
+def of_marks(marks: str, *words: str) -> tuple[str, ...]:
+    """Return the command of the tests with such marks, but for those of the extras."""
+    return tests("-m", marks, *words, *(f"--ignore={test}" for test in OF_EXTRAS))
+
+
+ALWAYS: Final = (
+    Part("setup", ("make", "setup"), 3, needs=frozenset()),
+    Part("lint", ("make", "lint"), 0.2),
+    Part("types", ("make", "types"), 1),
+    Part("test", tests(*(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 9),
+    Part("faults", of_marks("faults and not perf"), 6),
+    Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 2),
+    Part("perf", of_marks("perf"), 1),
+)
+
+
+def of_commit(commit: str) -> list[Part]:
+    """Return the parts of a commit: those of every one, and those that its hash draws."""
+    first, second, *_ = order_of(commit, "extras", tuple(EXTRAS))
+    share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
+    return [
+        *ALWAYS,
+        *(_drawn(world, number, commit) for world, number in DRAWN.items()),
+        _random(RANDOM_LAYOUTS, commit),
+        _extra(first, f"one of {len(EXTRAS)} groups"),
+        Part(
+            "slow",
+            of_marks("slow and not perf", "--share", f"{share}/{SLOW_SHARES}"),
+            4,
+            is_required=False,
+            why=f"share {share} of {SLOW_SHARES}",
+        ),
+        _mutants(commit),
+        _extra(second, f"another of {len(EXTRAS)}", is_required=False),
+    ]
+
+
+def everything(commit: str) -> list[Part]:
+    """Return all parts: no turns and no draws, but for the seed of the random layouts."""
+    return [
+        *ALWAYS,
+        Part("slow", of_marks("slow and not perf"), 12),
+        *(_extra(name, "") for name in EXTRAS),
+        *(
+            Part(
+                f"matrix-{world}", (MESHWRIGHT, "prove", "--matrix", "--world", str(world)), minutes
+            )
+            for world, minutes in ((4, 8), (8, 30), (16, 6))
+        ),
+        _random(RANDOM_LAYOUTS, commit),
+        Part("mutants", MUTANTS, 60),
+    ]
+
+
+def _drawn(world: int, number: int, commit: str) -> Part:
+    seed = seed_of(commit, f"matrix-{world}")
+    words = ("prove", "--matrix", "--world", str(world), "--draw", str(number), "--seed", str(seed))
+    return Part(f"matrix-{world}", (MESHWRIGHT, *words), 2, why=f"{number} layouts, seed {seed}")
+
+
+def _random(number: int, commit: str) -> Part:
+    seed = seed_of(commit, "random")
+    words = ("prove", "--random", str(number), "--seed", str(seed))
+    return Part("random", (MESHWRIGHT, *words), 5, why=f"{number} layouts, seed {seed}")
+
+
+def _mutants(commit: str) -> Part:
+    seed = seed_of(commit, "mutants")
+    words = (*MUTANTS, "--draw", str(DRAWN_MUTANTS), "--seed", str(seed))
+    why = f"{DRAWN_MUTANTS} mutants, seed {seed}"
+    return Part("mutants", words, 5, is_required=False, why=why)
+
+
+def _extra(name: str, why: str, is_required: bool = True) -> Part:
+    words = (PYTHON, "-m", "ci.extras", name, *REPORT)
+    return Part(f"extras-{name}", words, EXTRAS[name].minutes, is_required, why=why)

@@ -1,0 +1,78 @@
+"""What is said before a run starts: nothing is wrong with it, but it may not be what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.checkpoint.commit import steps
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.checks import tokenizer_note
+from meshwright.spec.loading import Config, load_config
+from meshwright.spec.schedule import learning_rate
+from meshwright.spec.words import beyond_context
+from meshwright.train.run_folder import Job
+
+# Of the schedule, what a run that goes on may be given anew.
+_OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")
+
+
+def config_notes(config: Config) -> Iterator[str]:
+    """Yield what is to be said of a config on any machine."""
+    rate, where = config.optimizer.lr, config.origins.get("optimizer.lr", "")
+    if where.startswith("derived"):
+        yield f"optimizer.lr = {rate:g}, {where}"
+    if config.origins.get("data.tokenizer", "").startswith("model.init_from"):
+        yield f"data.tokenizer = {config.data.tokenizer}, as model.init_from has it"
+    for text in (tokenizer_note(config), beyond_context(config.train.seq_len, config.model)):
+        if text is not None:
+            yield text
+
+
+def run_notes(job: Job) -> Iterator[str]:
+    """Yield what is to be said of a run that starts on this machine, or goes on."""
+    config, layout, machine = job.config, job.layout, job.machine
+    if job.resume:
+        if (text := schedule_note(job)) is not None:
+            yield text
+    else:
+        yield from config_notes(config)
+    chosen = config.origins["train.compile"].removeprefix("auto: ")
+    if chosen != config.origins["train.compile"]:
+        blocks = "compiled" if config.train.is_compiled else "not compiled"
+        yield f"blocks are {blocks}: {chosen}"
+    here = layout.world // config.cluster.nodes
+    if here < machine.devices:
+        yield (
+            f"{here} of {machine.devices} devices are used, as far as train.batch = "
+            f"{config.train.batch} and the layout divide"
+        )
+    if machine.device == "cpu" and here > machine.cores:
+        yield (
+            f"the layout {layout.label} has {here} ranks on this machine, which share "
+            f"{machine.cores} cores"
+        )
+
+
+def schedule_note(job: Job) -> str | None:
+    """Return how the learning rate goes on otherwise than the run would have had it."""
+    try:
+        before = load_config(job.folder.config)
+        done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])
+    except (ConfigError, CheckpointError, IndexError, ValueError):
+        return None  # a run that is refused elsewhere
+    now, step = job.config, done + 1
+    rates = [learning_rate(step, one.train.steps, one.optimizer) for one in (before, now)]
+    if abs(rates[1] - rates[0]) <= 1e-6 * rates[0]:
+        return None
+    last = learning_rate(done, before.train.steps, before.optimizer)
+    pairs = [("train.steps", before.train.steps, now.train.steps)]
+    pairs += [
+        (f"optimizer.{key}", getattr(before.optimizer, key), getattr(now.optimizer, key))
+        for key in _OF_SCHEDULE
+    ]
+    changed = ", ".join(f"{key} was {old}, is {new}" for key, old, new in pairs if old != new)
+    text = f"{changed}: the learning rate was {last:.2e} at step {done}, and is {rates[1]:.2e} next"
+    if pairs[0][1] == pairs[0][2]:
+        return text
+    keeps = before.optimizer.schedule_steps or before.train.steps
+    return f"{text}. optimizer.schedule_steps={keeps} keeps the schedule"

@@ -1,0 +1,74 @@
+"""What a step folder holds, whole and without torch: for certificates, whose models are small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+Arrays = Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]
+
+
+def read_whole(folder: Path, kind: str) -> Arrays:
+    """Return the tensors of a step's files of a kind, "weights" or "optimizer", as fp64.
+
+    Each chunk lies where its file's header says; `DCP_SHARDING_INFO`, as `checkpoint.tensors` has
+    it. What no chunk covers is not a number.
+    """
+    chunks: dict[str, list[tuple[list[int], Any]]] = {}
+    for path in sorted(folder.glob(f"{kind}-*.safetensors")):
+        with safe_open(path, framework="numpy") as opened:
+            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                chunk = opened.get_tensor(name)
+                chunks.setdefault(name, []).append((places[name]["saved_offsets"], chunk))
+    return {name: _joined(some) for name, some in chunks.items()}
+
+
+def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
+    ends = [[at + n for at, n in zip(start, c.shape, strict=True)] for start, c in chunks]
+    whole = np.full([max(along) for along in zip(*ends, strict=True)], np.nan)
+    for (start, chunk), end in zip(chunks, ends, strict=True):
+        whole[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
+    return whole
+
+
+def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
+    """Return how far the worst tensor is off, relative to its size, and which it is.
+
+    Infinite where one is missing or is not a number. One that vanishes next to the largest counts
+    as a part of that.
+    """
+    sizes = {name: float(np.linalg.norm(one)) for name, one in expected.items()}
+    least = 1e-5 * max(sizes.values(), default=0.0)
+    worst = (0.0, "")
+    for name in dict.fromkeys((*expected, *found)):
+        off = float("inf")
+        if name in expected and name in found and found[name].shape == expected[name].shape:
+            off = float(np.linalg.norm(found[name] - expected[name]))
+            off = off / max(sizes[name], least, 1e-300) if off == off else float("inf")
+        if off >= worst[0]:
+            worst = (off, name)
+    return worst
+
+
+def minus(after: Arrays, before: Arrays) -> Arrays:
+    """Return by how much each tensor has changed."""
+    return {name: one - before[name] for name, one in after.items()}
+
+
+def well_known(change: Arrays, state: Arrays, noise: float) -> Arrays:
+    """Return updates without what AdamW makes of noise: it divides a gradient by its size.
+
+    Elements count whose gradients were larger than a share of all gradients' (root mean square).
+    """
+    second = {name: state[f"exp_avg_sq.{name}"] for name in change if f"exp_avg_sq.{name}" in state}
+    if not second:
+        return change
+    count = sum(one.size for one in second.values())
+    least = noise**2 * sum(float(one.sum()) for one in second.values()) / count
+    return {name: one * (second[name] > least) for name, one in change.items()}

@@ -1,0 +1,182 @@
+"""`draw`: legal layouts at random, each with an odd small model of its own. No torch.
+
+What the table of `matrix` deals out evenly, powers of 2 most of all, meets here by chance: any
+degree, and sizes that nothing divides but what a rule wants divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from random import Random
+from typing import Any, Final, TypeVar
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import AXES, Layout, broken
+from meshwright.layout.rules import divisors
+from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.prove.case import Case, Optimizer
+from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+
+T = TypeVar("T")
+
+WORLDS: Final = (2, 3, 4, 5, 6)
+MOST_RANKS: Final = 16
+# Of the numbers of microbatches that a schedule takes, the lowest so many are drawn from.
+_COUNTS: Final = 6
+# Tokens of a sequence.
+_SHORTEST: Final = 12
+_LONGEST: Final = 48
+
+_BOOLS: Final = (False, True)
+# A choice that is there twice is dealt twice as often.
+_ZERO_OF_NONE: Final = (0, 0, 0, 0, 1, 2, 3)
+_OFFLOADS: Final = ("none", "none", "none", "optimizer", "params")
+_OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
+_PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
+_ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
+_SCALINGS: Final = (
+    *(None, None),
+    RopeScaling(kind="linear", factor=2.0),
+    RopeScaling(kind="llama3", factor=4.0, original_context=16),
+)
+
+
+def draw(seed: int, count: int, worlds: Sequence[int] = WORLDS) -> tuple[Case, ...]:
+    """Return so many cases, the same for the same seed and worlds; more begin with the fewer.
+
+    Every mesh of these numbers of ranks comes once before any comes again. Raises `ConfigError`
+    where there are too few or too many ranks, or no cases are asked for.
+    """
+    for world in worlds:
+        if not 2 <= world <= MOST_RANKS:
+            legal = range(2, MOST_RANKS + 1)
+            rule = f"layouts at random are of {legal[0]} to {legal[-1]} ranks, not {world}"
+            raise ConfigError(refusal(rule, legal=[min(max(world, 2), MOST_RANKS)]))
+    if count < 1:
+        raise ConfigError(refusal(f"{count} layouts at random prove nothing", legal=[1]))
+    dealer = _Dealer(seed)
+    meshes = tuple(mesh for world in worlds for mesh in _meshes(world))
+    return tuple(_case(dealer, dealer.deal("mesh", meshes)) for _ in range(count))
+
+
+class _Dealer:
+    """Deals choices like cards: each comes once before any comes again, in an order by chance.
+
+    Uses `Random.random` alone, which is the same in every version of Python.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._decks: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
+
+    def deal(self, name: str, choices: tuple[T, ...]) -> T:
+        """Return the next of some choices; what has another name or choices is another deck."""
+        deck: list[T] = self._decks.setdefault((name, choices), [])
+        if not deck:
+            rest = list(choices)
+            while rest:
+                deck.append(rest.pop(self.number(0, len(rest) - 1)))
+        return deck.pop()
+
+    def number(self, least: int, most: int) -> int:
+        """Return a whole number, each as likely as the others."""
+        return least + int(self._random.random() * (most - least + 1))
+
+    def multiple(self, unit: int, least: int, most: int) -> int:
+        """Return a multiple of a unit between two numbers, or the next one above them."""
+        first = math.ceil(least / unit)
+        return unit * self.number(first, max(first, most // unit))
+
+
+def _meshes(world: int) -> list[tuple[int, ...]]:
+    """Return the degrees of the axes, of so many ranks."""
+    degrees = product(divisors(world), repeat=len(AXES))
+    return [mesh for mesh in degrees if math.prod(mesh) == world]
+
+
+def _case(dealer: _Dealer, mesh: tuple[int, ...]) -> Case:
+    layout = _layout(dealer, dict(zip(AXES, mesh, strict=True)))
+    model, train = _model(dealer, layout), _train(dealer, layout)
+    rule = broken(model, train, layout)
+    assert rule is None, rule
+    packed = dealer.deal("packed", _BOOLS)
+    optimizer = dealer.deal("optimizer", _OPTIMIZERS)
+    return Case(model, train, layout, packed, optimizer=optimizer)
+
+
+def _layout(dealer: _Dealer, degrees: dict[str, int]) -> Layout:
+    """Return a layout of these degrees."""
+    values: dict[str, Any] = dict(degrees)
+    is_sharded, has_cp = degrees["dp_shard"] > 1, degrees["cp"] > 1
+    zeros = (1, 2, 3) if is_sharded else (0, 1, 2, 3) if has_cp else _ZERO_OF_NONE
+    values["zero"] = dealer.deal("zero", zeros)
+    if degrees["tp"] > 1:
+        values["sp"] = dealer.deal("sp", _BOOLS)
+    if has_cp:
+        values["cp_kind"] = dealer.deal("cp_kind", ("ring", "ulysses"))
+    if degrees["pp"] > 1:
+        traits = SCHEDULES[dealer.deal("schedule", tuple(SCHEDULES))]
+        most = traits.max_virtual or (3 if degrees["pp"] < 4 else 2)
+        values["schedule"] = traits.name
+        values["virtual_stages"] = dealer.number(traits.min_virtual, most)
+    values["microbatch"] = dealer.deal("microbatch", (1, 2, 3))
+    values["recompute"] = dealer.deal("recompute", ("none", "full", "selective"))
+    offload = dealer.deal("offload", _OFFLOADS)
+    needs_zero = offload == "params" and not values["zero"]
+    values["offload"] = "optimizer" if needs_zero else offload
+    return Layout(**values)
+
+
+def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
+    """Return a batch that the layout divides, and how it is trained."""
+    stages = layout.schedule, layout.pp, layout.virtual_stages
+    most = 2 * layout.stages + _COUNTS
+    legal = [n for n in range(1, most + 1) if microbatch_rule(*stages, n) is None]
+    count = legal[dealer.deal("count", tuple(range(_COUNTS)))]
+    cut = layout.cp * (layout.tp if layout.sp else 1)
+    if layout.cp > 1 and layout.cp_kind == "ring":
+        cut = math.lcm(cut, 2 * layout.cp)
+    return TrainSpec(
+        batch=layout.dp * layout.microbatch * count,
+        seq_len=dealer.multiple(cut, _SHORTEST, _LONGEST),
+        precision=dealer.deal("precision", _PRECISIONS),
+        reduce_dtype=dealer.deal("reduce_dtype", ("fp32", "fp32", "same")),
+        clip_norm=dealer.deal("clip_norm", (1.0, 0.1, 0.0)),
+        matmul=dealer.deal("matmul", ("torch", "onednn")),
+        seed=dealer.number(0, 9999),
+        compile=False,
+    )
+
+
+def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
+    """Return a model whose sizes are divided by what the rules want, and by little else."""
+    family = dealer.deal("family", ("llama", "neox"))
+    is_neox, tp = family == "neox", layout.tp
+    rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if is_neox else 1.0
+    rotates_even = tuple(size for size in range(4, 14) if int(size * rotary_pct) % 2 == 0)
+    kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
+    group = 1 if is_neox else dealer.deal("group", (1, 2, 3))
+    return model_spec(
+        family=family,
+        dim=dealer.number(20, 70),
+        n_layers=layout.stages + dealer.deal("more layers", (0, 1, 2)),
+        n_heads=group * kv_heads,
+        n_kv_heads=kv_heads,
+        head_dim=dealer.deal("head_dim", rotates_even),
+        ffn_dim=dealer.multiple(tp, 20, 150),
+        vocab_size=dealer.multiple(tp, 40, 200),
+        rotary_pct=rotary_pct,
+        parallel_residual=is_neox and dealer.deal("parallel_residual", _BOOLS),
+        tie_embeddings=dealer.deal("tie_embeddings", _BOOLS),
+        attention_bias=dealer.deal("attention_bias", _BOOLS),
+        mlp_bias=dealer.deal("mlp_bias", _BOOLS),
+        activation=dealer.deal("activation", ("silu", "gelu", "gelu_tanh")),
+        dropout=dealer.deal("dropout", (0.0, 0.0, 0.1)),
+        rope_scaling=dealer.deal("rope_scaling", _SCALINGS),
+        rope_theta=dealer.deal("rope_theta", (10000.0, 500000.0)),
+        norm_eps=dealer.deal("norm_eps", (1e-5, 1e-6)),
+    )

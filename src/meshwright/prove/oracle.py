@@ -1,0 +1,169 @@
+"""The model in operations of torch alone: what a layout is held against shares no code with it.
+
+No kernel, no hand-written backward and no class of `models` is used, only weights by the same
+names. Dropout's masks are those of `models.dropout`: which values drop is by definition a hash, and
+a second one would be the same lines. The dtype of the weights is that of the products; where
+`models` rounds to it, so does this: after each product, norm, rotation, activation and sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshwright.data.sampler import IGNORE
+from meshwright.execute.batch import Batch
+from meshwright.models.dropout import dropout, layer_keys
+from meshwright.prove.fake_float8 import float8_linear
+from meshwright.spec.model import ModelSpec, RopeScaling
+
+Weights = Mapping[str, Tensor]
+# x [..., in], weight [out, in], bias [out] or None -> [..., out]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def streams(
+    spec: ModelSpec, weights: Weights, batch: Batch, *, drops: bool = True, fp8: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
+
+    By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values: those of
+    the embedding after it is yielded, as it is a module's own output.
+    """
+    model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
+    x = F.embedding(batch.inputs, weights["embed.weight"])
+    yield "embed", x
+    x = model.dropped(x, model.keys, site=0)
+    for layer in range(spec.n_layers):
+        x = model.block(layer, x)
+        yield f"layers.{layer}", x
+
+
+def loss_sum(
+    spec: ModelSpec, weights: Weights, batch: Batch, *, drops: bool = True, fp8: bool = False
+) -> Tensor:
+    """Return the summed cross-entropy of a batch's targets, in nats."""
+    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8)
+    x = _norm(spec, weights, "norm", x)
+    head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
+    logits = _wide(F.linear(x, head))
+    return F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+class _Model:
+    """What the blocks of one forward share."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, batch: Batch, keys: Tensor | None, fp8: bool
+    ) -> None:
+        self.spec, self.weights, self.keys = spec, weights, keys
+        self.linear: Linear = float8_linear if fp8 else F.linear
+        seq = batch.inputs.shape[1]
+        self.angles = torch.outer(torch.arange(seq).float(), _frequencies(spec))
+        before = torch.ones(seq, seq, dtype=torch.bool).tril()
+        self.sees = before[None]
+        if batch.segments is not None:
+            self.sees = before & (batch.segments[:, :, None] == batch.segments[:, None, :])
+
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        """Return the stream after a layer."""
+        spec, weights, at = self.spec, self.weights, f"layers.{layer}"
+        keys = None if self.keys is None else layer_keys(self.keys, layer)
+        attended = self.attention(at, _norm(spec, weights, f"{at}.attn_norm", x))
+        mixed = x + self.dropped(attended, keys, site=1)
+        source = x if spec.parallel_residual else mixed
+        fed = self.feed_forward(at, _norm(spec, weights, f"{at}.mlp_norm", source))
+        return mixed + self.dropped(fed, keys, site=2)
+
+    def attention(self, at: str, x: Tensor) -> Tensor:
+        """Return causal attention within the rows' documents."""
+        spec = self.spec
+        q, k, v = (self.heads(self.project(f"{at}.attn.{name}", x)) for name in "qkv")
+        q, k = self.rotated(q), self.rotated(k)
+        k, v = (one.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for one in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(spec.head_dim)
+        shares = scores.masked_fill(~self.sees[:, None], -math.inf).softmax(-1)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", _wide(shares.to(x.dtype)), _wide(v)).to(x.dtype)
+        return self.project(f"{at}.attn.o", mixed.flatten(2))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Return `[batch, seq, heads, head_dim]` of `[batch, seq, heads * head_dim]`."""
+        return x.view(*x.shape[:2], -1, self.spec.head_dim)
+
+    def feed_forward(self, at: str, x: Tensor) -> Tensor:
+        """Return what follows attention: gated in Llama, two products in GPT-NeoX."""
+        up = self.project(f"{at}.mlp.up", x)
+        if self.spec.family == "llama":
+            between = self.activated(self.project(f"{at}.mlp.gate", x)) * up
+        else:
+            between = self.activated(up)
+        return self.project(f"{at}.mlp.down", between)
+
+    def activated(self, x: Tensor) -> Tensor:
+        """Return the activation of x."""
+        if self.spec.activation == "silu":
+            return F.silu(x)
+        return F.gelu(x, approximate="tanh" if self.spec.activation == "gelu_tanh" else "none")
+
+    def project(self, at: str, x: Tensor) -> Tensor:
+        """Return a linear layer of x."""
+        return self.linear(x, self.weights[f"{at}.weight"], self.weights.get(f"{at}.bias"))
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Return heads `[batch, seq, heads, head_dim]`, a part turned by their positions' angles.
+
+        Dims i and i + half are a point of the plane. arXiv:2104.09864, equation 34.
+        """
+        half = self.angles.shape[1]
+        if half == 0:
+            return x
+        wide = _wide(x)
+        a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        cos, sin = self.angles.cos()[:, None], self.angles.sin()[:, None]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
+
+    def dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
+        """Return x with what falls to dropout set to 0, and the rest enlarged."""
+        p = self.spec.dropout
+        if keys is None or p == 0:
+            return x
+        stays = dropout(torch.ones(x.shape), p, keys, None, site) != 0
+        return (_wide(x) * stays / (1 - p)).to(x.dtype)
+
+
+def _norm(spec: ModelSpec, weights: Weights, at: str, x: Tensor) -> Tensor:
+    """Return RMSNorm of x (Llama), or LayerNorm (GPT-NeoX), statistics in fp32 at least."""
+    weight = weights[f"{at}.weight"]
+    if spec.family == "neox":
+        return F.layer_norm(x, (spec.dim,), weight, weights[f"{at}.bias"], spec.norm_eps)
+    wide = _wide(x)
+    scale = (wide.pow(2).mean(-1, keepdim=True) + spec.norm_eps).sqrt()
+    return (wide / scale * weight).to(x.dtype)
+
+
+def _frequencies(spec: ModelSpec) -> Tensor:
+    """Return the angle per position of each turned pair of dims, fp32 as every implementation."""
+    exponents = torch.arange(0, spec.rotary_dim, 2).float() / max(spec.rotary_dim, 1)
+    plain, scaling = 1.0 / spec.rope_theta**exponents, spec.rope_scaling
+    if scaling is None:
+        return plain
+    return plain / scaling.factor if scaling.kind == "linear" else _stretched(plain, scaling)
+
+
+def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return Llama 3.1's frequencies: turns of the context that was trained with decide."""
+    turns = scaling.original_context * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or in fp64 where it is."""
+    return x if x.dtype == torch.float64 else x.float()

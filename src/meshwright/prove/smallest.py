@@ -1,0 +1,148 @@
+"""`smallest`: a case that fails, made as small and as plain as it can be while it still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from meshwright.layout import AXES, Layout, broken
+from meshwright.layout.schedules import SCHEDULES
+from meshwright.prove.case import Case
+from meshwright.spec.model import ModelSpec
+
+MOST_TRIES: Final = 80
+
+# What is to be other in a case: values of its own, of a section, and `microbatches`.
+_Update = Mapping[str, Any]
+
+_PLAIN_LAYOUT: Final = {"recompute": "none", "offload": "none", "sp": False, "cp_kind": "ring"}
+_PLAIN_TRAIN: Final = {
+    "precision": "fp32",
+    "reduce_dtype": "fp32",
+    "matmul": "torch",
+    "clip_norm": 1.0,
+    "seed": 0,
+}
+_PLAIN_MODEL: Final = {
+    "dropout": 0.0,
+    "tie_embeddings": False,
+    "parallel_residual": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": None,
+    "rotary_pct": 1.0,
+    "family": "llama",
+    "activation": "silu",
+    "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    # Sizes that most degrees divide.
+    "dim": 64,
+    "head_dim": 8,
+    "ffn_dim": 128,
+    "vocab_size": 128,
+}
+# Of the case itself: what is compared.
+_PLAIN_CASE: Final = {"packed": False, "optimizer": "sgd", "steps": 1}
+_PLAIN: Final[Mapping[str, Mapping[str, object]]] = {
+    "layout": _PLAIN_LAYOUT,
+    "train": _PLAIN_TRAIN,
+    "model": _PLAIN_MODEL,
+}
+_SEQ_LENS: Final = (8, 16, 32)
+
+
+def smallest(case: Case, fails: Callable[[Case], bool], most_tries: int = MOST_TRIES) -> Case:
+    """Return the simplest case found that still fails, after so many tries at most.
+
+    One thing after the other is made simpler: a degree smaller, fewer microbatches, a policy or a
+    flag off, a size even. What still fails is kept, and all is tried again until nothing helps.
+    Only legal cases are tried.
+    """
+    tried = {case}
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for update in _updates(case):
+            simpler = _updated(case, update)
+            if simpler is None or simpler in tried or _complexity(simpler) >= _complexity(case):
+                continue
+            if len(tried) > most_tries:
+                return case
+            tried.add(simpler)
+            if fails(simpler):
+                case, has_changed = simpler, True
+    return case
+
+
+def _complexity(case: Case) -> int:
+    """Return a number that each simplification lowers: of counts, and of what is not plain."""
+    layout, model = case.layout, case.model
+    counts = [*layout.mesh.shape, layout.microbatch, layout.virtual_stages, layout.zero]
+    counts += [_microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
+    if layout.is_pipelined:
+        counts.append(list(SCHEDULES).index(layout.schedule))
+    not_plain = (
+        getattr(getattr(case, section), name) != value
+        for section, values in _PLAIN.items()
+        for name, value in values.items()
+    )
+    own = (getattr(case, name) != value for name, value in _PLAIN_CASE.items())
+    is_odd = case.train.seq_len not in _SEQ_LENS
+    return sum(map(int, (*counts, *not_plain, *own, is_odd)))
+
+
+def _updates(case: Case) -> Iterator[_Update]:
+    """Yield what may be made simpler, what removes most first."""
+    layout, model = case.layout, case.model
+    for axis in AXES:
+        yield from ({"layout": {axis: n}} for n in range(1, getattr(layout, axis)))
+    yield {"layout": {"microbatch": 1}}
+    yield from ({"microbatches": n} for n in range(1, _microbatches(case)))
+    if layout.is_pipelined:
+        for traits in SCHEDULES.values():
+            for virtual in range(traits.min_virtual, layout.virtual_stages + 1):
+                yield {"layout": {"schedule": traits.name, "virtual_stages": virtual}}
+    yield from ({"layout": {"zero": zero}} for zero in range(layout.zero))
+    for section, values in _PLAIN.items():
+        yield from ({section: {name: value}} for name, value in values.items())
+    yield from ({"model": {"n_layers": n}} for n in range(layout.stages, model.n_layers))
+    for heads in range(1, model.n_heads):
+        yield {"model": {"n_heads": heads, "n_kv_heads": min(heads, model.n_kv_heads)}}
+    yield from ({"train": {"seq_len": n}} for n in _SEQ_LENS if n <= case.train.seq_len)
+    yield from ({name: value} for name, value in _PLAIN_CASE.items())
+
+
+def _updated(case: Case, update: _Update) -> Case | None:
+    """Return a case with an update, or None where that is not legal."""
+    own = dict(update)
+    microbatches = own.pop("microbatches", _microbatches(case))
+    layout = _settled(case.layout.model_copy(update=own.pop("layout", {})))
+    batch = layout.dp * layout.microbatch * microbatches
+    train = case.train.model_copy(update={**own.pop("train", {}), "batch": batch})
+    model = case.model.model_copy(update=own.pop("model", {}))
+    try:
+        ModelSpec.model_validate_json(model.model_dump_json())
+    except ValidationError:
+        return None
+    if broken(model, train, layout) is not None:
+        return None
+    return replace(case, model=model, train=train, layout=layout, **own)
+
+
+def _settled(layout: Layout) -> Layout:
+    """Return the layout without the policies of an axis that is gone."""
+    update: dict[str, Any] = {}
+    if layout.tp == 1:
+        update |= {"sp": False}
+    if layout.cp == 1:
+        update |= {"cp_kind": "ring"}
+    if layout.pp == 1:
+        update |= {"schedule": "1f1b", "virtual_stages": 1}
+    return layout.model_copy(update=update)
+
+
+def _microbatches(case: Case) -> int:
+    return case.train.batch // case.layout.dp // case.layout.microbatch

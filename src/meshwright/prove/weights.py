@@ -1,0 +1,69 @@
+"""Weights on which faults show: those that a run begins with hide some.
+
+A bias of zero and a norm's weight of one are what a rank has that was never given any. With the
+small matrices of a fresh model attention is uniform and all logits are about equal, so that half of
+the backward vanishes in rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.execute.build import Source, cut
+from meshwright.models.init import parameter_seed
+from meshwright.program.parts import parts
+from meshwright.program.shards import Region
+from meshwright.spec.model import ModelSpec
+
+# Scores of attention have this standard deviation, about: some keys count ten times as much.
+_SCORES = 1.5
+# Of the embedding; where it is the head, too, logits have eight times as much at 64 dims.
+_EMBED_STD = 0.25
+
+
+def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) -> Tensor:
+    """Return the whole of a parameter, fp32 on the CPU, from a seed of its own.
+
+    Matrices keep the size of what they multiply, those of queries and keys enlarge it, and what
+    enters the residual stream is half of it. No bias is zero, no norm's weight is one.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, f"{name}:telling"))
+    values = torch.empty(*shape, dtype=torch.float32, device="cpu")
+    values.normal_(0.0, 1.0, generator=generator)
+    if name.endswith(".bias"):
+        return values.mul_(0.2)
+    if len(shape) == 1:
+        return values.mul_(0.2).exp_()
+    return values.mul_(_std(name, shape))
+
+
+def _std(name: str, shape: Sequence[int]) -> float:
+    if name == "embed.weight":
+        return _EMBED_STD
+    keeping = 1 / math.sqrt(shape[1])
+    if name.endswith((".attn.q.weight", ".attn.k.weight")):
+        return math.sqrt(_SCORES) * keeping
+    return 0.5 * keeping if name.endswith((".attn.o.weight", ".mlp.down.weight")) else keeping
+
+
+def logits_std(spec: ModelSpec) -> float:
+    """Return the standard deviation of a model's logits, about."""
+    return _EMBED_STD * math.sqrt(spec.dim) if spec.tie_embeddings else 1.0
+
+
+def telling(spec: ModelSpec, seed: int) -> Source:
+    """Return the source of such weights, for `build`."""
+
+    def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        return cut(telling_weight(name, shape, spec, seed), region)
+
+    return region_of
+
+
+def whole_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+    """Return all of them, whole, by name in the order of the model."""
+    return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in parts(spec)}

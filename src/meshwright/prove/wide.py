@@ -1,0 +1,129 @@
+"""What must stay in fp32 in half precision: sums of gradients, their norm, and the masters.
+
+The roundings of products hide whether these are rounded, too, so each is held against itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from meshwright.data.sampler import IGNORE
+from meshwright.execute.batch import Batch
+from meshwright.execute.data import DTYPES
+from meshwright.execute.gather import on_stages
+from meshwright.execute.gradients import Held
+from meshwright.execute.groups import Groups
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.world import World
+from meshwright.program.lower import lower
+from meshwright.prove.case import Case
+from meshwright.prove.compare import (
+    UNIT_ROUNDOFFS,
+    Difference,
+    Fault,
+    build_small,
+    everyones,
+    mine,
+    worse,
+)
+from meshwright.prove.reference import make_batch
+from meshwright.prove.verdict import Verdict
+from meshwright.train.update import gradients
+
+# A sum in fp32 of so many terms is off by less than so many roundings of what is summed.
+_SUM = 32 * UNIT_ROUNDOFFS["fp32"]
+# Of fp32 values one in 2^16 is a bf16 value, too; of rounded ones all are.
+_MOST_ROUNDED = 0.25
+
+
+def prove_sums(
+    case: Case, groups: Groups, world: World, fault: Fault | None = None
+) -> Iterator[Verdict]:
+    """Yield the verdict on the sums of gradients over microbatches and ranks; a collective.
+
+    Gradients of every other microbatch, and of those between, are computed alone, with the same
+    scale for each token: both are rounded as in the whole step, so their sum is its gradient. None
+    where there are not as many of the one as of the other, or `train.reduce_dtype` lets sums be
+    rounded, or float8 products have a scale that depends on all rows.
+    """
+    program, train = lower(case.model, case.train, case.layout), case.train
+    microbatches = train.batch // case.layout.microbatch
+    if microbatches % 2 or train.reduce_dtype != "fp32" or train.fp8:
+        return
+    whole = make_batch(case, 0)
+    whole = whole._replace(targets=whole.inputs.roll(-1, 1))  # as many in each microbatch
+    odd = torch.arange(train.batch) // case.layout.microbatch % 2 == 1
+    parallel = build_small(program, groups, world, fault)
+
+    def found(batch: Batch, scale: float) -> list[Tensor | None]:
+        gradients(parallel, mine(batch, program, world), world, scale)
+        return [_taken(held) for held in parallel.held]
+
+    everything = found(whole, case.loss_scale)
+    first, second = (found(_without(whole, rows), case.loss_scale / 2) for rows in (odd, ~odd))
+    worst = Difference(0.0, _SUM, "", world.rank, 0)
+    for held, *three in zip(parallel.held, everything, first, second, strict=True):
+        worst = worse(worst, Difference(_off(*three), _SUM, held.name, world.rank, held.stage))
+    worst = max(everyones(worst, world), key=lambda one: one.share)
+    layout = case.layout.model_dump(mode="json")
+    passed = worst.share <= 1
+    yield Verdict("sums of gradients in fp32", layout, 0.0, worst.error, _SUM, passed)
+
+
+def _taken(held: Held) -> Tensor | None:
+    """Return a gradient's shard in memory of its own, and let go of it."""
+    found = held.gradient
+    held.parameter.grad = None
+    return None if found is None else found.detach().clone().double()
+
+
+def _without(batch: Batch, rows: Tensor) -> Batch:
+    targets = batch.targets.clone()
+    targets[rows] = IGNORE
+    return batch._replace(targets=targets)
+
+
+def _off(whole: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
+    """Return how far `a + b` is from the whole, relative to what is summed."""
+    if whole is None or a is None or b is None or not whole.numel():
+        return 0.0 if whole is a is b or (whole is not None and not whole.numel()) else math.inf
+    off = (whole - a - b).norm().item() / max((a.norm() + b.norm()).item(), 1e-300)
+    return off if off == off else math.inf
+
+
+def gathered_norm(
+    parallel: Parallel, gradient: Callable[[Held], Tensor | None], world: World
+) -> float:
+    """Return the norm of the gradients, gathered whole, each tensor of the model once."""
+    squares: dict[str, float] = {}
+    for held, whole in on_stages(parallel, gradient):
+        squares[held.name] = 0.0 if whole is None else whole.double().square().sum().item()
+    every: dict[str, float] = {}
+    for found in everyones(squares, world):
+        every |= found
+    return math.sqrt(sum(every.values()))
+
+
+def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
+    """Return the largest share of a shard's weights that half precision could hold."""
+    half, shares = DTYPES[case.train.precision], [0.0]
+    for held in parallel.held:
+        shard = held.shard
+        if shard.numel() >= 16:  # fewer may be so by chance
+            shares.append((shard == shard.to(half)).double().mean().item())
+    return max(everyones(max(shares), world))
+
+
+def wide_verdicts(case: Case, norms: tuple[float, float], share: float) -> Iterator[Verdict]:
+    """Yield the verdicts on the norm, as told and as gathered, and on the masters."""
+    layout = case.layout.model_dump(mode="json")
+    told, gathered = norms
+    error = abs(told - gathered) / gathered if gathered else math.inf
+    passed = error <= _SUM
+    yield Verdict("norm of these gradients", layout, [gathered], [told], _SUM, passed)
+    passed = share <= _MOST_ROUNDED
+    yield Verdict("masters in fp32", layout, 0.0, share, _MOST_ROUNDED, passed)

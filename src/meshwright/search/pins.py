@@ -1,0 +1,62 @@
+"""Keys of the layout that a config gives: the planner keeps them, or says why it cannot."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from meshwright.errors import ConfigError, refusal
+from meshwright.layout import Layout, broken
+from meshwright.layout.rules import divisors, nearest_legal
+from meshwright.predict.setting import Setting
+from meshwright.search.space import Pins
+from meshwright.spec.loading import Config
+
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def is_given(config: Config, key: str) -> bool:
+    """Whether a key of the layout was given, in a file or on the command line."""
+    return config.origins.get(f"layout.{key}", "default") != "default"
+
+
+def given(config: Config) -> Pins:
+    """Return the keys of the layout that were given, with their values."""
+    values = config.layout.model_dump(exclude={"auto"})
+    return {key: value for key, value in values.items() if is_given(config, key)}
+
+
+def degree_of(pins: Pins) -> int:
+    """Return how many ranks the given degrees ask for at least."""
+    return math.prod(int(str(pins[key])) for key in _DEGREES if key in pins)
+
+
+def words(pins: Pins) -> str:
+    """Return the given keys as a user writes them."""
+    return ", ".join(
+        f"layout.{key} = {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in pins.items()
+    )
+
+
+def refuse(setting: Setting, pins: Pins) -> ConfigError:
+    """Return why no layout of the cluster's devices has the given keys, with the nearest legal."""
+    devices, train = setting.cluster.devices, setting.train
+    if not pins:
+        text = f"no layout of {devices} devices is legal with train.batch = {train.batch}"
+        return ConfigError(text)
+    values: dict[str, Any] = dict(pins)
+    if values.get("dp_shard", 1) > 1 or values.get("offload") == "params":
+        values.setdefault("zero", 1)  # it is free to shard
+    plain = Layout(**values)
+    rule = broken(setting.model, train, plain)
+    if rule is not None and (plain.dp == 1 or devices % degree_of(pins) == 0):
+        return ConfigError(refusal(rule, legal=nearest_legal(setting.model, train, plain)))
+    degrees = degree_of(pins)
+    if devices % degrees:
+        fixed = words({key: pins[key] for key in _DEGREES if key in pins})
+        rule = f"{fixed}: {degrees} ranks do not divide the cluster's {devices} devices"
+        return ConfigError(refusal(rule, legal=[f"{n} ranks" for n in divisors(devices)[::-1][:3]]))
+    hint = "Leave one of the keys out, and the planner chooses it"
+    rule = f"no layout of {devices} devices with train.batch = {train.batch} has {words(pins)}"
+    return ConfigError(refusal(rule, hint=hint))

@@ -1,0 +1,79 @@
+"""What a config gets that follows from its model: a learning rate, a tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Final
+
+from meshwright.spec.resolve import Value, Values
+from meshwright.spec.stored import stored_tokenizer
+from meshwright.spec.training import OptimizerSpec
+from meshwright.units import format_count
+
+# Learning rates by parameters: ours of small models, then GPT-3's, arXiv:2005.14165, table 2.1.
+_RATES: Final = (
+    (1e7, OptimizerSpec().lr),
+    (1.25e8, 6e-4),
+    (3.5e8, 3e-4),
+    (7.6e8, 2.5e-4),
+    (1.3e9, 2e-4),
+    (2.7e9, 1.6e-4),
+    (6.7e9, 1.2e-4),
+    (1.3e10, 1e-4),
+    (1.75e11, 6e-5),
+)
+# A model that is trained already takes a smaller one: it has something to lose.
+_TRAINED: Final = 0.1
+
+
+def rate_for(parameters: float) -> float:
+    """Return the highest learning rate for a model trained from scratch, to two digits.
+
+    Between the sizes of the table it goes by powers.
+    """
+    if parameters <= _RATES[0][0]:
+        return _RATES[0][1]
+    for (small, high), (large, low) in itertools.pairwise(_RATES):
+        if parameters <= large:
+            share = math.log(parameters / small) / math.log(large / small)
+            return float(f"{high * (low / high) ** share:.1e}")
+    return _RATES[-1][1]
+
+
+def default_rate(model: Values) -> Value | None:
+    """Return the learning rate that a resolved [model] section asks for; None: the usual one."""
+    count = _matrices(model)
+    size, rate = f"{format_count(count)} parameters", rate_for(count)
+    init_from = model.get("init_from", Value(None, "")).value
+    if init_from is not None:
+        why = f"derived: a tenth of what {size} take from scratch, as model.init_from is trained"
+        return Value(float(f"{_TRAINED * rate:.1e}"), why)
+    if rate == OptimizerSpec().lr:
+        return None
+    return Value(rate, f"derived: for {size}")
+
+
+def default_tokenizer(init_from: str) -> Values:
+    """Return the keys of [data] that say which tokenizer a stored model was trained with."""
+    found = stored_tokenizer(Path(init_from))
+    if found is None:
+        return {}
+    name, eos = found
+    origin = f"model.init_from {init_from}"
+    tokenizer = {"tokenizer": Value(name, origin)}
+    return tokenizer if eos is None else {**tokenizer, "eos": Value(eos, origin)}
+
+
+def _matrices(model: Values) -> int:
+    """Return the parameters of a model's matrices, which are all but a thousandth of them."""
+
+    def size(key: str) -> int:
+        return int(model[key].value)
+
+    heads = (2 * size("n_heads") + 2 * size("n_kv_heads")) * size("head_dim")
+    per_mlp = 3 if model["family"].value == "llama" else 2
+    layer = size("dim") * (heads + per_mlp * size("ffn_dim"))
+    ties = model.get("tie_embeddings", Value(False, "")).value
+    return size("n_layers") * layer + size("vocab_size") * size("dim") * (1 if ties else 2)

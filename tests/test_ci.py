@@ -1,0 +1,386 @@
+"""What CI runs: turns and draws by the commit, parts with a limit, and skips that are failures."""
+
+import ast
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from ci.__main__ import SOFT, chosen
+from ci.counts import Counts, count
+from ci.debian import missing
+from ci.extras import CONSTRAINTS, EXTRAS
+from ci.parts import DRAWN, SLOW_SHARES, Part, everything, of_commit
+from ci.running import Budget, Result, descendants, run_all, run_part, table
+from ci.turns import head, order_of, seed_of
+
+from meshwright.cli import main
+from meshwright.prove.matrix import drawn, matrix
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[1]
+# So many commits in a row leave nothing out, in all but one case of a thousand.
+COMMITS = 30
+AMPLE = Budget(1e6, 1e6)
+
+
+def commits(seed, number=COMMITS):
+    draw = Random(seed)
+    return [f"{draw.getrandbits(160):040x}" for _ in range(number)]
+
+
+def part(name, *command, minutes=1.0, **words):
+    return Part(name, command, minutes, needs=words.pop("needs", frozenset()), **words)
+
+
+def python(name, code, **words):
+    return part(name, sys.executable, "-c", code, **words)
+
+
+# --- turns and draws --------------------------------------------------------------------------
+
+
+def test_a_commit_has_the_same_parts_each_time_and_another_has_others():
+    one, other = commits(1, 2)
+    assert of_commit(one) == of_commit(one)
+    assert of_commit(one) != of_commit(other)
+    assert [p.name for p in everything(one)] == [p.name for p in everything(other)]
+    assert head(ROOT) == head(ROOT)
+    assert len(head(ROOT)) == 40
+
+
+def test_orders_are_fair_and_independent():
+    hashes = commits(2, 3000)
+    for purpose in ("a", "b"):
+        firsts = [order_of(one, purpose, "wxyz")[0] for one in hashes]
+        for choice in "wxyz":  # 750, with a deviation of 24
+            assert 640 < firsts.count(choice) < 860
+    same = sum(order_of(one, "a", "wxyz")[0] == order_of(one, "b", "wxyz")[0] for one in hashes)
+    assert 640 < same < 860
+    assert len({seed_of(one, "random") for one in hashes}) > 2990
+
+
+def test_a_few_commits_have_every_group_and_every_share():
+    missed = 0
+    for trial in range(200):
+        parts = [p for one in commits(100 + trial) for p in of_commit(one)]
+        groups = {p.name for p in parts if p.name.startswith("extras-")}
+        shares = {p.why for p in parts if p.name == "slow"}
+        missed += len(groups) < len(EXTRAS) or len(shares) < SLOW_SHARES
+    assert missed <= 2
+
+
+def test_a_commit_always_has_the_hard_promises():
+    for one in commits(3):
+        parts = {p.name: p for p in of_commit(one)}
+        fixed = {"setup", "lint", "types", "test", "faults", "perf", "random"}
+        fixed |= {f"matrix-{world}" for world in (2, 4, 8, 16)}
+        assert all(parts[name].is_required for name in fixed)
+        assert sum(name.startswith("extras-") and p.is_required for name, p in parts.items()) == 1
+        assert sum(p.minutes for p in parts.values() if p.is_required) <= SOFT
+        assert "--draw" not in parts["matrix-2"].command
+        assert str(seed_of(one, "matrix-8")) in parts["matrix-8"].command
+
+
+def test_everything_has_no_draw_and_no_turn():
+    parts = {p.name: p for p in everything("0" * 40)}
+    assert {f"extras-{name}" for name in EXTRAS} <= set(parts)
+    for name, one in parts.items():
+        assert one.is_required
+        assert "--share" not in one.command
+        assert ("--draw" not in one.command) or name == "random"
+    assert set(parts) >= {p.name for one in commits(4) for p in of_commit(one)}
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_draw_from_the_table_is_its_seeds_and_many_have_all(world):
+    cases = [case for case in matrix(world) if case.refused is None]
+    number = DRAWN[world]
+    assert drawn(cases, number, 5) == drawn(cases, number, 5) != drawn(cases, number, 6)
+    for seed in range(40):
+        places = [cases.index(case) for case in drawn(cases, number, seed)]
+        assert len(places) == number
+        assert places == sorted(set(places))
+    # A layout is left out by so many draws with a chance of one in 10,000 each.
+    draws = math.ceil(math.log(1e-4) / math.log(1 - number / len(cases)))
+    met = {case.layout for seed in range(draws) for case in drawn(cases, number, seed)}
+    assert len(met) >= len(cases) - 1
+
+
+def test_the_command_draws_from_the_table(capsys):
+    words = ["prove", "--matrix", "--world", "4", "--check-order", "--draw", "3", "--seed", "7"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "3 layouts of 4 ranks, 22 to be refused" in said
+    cases = [case for case in matrix(4) if case.refused is None]
+    assert all(case.label in said for case in drawn(cases, 3, 7))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--draw", "3"], "--draw is of the table: add --matrix"),
+        (["--random", "2", "--draw", "3"], "--draw is of the table: add --matrix"),
+        (["--matrix", "--world", "16", "--draw", "0"], "nearest legal: 1"),
+        (["--matrix", "--world", "2", "--draw", "900"], "900 layouts of a table of"),
+    ],
+)
+def test_draws_that_cannot_be_are_refused(words, told, capsys):
+    assert main(["prove", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+# --- parts are run ----------------------------------------------------------------------------
+
+
+def test_all_parts_are_run_whatever_fails(tmp_path, capfd):
+    parts = [
+        python("bad", "print('said this'); raise SystemExit(3)"),
+        part("missing", str(tmp_path / "no-such-program")),
+        python("good", "pass"),
+        python("child", "pass", needs=frozenset({"bad"})),
+    ]
+    results = run_all(parts, tmp_path, AMPLE)
+    assert [one.outcome for one in results] == ["failed", "failed", "passed", "not run"]
+    assert [one.is_good for one in results] == [False, False, True, False]
+    assert (tmp_path / "bad.log").read_text() == "said this\n"
+    assert "said this" in capfd.readouterr().out
+    assert table(results).splitlines()[-1] == "1 passed, 3 failed, 0 skipped"
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
+    started = tmp_path / "pid"
+    code = f"""
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+inner = "import time; time.sleep(600)"
+other = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
+pathlib.Path({str(started)!r}).write_text(str(other.pid))
+time.sleep(600)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER.format(code=code, folder=str(tmp_path), limit=10)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "timed out Counts(passed=0, failed=1, skipped=0)"
+    assert not Path(f"/proc/{started.read_text()}").exists()
+
+
+# A runner in a process of its own: it ends all that comes from it, and the tests have pools.
+DRIVER = """
+import sys
+from pathlib import Path
+import ci.running as running
+from ci.parts import Part
+running.GRACE_S = 2.0
+running.adopt_orphans()
+part = Part("slow", (sys.executable, "-c", {code!r}), 1)
+result = running.run_part(part, Path({folder!r}), {limit})
+assert not running.descendants(running.os.getpid())
+print(result.outcome, result.counts)
+"""
+
+
+def test_optional_parts_are_left_out_where_time_is_short_and_required_ones_fail(tmp_path, capfd):
+    now = iter([0.0, 0.0, 60.0, 60.0, 200.0])
+    parts = [
+        python("first", "pass"),
+        python("too long", "pass", minutes=3, is_required=False),
+        python("short", "pass", minutes=1, is_required=False),
+        python("late", "pass"),
+    ]
+    results = run_all(parts, tmp_path, Budget(soft=150, hard=200), clock=lambda: next(now))
+    assert [one.outcome for one in results] == ["passed", "left out", "passed", "not run"]
+    assert [one.is_good for one in results] == [True, True, True, False]
+    said = capfd.readouterr().out
+    assert "too long: left out: it takes 3 minutes, and 2 are left" in said
+    assert "late: not run: all 3 minutes are spent" in said
+
+
+def test_descendants_are_found_whatever_sessions_they_make():
+    inner = "import subprocess,sys; subprocess.run([sys.executable,'-c','input()'])"
+    outer = subprocess.Popen(
+        [sys.executable, "-c", inner], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        late = time.monotonic() + 60
+        while not (found := descendants(outer.pid)):
+            assert time.monotonic() < late
+            time.sleep(0.05)
+        assert len(found) == 1
+        assert outer.pid not in found
+    finally:
+        outer.communicate(b"\n")
+
+
+REPORT = '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
+
+
+@pytest.mark.parametrize(
+    ("code", "report", "said", "expected"),
+    [
+        (1, REPORT, "", Counts(3, 3, 3)),
+        (0, REPORT.replace('"1"', '"0"').replace('"2"', '"0"'), "", Counts(6, 0, 3)),
+        (-1, "<testsuites><test", "", Counts(0, 1, 0)),
+        (0, "", "39 of 40 layouts passed, 1 FAILED, in 3 s", Counts(39, 1, 0)),
+        (0, "", "x\n5 of 6 mutants were caught\n", Counts(5, 1, 0)),
+        (2, "", "6 of 6 mutants were caught\n", Counts(6, 1, 0)),
+        (0, "", "all fine", Counts(1, 0, 0)),
+        (2, "", "no", Counts(0, 1, 0)),
+    ],
+)
+def test_counts(code, report, said, expected, tmp_path):
+    file = tmp_path / "report.xml"
+    if report:
+        file.write_text(report)
+    assert count(code, file, said) == expected
+
+
+def test_a_part_whose_report_has_failures_has_failed_whatever_its_status(tmp_path):
+    report = tmp_path / "lax.xml"
+    code = f"import pathlib; pathlib.Path({str(report)!r}).write_text({REPORT!r})"
+    result = run_part(python("lax", code), tmp_path, 60)
+    assert (result.outcome, result.counts) == ("failed", Counts(3, 3, 3))
+
+
+def test_the_closing_line_is_one_that_is_read():
+    line = table([Result(part("a"), "passed", 1.0, Counts(4, 0, 1))]).splitlines()[-1]
+    assert re.fullmatch(r"\d+ passed, \d+ failed, \d+ skipped", line)
+
+
+def test_unknown_parts_are_refused():
+    parts = of_commit("0" * 40)
+    assert [p.name for p in chosen(parts, ["lint"])] == ["lint"]
+    with pytest.raises(SystemExit, match="no part is called lnt; there are: setup, lint"):
+        chosen(parts, ["lnt"])
+
+
+def test_missing_packages_are_those_whose_command_is_not_there(monkeypatch, tmp_path):
+    from ci.debian import Package
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "here").touch(0o755)
+    assert missing([Package("a", "here"), Package("b", "not-here")]) == ["b"]
+
+
+# --- a skip is a failure ----------------------------------------------------------------------
+
+SKIPPING = """
+import pytest
+def test_good(): pass
+def test_body(): pytest.skip("needs a GPU")
+@pytest.mark.skipif(True, reason="by mark")
+def test_mark(): pass
+@pytest.fixture
+def thing(): pytest.skip("by fixture")
+def test_fixture(thing): pass
+def test_package(): pytest.importorskip("no_such_package")
+@pytest.mark.xfail(reason="known", strict=True)
+def test_expected(): assert False
+"""
+
+
+@pytest.fixture
+def says(pytester):
+    """Return a function that runs pytest with the plugin on some text, and returns its outcomes."""
+
+    def run(text, *words):
+        pytester.makepyfile(text)
+        options = ["-p", "ci.plugin", "-p", "no:cacheprovider", "-rA", *words]
+        done = pytester.runpytest_inprocess(*options)
+        return int(done.ret), done.parseoutcomes() if done.outlines else {}, done.stdout.str()
+
+    return run
+
+
+def test_a_skip_of_any_kind_is_a_failure_where_it_is_asked_for(says):
+    code, found, _ = says(SKIPPING)
+    assert (code, found) == (0, {"passed": 1, "skipped": 4, "xfailed": 1})
+    code, found, said = says(SKIPPING, "--no-skips")
+    assert code == 1
+    assert found.pop("failed") + found.pop("errors") == 4
+    assert found == {"passed": 1, "xfailed": 1}
+    for reason in ("needs a GPU", "by mark", "by fixture", "no_such_package"):
+        assert re.search(rf"was skipped where it may not be.*{reason}", said)
+    code, found, _ = says(SKIPPING, "--no-skips", "--may-skip=GPU", "--may-skip=::test_fixture")
+    assert (code, found["skipped"]) == (1, 2)
+    assert says(SKIPPING, "--no-skips", "--may-skip=kind_is_a_failure")[0] == 0
+
+
+def test_a_file_that_is_skipped_while_it_is_read_is_a_failure(says):
+    text = "import pytest\npytest.importorskip('no_such')\ndef test_good(): pass\n"
+    assert says(text)[1] == {"skipped": 1}
+    code, found, said = says(text, "--no-skips")
+    assert code not in (0, 5)
+    assert found == {"errors": 1}
+    assert "no_such" in said
+
+
+def test_shares_are_apart_and_make_the_whole(says):
+    text = "".join(f"def test_{name}(): pass\n" for name in "abcdefg") + "def other(): pass\n"
+    found = []
+    for number in (1, 2, 3):
+        code, _, said = says(text, "--share", f"{number}/3")
+        assert code == 0
+        found += re.findall(r"^PASSED .*::test_(\w)", said, re.MULTILINE)
+    assert sorted(found) == list("abcdefg")
+    assert says(text, "--share", "4/3")[0] == 4
+
+
+# --- the groups of extras ---------------------------------------------------------------------
+
+
+def packages_that_tests_may_miss():
+    """Yield a file and what it asks for by `importorskip`."""
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
+                assert isinstance(node.args[0], ast.Constant), f"{path.name}:{node.lineno}"
+                yield path, node.args[0].value.partition(".")[0]
+
+
+def test_every_package_that_tests_may_miss_is_installed_by_ci():
+    """With the others for the development, or by a group whose tests the file belongs to."""
+    always = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").open()}
+    of_group = {ROOT / test: name for name, one in EXTRAS.items() for test in one.tests}
+    modules = {"sky": "skypilot", "kubeflow": "kubeflow-training"}
+    seen = set()
+    for path, module in packages_that_tests_may_miss():
+        if path == Path(__file__) or module in always:
+            continue
+        name = of_group.get(path)
+        assert name, f"{path.name} asks for {module}, which no group of ci/extras.py installs"
+        pins = (CONSTRAINTS / f"{name}.txt").read_text().lower().replace("_", "-")
+        assert f"{modules.get(module, module).replace('_', '-')}==" in pins, (path, module)
+        seen.add(name)
+    assert {"deepspeed", "torchao", "lm-eval", "schemas"} <= seen
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_group_has_its_tests_and_its_pins(name):
+    extra = EXTRAS[name]
+    assert all((ROOT / test).is_file() for test in extra.tests)
+    pins = CONSTRAINTS / f"{name}.txt"
+    assert pins.is_file() == bool(extra.requirements)
+    assert extra.requirements or extra.debian
+    if extra.requirements:
+        lines = pins.read_text().splitlines()
+        assert all(re.fullmatch(r"[\w.-]+==[\w.+!]+", line) for line in lines)
+        assert not any(line.startswith(("torch==", "meshwright==")) for line in lines)
+
+
+def test_the_workflow_runs_the_same_scripts():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    run = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
+    assert "bash .ci/run" in run["commit"]
+    assert "make everything" in run["nightly"]
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make ci"

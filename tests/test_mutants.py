@@ -1,0 +1,115 @@
+"""The mutants: that each still fits its file, and that the harness tells who was caught."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.mutants.table import SRC, Mutant, Table, TableError, copy_of_source, put_into
+
+ROOT = Path(__file__).parents[1]
+# One that is caught, one that changes nothing, one that cannot run.
+PROVE = "prove layout.pp=2 layout.microbatch=4 train.batch=8 cluster.devices_per_node=2"
+SMALL = f"""
+[killers]
+order = "{PROVE}"
+[[mutant]]
+name = "swapped"
+file = "execute/pipeline.py"
+find = "self.microbatches[index])"
+put = "self.microbatches[index - (stage > 0)])"
+what = "The last stage takes the targets of another microbatch"
+killers = ["order"]
+[[mutant]]
+name = "harmless"
+file = "execute/pipeline.py"
+after = "def run"
+find = "_wait(departures)"
+put = "_wait( departures)"
+what = "Nothing"
+killers = ["order"]
+[[mutant]]
+name = "broken"
+file = "execute/pipeline.py"
+find = "out = self.stages.forward("
+put = "out = self.stages.forwards("
+what = "A name that is none"
+killers = ["order"]
+"""
+
+
+@pytest.fixture(scope="module")
+def table():
+    return Table.read()
+
+
+def test_every_mutant_fits_its_file(table):
+    assert len(table.mutants) >= 60
+    for mutant in table.mutants.values():
+        mutant.applied((SRC / "meshwright" / mutant.file).read_text(encoding="utf-8"))
+
+
+def test_every_killer_is_used_and_says_how_many_ranks_it_has(table):
+    used = {name for mutant in table.mutants.values() for name in mutant.killers}
+    assert used == set(table.killers)
+    for command in table.killers.values():
+        # Left out, a config's layout would be that of so many cores as the machine has.
+        own = command.startswith(("pytest ", "prove --matrix "))
+        assert own or "cluster.devices_per_node=" in command
+
+
+def test_what_is_no_mutant_is_refused_by_name(table, tmp_path):
+    some = next(iter(table.mutants.values()))
+    text = (SRC / "meshwright" / some.file).read_text(encoding="utf-8")
+    for wrong in (
+        {"find": "this line has gone"},
+        {"find": "self"},  # of which there are many
+        {"put": some.find},
+        {"put": some.find + " ("},
+        {"after": "this line has gone"},
+    ):
+        with pytest.raises(TableError, match=f"mutant {some.name}: "):
+            replace(some, **wrong).applied(text)
+    with pytest.raises(TableError, match=r"there is no execute/gone\.py"):
+        put_into(replace(some, file="execute/gone.py"), tmp_path)
+    path = tmp_path / "table.toml"
+    path.write_text('[[mutant]]\nname = "half"\nfile = "errors.py"\n')
+    with pytest.raises(TableError, match="mutant half: "):
+        Table.read(path)
+
+
+def test_a_mutant_is_put_into_a_copy(tmp_path):
+    mutant = Mutant("other", "errors.py", "EXIT_REFUSED = 2", "EXIT_REFUSED = 9", "", ["none"])
+    before = (SRC / "meshwright/errors.py").read_text()
+    put_into(mutant, copy_of_source(tmp_path / "tree"))
+    assert (tmp_path / "tree/meshwright/errors.py").read_text() == mutant.applied(before)
+    assert (SRC / "meshwright/errors.py").read_text() == before
+
+
+def mutants(*words):
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+    command = [sys.executable, "-m", "benchmarks.mutants", *map(str, words)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=570, check=False
+    )
+
+
+@pytest.mark.timeout(600)
+def test_the_harness_tells_who_was_caught(tmp_path):
+    path, page = tmp_path / "table.toml", tmp_path / "page.md"
+    path.write_text(SMALL)
+    page.write_text("Top\n<!-- mutants: begin -->\nold\n<!-- mutants: end -->\n")
+    done = mutants("--table", path, "--page", page)
+    assert done.returncode == 1, done.stderr
+    said = done.stdout
+    assert "1 of 3 mutants were caught" in said
+    assert "caught   swapped by order: loss: " in said
+    assert "NOT CAUGHT harmless by order: Nothing\n" in said
+    assert "NOT CAUGHT broken by order: A name that is none (runs on its ranks: " in said
+    assert "no attribute 'forwards'" in said
+    shown = page.read_text()
+    assert "| swapped |" in shown
+    assert "old" not in shown
+    assert shown.count("**survived**") == 2

@@ -1,0 +1,260 @@
+"""What is refused or said before a process starts."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.data import train_bpe
+from meshwright.errors import ConfigError, DataError
+from meshwright.launch import checks
+from meshwright.launch.doctor import examine_config
+from meshwright.launch.notes import config_notes, run_notes, schedule_note
+from meshwright.launch.session import prepare_job
+from meshwright.program.parts import parameter_count
+from meshwright.spec.defaults import rate_for
+from meshwright.spec.hf import hf_config
+from meshwright.spec.loading import load_config
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.schedule import learning_rate
+from meshwright.train.run_folder import create
+from runs import TINY, clean_environ
+
+SIZES = {"vocab_size": 320, "dim": 32, "n_layers": 2, "n_heads": 4, "context": 64}
+
+
+def hf_folder(folder, *, tokenizer=True, **sizes):
+    """A Hugging Face folder as far as a config looks at it."""
+    folder.mkdir()
+    spec = model_spec(**{**SIZES, **sizes})
+    (folder / "config.json").write_text(json.dumps(hf_config(spec)))
+    if tokenizer:
+        train_bpe(["the quick brown fox jumps over the lazy dog\n" * 9], 300, folder)
+    return folder
+
+
+@pytest.fixture
+def here(corpus, tmp_path):
+    """Overrides of a tiny run on the machine at hand, but for its model."""
+    own = [word for word in TINY if not word.startswith("model.")]
+    return [*own, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
+
+
+def test_a_stored_model_brings_its_tokenizer(tmp_path, here):
+    folder = hf_folder(tmp_path / "hf")
+    config = load_config(None, [f"model.init_from={folder}"])
+    assert config.data.tokenizer == str(folder / "tokenizer.json")
+    assert config.origins["data.tokenizer"] == f"model.init_from {folder}"
+    assert any("as model.init_from has it" in text for text in config_notes(config))
+    where = f"log.dir={tmp_path / 'runs'}"
+    job = prepare_job(load_config(None, [f"model.init_from={folder}", where, *here]), {})
+    assert job.tokenizer.file == str(folder / "tokenizer.json")
+
+
+def test_another_tokenizer_than_the_models_is_noted_by_train_and_doctor(tmp_path, here):
+    folder = hf_folder(tmp_path / "hf")
+    words = [f"model.init_from={folder}", "data.tokenizer=bytes", f"log.dir={tmp_path}", *here]
+    config = load_config(None, words)
+    (told,) = [text for text in config_notes(config) if "other texts" in text]
+    assert "data.tokenizer = 'bytes'" in told
+    found = list(examine_config(config, clean_environ()))
+    assert told in [one.text for one in found if one.state == "note"]
+    for same in (folder, folder / "tokenizer.json"):
+        own = load_config(None, [f"model.init_from={folder}", f"data.tokenizer={same}"])
+        assert not any("other texts" in text for text in config_notes(own))
+
+
+def test_a_stored_model_without_a_tokenizer_is_not_trained_on_bytes(tmp_path, here):
+    folder = hf_folder(tmp_path / "hf", tokenizer=False)
+    config = load_config(None, [f"model.init_from={folder}", f"log.dir={tmp_path / 'runs'}", *here])
+    with pytest.raises(ConfigError, match="does not say which tokenizer it was trained with"):
+        prepare_job(config, {})
+    assert not (tmp_path / "runs").exists()
+    states = {one.name: one for one in examine_config(config, clean_environ())}
+    assert states["data"].state == "bad"
+    assert "does not say which tokenizer" in states["data"].text
+
+
+def test_a_run_folder_brings_the_tokenizer_of_the_run(tmp_path, config):
+    job = prepare_job(config(), clean_environ())
+    create(job)
+    step = job.folder.path / "checkpoints" / "step-00000004"
+    step.mkdir(parents=True)
+    (step / "model.json").write_text(job.config.model.model_dump_json())
+    again = load_config(None, [f"model.init_from={step}"])
+    assert again.data.tokenizer == "bytes"
+    assert again.origins["data.tokenizer"].startswith("model.init_from")
+
+
+def test_the_default_rate_follows_the_model():
+    published = {1.25e8: 6e-4, 1.3e9: 2e-4, 6.7e9: 1.2e-4, 1.75e11: 6e-5, 1e12: 6e-5}
+    for size, rate in published.items():
+        assert rate_for(size) == rate
+    assert rate_for(5e6) == 3e-3
+    rates = [rate_for(10 ** (at / 10)) for at in range(60, 125)]
+    assert rates == sorted(rates, reverse=True)
+    small = load_config(None, [])
+    assert (small.optimizer.lr, small.origins["optimizer.lr"]) == (3e-3, "default")
+    large = load_config(None, ["model.preset=llama-3-8b"])
+    assert 1e-4 < large.optimizer.lr < 1.3e-4
+    assert "8.03B parameters" in large.origins["optimizer.lr"]
+    assert any(text.startswith("optimizer.lr = 0.00011") for text in config_notes(large))
+    given = load_config(None, ["model.preset=llama-3-8b", "optimizer.lr=0.003"])
+    assert given.optimizer.lr == 3e-3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.preset=llama-3-8b"],
+        ["model.preset=smollm2-135m"],
+        ["model.preset=pythia-1b"],
+        ["model.preset=llama-2-70b"],
+    ],
+)
+def test_the_rate_is_that_of_the_models_parameters(words):
+    config = load_config(None, words)
+    exact = rate_for(parameter_count(config.model))
+    assert config.optimizer.lr == pytest.approx(exact, rel=0.02)
+
+
+def test_a_trained_model_gets_a_tenth_of_the_rate(tmp_path):
+    config = load_config(None, [f"model.init_from={hf_folder(tmp_path / 'hf')}"])
+    assert config.optimizer.lr == pytest.approx(3e-4)
+    (told,) = [text for text in config_notes(config) if text.startswith("optimizer.lr")]
+    assert "a tenth" in told
+
+
+def test_sequences_beyond_the_context_are_noted(tmp_path):
+    words = [f"model.init_from={hf_folder(tmp_path / 'hf')}", "train.seq_len=128"]
+    (told,) = [text for text in config_notes(load_config(None, words)) if "context" in text]
+    assert told.startswith("train.seq_len = 128 is beyond model.context = 64")
+    assert not any("context" in text for text in config_notes(load_config(None, [])))
+
+
+def runs_of(tmp_path):
+    folder = tmp_path / "runs"
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def test_a_cluster_of_other_devices_is_refused(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"cluster.preset = 'h100-sxm', but this machine has CPU"):
+        prepare_job(config("cluster.preset=h100-sxm"), clean_environ())
+    assert runs_of(tmp_path) == []
+    states = [one for one in examine_config(config("cluster.preset=a40"), {}) if one.state == "bad"]
+    assert any("cluster.preset = 'a40'" in one.text for one in states)
+
+
+def test_a_plan_for_other_devices_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.json"
+    words = [*TINY, "cluster.preset=h100-sxm"]
+    assert main(["plan", *words, "--top", "1", "--save", str(path)]) == 0
+    (tmp_path / "run.toml").write_text("[train]\nlog_every = 1\n")
+    for command in (
+        ["train", "--plan", str(path)],
+        ["train", "--plan", str(path), "run.toml", *TINY],
+    ):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert "cluster.preset = 'h100-sxm', but this machine has CPU" in capsys.readouterr().err
+    assert runs_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpu", "refused"),
+    [
+        ("h100-sxm", "NVIDIA H100 80GB HBM3", False),
+        ("a100-80gb", "NVIDIA H100 80GB HBM3", True),
+        ("h100-sxm", "NVIDIA Graphics Device", False),  # nobody knows what it is
+        ("cpu", "NVIDIA H100 80GB HBM3", True),
+        ("local", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_gpus_are_known_by_their_drivers_name(monkeypatch, preset, gpu, refused):
+    from meshwright.layout import Machine
+
+    monkeypatch.setattr(checks, "gpu_name", lambda: gpu)
+    config = load_config(None, [f"cluster.preset={preset}"])
+    machine = Machine("cuda", 8, 64, "CUDA GPU", is_fixed=True)
+    if refused:
+        with pytest.raises(ConfigError, match=f"but this machine has {gpu}"):
+            checks.check_device(config, machine)
+    else:
+        checks.check_device(config, machine)
+
+
+def test_what_is_predicted_not_to_fit_is_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: (2**30, 2**20))
+    own = config("model.n_layers=8", "model.dim=256")
+    with pytest.raises(ConfigError, match=r"does not fit: predicted .* 1.00 MiB are free"):
+        prepare_job(own, clean_environ())
+    assert runs_of(tmp_path) == []
+    peak = {one.name: one for one in examine_config(own, clean_environ())}["peak"]
+    assert peak.state == "bad"
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: (0, 0))  # not known
+    prepare_job(own, clean_environ())
+
+
+def test_a_refusal_leaves_no_run_folder(config, tmp_path):
+    with pytest.raises(DataError):
+        prepare_job(config("data.source=nowhere.txt"), clean_environ())
+    assert runs_of(tmp_path) == []
+
+
+def resumed(config, *overrides, before=()):
+    """The job of a run of 20 steps, of which it has done ten, that goes on."""
+    job = prepare_job(config("train.steps=20", *before), clean_environ())
+    create(job)
+    step = job.folder.path / "checkpoints" / "step-00000010"
+    step.mkdir(parents=True)
+    return replace(job, config=load_config(job.folder.config, overrides), resume=True)
+
+
+def test_a_run_that_goes_on_for_longer_says_how_its_rate_changes(config):
+    job = resumed(config, "train.steps=40")
+    told = schedule_note(job)
+    then, now = (
+        learning_rate(at, steps, job.config.optimizer) for at, steps in ((10, 20), (11, 40))
+    )
+    assert told == (
+        f"train.steps was 20, is 40: the learning rate was {then:.2e} at step 10, and is "
+        f"{now:.2e} next. optimizer.schedule_steps=20 keeps the schedule"
+    )
+    assert told in list(run_notes(job))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), None),
+        (("train.steps=40", "optimizer.schedule_steps=20"), None),
+        (("optimizer.lr=0.1",), "optimizer.lr was 0.003, is 0.1: the learning rate was"),
+        (("train.steps=15",), "train.steps was 20, is 15"),
+        (("train.log_every=2",), None),
+    ],
+)
+def test_only_what_changes_the_rate_is_said(config, overrides, said):
+    told = schedule_note(resumed(config, *overrides))
+    assert told is None if said is None else told.startswith(said)
+
+
+def test_a_constant_rate_goes_on_without_a_word(config):
+    job = resumed(config, "train.steps=40", before=("optimizer.schedule=constant",))
+    assert schedule_note(job) is None
+
+
+def test_the_lowest_rate_stays_after_the_schedule():
+    spec = load_config(None, ["optimizer.schedule_steps=20", "train.steps=40"]).optimizer
+    rates = [learning_rate(step, 40, spec) for step in range(1, 41)]
+    assert rates[19:] == [pytest.approx(spec.lr * spec.min_lr_ratio)] * 21
+    assert rates[18] > rates[19]
+
+
+def test_more_ranks_than_cores_are_noted(config):
+    cores = len(os.sched_getaffinity(0))
+    job = prepare_job(config(f"layout.dp_replicate={2 * cores}", f"train.batch={2 * cores}"), {})
+    (told,) = [text for text in run_notes(job) if "cores" in text]
+    assert told.endswith(f"has {2 * cores} ranks on this machine, which share {cores} cores")
