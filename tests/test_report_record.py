@@ -20,16 +20,8 @@ def rows_of(page):
 
 def test_causes_and_messages_are_those_of_the_record(config):
     """What the page says of both is counted anew from ledger.json."""
-    folder = write_run(
-        config(
-            "layout.pp=2",
-            "layout.microbatch=1",
-            "train.batch=8",
-            "model.n_layers=4",
-            "layout.tp=2",
-            "model.n_kv_heads=2",
-        )
-    )
+    words = ["layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4"]
+    folder = write_run(config(*words, "layout.tp=2", "model.n_kv_heads=2"))
     page = run_page(read_run(folder))
     rows, ledgers = rows_of(page), {}
     for ledger in json.loads((folder / "ledger.json").read_text())["ledgers"]:
@@ -56,5 +48,5 @@ def test_causes_and_messages_are_those_of_the_record(config):
     for kind, axis, size, times, waited in most["traffic"]:
         (row,) = [row for row in rows if row[:2] == [axis, kind]]
         assert row[3:5] == [format_bytes(size * times), f"{times:,}"]
-        assert row[5] == ("unknown" if waited is None else seconds(waited))
+        assert row[5] == ("–" if waited is None else seconds(waited))
     assert f"Messages of rank {most['rank']} in one step" in page.html()

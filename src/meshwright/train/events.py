@@ -41,7 +41,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
-        self._path, self._say = path, say or _to_stderr
+        self._path, self._say = path, say or note
         self._kept: list[bytes] = []
         self._file = path.open("ab", buffering=0)
         content = path.read_bytes()
@@ -85,8 +85,9 @@ class JsonLines:
             self._say(f"{self._path} lacks the last {len(self._kept)} events: the disk is full")
 
 
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError):  # a log on the same full disk
+def note(text: str) -> None:
+    """Print a note to the log of this process, which may be on a disk without room itself."""
+    with contextlib.suppress(OSError):
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from meshwright.program.ledger import StepLedger, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
+from meshwright.train.events import note
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def put_step(folder: RunFolder, found: StepLedger) -> None:
     try:
         write_atomic(path, (json.dumps(to_json(ledgers), separators=(",", ":")) + "\n").encode())
     except DataError as error:
-        print(f"note: {error}", file=sys.stderr, flush=True)
+        note(str(error))
 
 
 def read_job(path: Path) -> Job:
