@@ -172,6 +172,19 @@ def test_outside_of_fp16_it_is_an_error_on_every_rank(world):
         torch.testing.assert_close(held.shard, old, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_gradient_below_the_limit_is_left_alone():
+    moved = []
+    for clip_norm in (0.0, 5.0, 10.0):
+        weight = torch.nn.Parameter(torch.zeros(2, 2))
+        weight.grad = torch.full((2, 2), 2.5)  # of norm 5
+        optimizer = build_optimizer([weight], OptimizerSpec(name="sgd", lr=0.1, weight_decay=0))
+        step_scaled(optimizer, torch.tensor(5.0, dtype=torch.float64), 1.0, clip_norm)
+        moved.append(weight.detach())
+    assert torch.equal(moved[0], torch.full((2, 2), -0.25))
+    assert torch.equal(moved[1], moved[0])
+    assert torch.equal(moved[2], moved[0])
+
+
 @pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.0), ("sgd", 0.0), ("sgd", 0.9)])
 def test_a_step_that_is_not_finite_changes_no_weight_and_no_state(name, momentum):
     """Whichever step it is, and the steps after it are those of torch's own optimizer."""

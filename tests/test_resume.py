@@ -286,10 +286,12 @@ def test_a_step_of_weights_only_is_no_run(started):
 
 def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypatch):
     """A resumed run that begins its data order anew is found out."""
-    own = config("layout.dp_replicate=1", "model.dropout=0.1")
+    evaluates = ("train.eval_every=1", "data.validation=0.2")
+    own = config("layout.dp_replicate=1", "model.dropout=0.1", *evaluates)
     case = shrink(own.model, own.train, Layout(microbatch=2))[0]
     good = list(certify(own, case, tmp_path / "good", clean_environ()))
-    assert [verdict.passed for verdict in good] == [True] * 5, good
+    assert [verdict.passed for verdict in good] == [True] * 6, good
+    assert "on one rank step 8 is evaluated the same" in [verdict.claim for verdict in good]
     assert good[0].expected == good[0].observed
 
     def forgetful(config, environ, out, resume=None):

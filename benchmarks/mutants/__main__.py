@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,40 +96,38 @@ def judge(
     place, healthy = Place(folder / "place").make(), copy_of_source(folder / "healthy")
     trees = {mutant.name: _planted(mutant, folder) for mutant in mutants}
     preload()
+    bad: list[str] = []
+
+    def task(tree: Path, killers: Sequence[str], name: str) -> Task:
+        commands = {killer: table.killers[killer] for killer in killers}
+        return Task(tree, commands, place, folder / "answers" / name)
+
+    def passed(_: Task, found: Mapping[str, Said]) -> None:
+        for name, said in found.items():
+            is_bad = bool(said.failed or said.error)
+            print(f"{'FAIL' if is_bad else 'ok  '} {name} ({said.seconds:.1f} s)", flush=True)
+            if is_bad:
+                bad.append(f"{name} fails without a mutant: {said.error or said.failed}")
+
     wanted = list(dict.fromkeys(name for mutant in mutants for name in mutant.killers))
-    bad = []
-
-    def passed(task: Task, said: Said) -> None:
-        name = task.answer.stem
-        print(f"{'FAIL' if said.failed or said.error else 'ok  '} {name} ({said.seconds:.1f} s)")
-        if said.failed or said.error:
-            bad.append(f"{name} fails without a mutant: {said.error or said.failed}")
-
-    def task(tree: Path, killer: str, name: str) -> Task:
-        return Task(tree, table.killers[killer], place, folder / f"{name}.json")
-
-    # One of each kind first, alone: it prepares what the others share.
-    tasks = [task(healthy, name, name) for name in wanted]
-    run_all(tasks[:1], 1, passed, timeout_s)
+    tasks = [task(healthy, [name], "healthy") for name in wanted]
+    run_all(tasks[:1], 1, passed, timeout_s)  # alone: it compiles what the others read
     run_all(tasks[1:], jobs, passed, timeout_s)
     if bad:
         raise TableError("\n".join(bad))
-    rows: dict[Path, Row] = {}
-    pairs = {}
-    for mutant in mutants:
-        for killer in mutant.killers:
-            one = task(trees[mutant.name], killer, f"{mutant.name}--{killer}")
-            pairs[one.answer] = (one, mutant, killer)
+    rows: dict[str, list[Row]] = {}
 
-    def caught(task: Task, said: Said) -> None:
-        _, mutant, killer = pairs[task.answer]
-        row = rows[task.answer] = Row(mutant, killer, said)
-        word = "caught  " if row.is_caught else "SURVIVED"
-        told = said.failed[0] if said.failed else said.error
-        print(f"{word} {mutant.name} by {killer}: {told} ({said.seconds:.1f} s)", flush=True)
+    def caught(task: Task, found: Mapping[str, Said]) -> None:
+        mutant = table.mutants[task.answers.name]
+        rows[mutant.name] = [Row(mutant, killer, said) for killer, said in found.items()]
+        for row in rows[mutant.name]:
+            word = "caught  " if row.is_caught else "SURVIVED"
+            told = row.said.failed[0] if row.is_caught else row.said.error
+            where = f"{mutant.name} by {row.killer}"
+            print(f"{word} {where}: {told} ({row.said.seconds:.1f} s)", flush=True)
 
-    run_all([one for one, _, _ in pairs.values()], jobs, caught, timeout_s)
-    return [rows[answer] for answer in pairs]
+    run_all([task(trees[m.name], m.killers, m.name) for m in mutants], jobs, caught, timeout_s)
+    return [row for mutant in mutants for row in rows[mutant.name]]
 
 
 def _planted(mutant: Mutant, folder: Path) -> Path:

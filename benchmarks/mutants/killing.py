@@ -85,16 +85,21 @@ def preload() -> None:
 
 
 class Task(NamedTuple):
-    """A killer to be run on a tree: its command line, and where to leave what it says."""
+    """Killers to be run on a tree: their command lines by name, and where they leave answers."""
 
     tree: Path
-    command: str
+    commands: Mapping[str, str]
     place: Place
-    answer: Path
+    answers: Path
+
+    def answer(self, killer: str) -> Path:
+        """Where a killer leaves what it says; its log is beside it."""
+        return self.answers / f"{killer}.json"
 
 
 def start(task: Task) -> int:
     """Begin a task in a child; returns its process id."""
+    task.answers.mkdir(parents=True, exist_ok=True)
     child = os.fork()
     if child == 0:
         code = 1
@@ -114,25 +119,31 @@ def start(task: Task) -> int:
 
 def _work(task: Task) -> None:
     """Run a task in this process, for which there is nothing after it."""
-    with task.answer.with_suffix(".log").open("w") as log:
-        for number in (1, 2):
-            os.dup2(log.fileno(), number)
     sys.path.insert(0, str(task.tree))
     os.environ |= {
         "PYTHONPATH": str(task.tree),
         "XDG_CACHE_HOME": str(task.place.folder / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    words = shlex.split(task.command)
-    try:
-        found = importlib.import_module(PACKAGE)
-        assert str(found.__file__).startswith(str(task.tree)), found.__file__
-        said = _pytest(words[1:]) if words[0] == "pytest" else _meshwright(words, task.place)
-    except BaseException as error:
-        traceback.print_exc()
-        said = Said(error=f"{type(error).__name__}: {error}")
-    said = said._replace(seconds=_processor_s())
-    task.answer.write_text(json.dumps(said), encoding="utf-8")
+    used = 0.0
+    for killer, command in task.commands.items():
+        answer = task.answer(killer)
+        with answer.with_suffix(".log").open("w") as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+        try:
+            said = _said(shlex.split(command), task)
+        except BaseException as error:
+            traceback.print_exc()
+            said = Said(error=f"{type(error).__name__}: {error}")
+        before, used = used, _processor_s()
+        answer.write_text(json.dumps(said._replace(seconds=used - before)), encoding="utf-8")
+
+
+def _said(words: Sequence[str], task: Task) -> Said:
+    found = importlib.import_module(PACKAGE)
+    assert str(found.__file__).startswith(str(task.tree)), found.__file__
+    return _pytest(words[1:]) if words[0] == "pytest" else _meshwright(words, task.place)
 
 
 def _processor_s() -> float:
@@ -141,21 +152,22 @@ def _processor_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def read(task: Task, code: int) -> Said:
-    """Return what a task that has ended has said."""
-    if not task.answer.is_file():
-        return Said(error=f"ended with {code} and no answer: {_last_line(task)}")
-    failed, error, seconds = json.loads(task.answer.read_text(encoding="utf-8"))
-    return Said(tuple(failed), f"{error}: {_last_line(task)}" if error else "", seconds)
+def read(task: Task, end: str) -> dict[str, Said]:
+    """Return what the killers of a task have said; of one that has not, `end`: how it ended."""
+    return {killer: _read(task.answer(killer), end) for killer in task.commands}
 
 
-def _last_line(task: Task) -> str:
-    log = task.answer.with_suffix(".log")
+def _read(answer: Path, end: str) -> Said:
+    log = answer.with_suffix(".log")
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    return lines[-1] if lines else ""
+    last = lines[-1] if lines else ""
+    if not answer.is_file():
+        return Said(error=f"{end} and no answer: {last}")
+    failed, error, seconds = json.loads(answer.read_text(encoding="utf-8"))
+    return Said(tuple(failed), f"{error}: {last}" if error else "", seconds)
 
 
-def end(child: int) -> None:
+def end_all(child: int) -> None:
     """End a child and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
@@ -166,7 +178,7 @@ def end(child: int) -> None:
 
 def _meshwright(words: Sequence[str], place: Place) -> Said:
     """Run `meshwright prove` with forked ranks, and return the verdicts that failed."""
-    supervisor = importlib.import_module(f"{PACKAGE}.launch.supervisor")
+    supervisor: Any = importlib.import_module(f"{PACKAGE}.launch.supervisor")
     supervisor.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
     main: Callable[[list[str]], int] = importlib.import_module(f"{PACKAGE}.cli.main").main
     if "--resume" in words:
@@ -175,7 +187,8 @@ def _meshwright(words: Sequence[str], place: Place) -> Said:
         code = main([*words, "--json"])
     if code not in (0, 1):
         return Said(error=f"it ended with exit code {code}")
-    failed, errors = [], []
+    failed: list[str] = []
+    errors: list[str] = []
     for verdict in json.loads(out.getvalue())["verdicts"]:
         if not verdict["passed"]:
             text = f"{verdict['claim']}: {_seen(verdict)}"
@@ -296,32 +309,34 @@ def _outcome_failed() -> type[BaseException]:
     return found
 
 
-def run_all(
-    tasks: Sequence[Task], jobs: int, done: Callable[[Task, Said], None], timeout_s: float
-) -> None:
-    """Run tasks, so many at a time; `done` is told of each as it ends."""
+Done = Callable[[Task, Mapping[str, Said]], None]
+
+
+def run_all(tasks: Sequence[Task], jobs: int, done: Done, timeout_s: float) -> None:
+    """Run tasks, so many at a time; `done` is told of each as it ends, within a time a killer."""
     waiting, running = list(reversed(tasks)), dict[int, tuple[Task, float]]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 task = waiting.pop()
-                running[start(task)] = (task, time.monotonic())
-            for task, said in _ended(running, timeout_s):
-                done(task, said)
+                running[start(task)] = (task, time.monotonic() + timeout_s * len(task.commands))
+            for task, end in _ended(running):
+                done(task, read(task, end))
             time.sleep(0.02)
     finally:
         for child in running:
-            end(child)
+            end_all(child)
 
 
-def _ended(running: dict[int, tuple[Task, float]], timeout_s: float) -> Iterator[tuple[Task, Said]]:
-    for child, (task, began) in list(running.items()):
+def _ended(running: dict[int, tuple[Task, float]]) -> Iterator[tuple[Task, str]]:
+    """Yield the tasks that have ended, with how; of one that hangs all is ended."""
+    for child, (task, until) in list(running.items()):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             del running[child]
-            yield task, read(task, os.waitstatus_to_exitcode(status))
-        elif time.monotonic() - began > timeout_s:
+            yield task, f"it ended with {os.waitstatus_to_exitcode(status)}"
+        elif time.monotonic() > until:
             del running[child]
-            end(child)
+            end_all(child)
             os.waitpid(child, 0)
-            yield task, Said(error=f"hung: no answer after {timeout_s:.0f} s", seconds=timeout_s)
+            yield task, "it hung"

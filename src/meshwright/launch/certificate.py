@@ -87,12 +87,17 @@ def _on_another(
     in what that step adds to the weights.
     """
     last = _FROM + _ON
-    at = range(_FROM + 1, last + 1)
-    expected, observed = ([_loss(run, step) for step in at] for run in (whole, other))
-    error = max(abs(a - b) / abs(a) for a, b in zip(expected, observed, strict=True))
     steps = f"steps {_FROM + 1} to {last}"
-    claim = f"on one rank {steps} have the same losses"
-    yield Verdict(claim, layout, expected, observed, bounds.loss, error <= bounds.loss)
+    told = {"step": f"{steps} have the same losses", "eval": f"step {last} is evaluated the same"}
+    for kind, same in told.items():
+        expected, observed = (
+            _losses(run, kind, range(_FROM + 1, last + 1)) for run in (whole, other)
+        )
+        if kind == "eval" and not expected:  # the config evaluates nothing
+            continue
+        error = max(abs(a - b) / abs(a) for a, b in zip(expected, observed, strict=True))
+        claim = f"on one rank {same}"
+        yield Verdict(claim, layout, expected, observed, bounds.loss, error <= bounds.loss)
 
     def tensors(run: Run, kind: str, step: int) -> Arrays:
         return read_whole(run.folder / "checkpoints" / step_name(step), kind)
@@ -125,7 +130,8 @@ def small_config(config: Config, case: Case, folder: Path) -> Config:
         "batch": case.train.batch,
         "seq_len": case.train.seq_len,
         "steps": STEPS,
-        "eval_every": 0,
+        # Once, where the config evaluates at all.
+        "eval_every": _FROM + _ON if config.train.eval_every else 0,
     }
     saving = {"every": 1, "keep": STEPS, "dir": None}
     world = {"device": "cpu", "devices_per_node": case.layout.world, "nodes": 1, "memory": None}
@@ -204,5 +210,6 @@ def _first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | 
     return None
 
 
-def _loss(run: Run, step: int) -> float:
-    return next(float(e["loss"]) for e in run.events("step") if e["step"] == step)
+def _losses(run: Run, kind: str, at: range) -> list[float]:
+    """Return the losses of some steps, or of evaluations after them."""
+    return [float(event["loss"]) for event in run.events(kind) if event["step"] in at]
