@@ -88,8 +88,11 @@ SMALL = [
 
 
 def test_peers_run_side_by_side(tmp_path, capsys):
-    out = tmp_path / "peers.json"
+    out, earlier = tmp_path / "peers.json", tmp_path / "earlier.json"
+    chosen = {"mode": "single", "system": "native", "microbatch": 2}
+    earlier.write_text(json.dumps({"rows": [chosen]}))  # what a sweep would find again
     words = [
+        *("--microbatches", str(earlier)),
         "--modes",
         "single",
         "ddp",
@@ -109,6 +112,9 @@ def test_peers_run_side_by_side(tmp_path, capsys):
     assert ran == [(m, s) for m in ("single", "ddp") for s in ("meshwright", "native")]
     assert all(row["steps"] == 1 and row["tokens_per_s"] > 0 for row in document["rows"])
     assert all(row["peak_bytes"] > 50 << 20 for row in document["rows"])
+    swept = {(r["mode"], r["microbatch"]): r["sweep_seconds"] for r in document["rows"][1::2]}
+    assert swept.pop(("single", 2)) == {}
+    assert set(*swept.values()) == {"1", "2"}
     assert document["sizes"]["dim"] == 32
     assert document["not_installed"] == ["olmo"]
 
