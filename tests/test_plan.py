@@ -302,3 +302,45 @@ def test_ranks_of_a_cpu_are_as_many_as_the_degrees_ask_for(capsys):
         assert found[tp]["layout"]["tp"] == tp
     # Four ranks share the cores that two have: no product is faster for it.
     assert found[4]["seconds"]["compute"] >= 0.9 * found[2]["seconds"]["compute"]
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "length", "precision"),
+    [
+        (["model.preset=llama-3-8b", "cluster.preset=a100-80gb"], 256, 8192, "bf16"),
+        (["model.preset=llama-2-7b", "cluster.preset=v100-32gb"], 512, 4096, "fp16"),
+        (["model.preset=pythia-160m", "cluster.preset=a40"], 256, 2048, "bf16"),
+        (["model.preset=llama-3.2-1b", "cluster.preset=h100-sxm"], 64, 8192, "bf16"),
+        (["model.preset=llama-3-70b", "cluster.preset=a40", "train.batch=8"], 8, 8192, "bf16"),
+        (
+            ["model.preset=pythia-160m", "cluster.preset=a40", "train.seq_len=500"],
+            1024,
+            500,
+            "bf16",
+        ),
+        (
+            ["model.preset=pythia-160m", "cluster.preset=a40", "train.precision=fp32"],
+            256,
+            2048,
+            "fp32",
+        ),
+        (["cluster.preset=a40"], 16, 256, "fp32"),  # our own small model
+        (["model.preset=llama-3-8b"], 16, 256, "fp32"),  # on the machine at hand
+    ],
+)
+def test_a_published_model_has_a_batch_of_its_size(words, batch, length, precision):
+    train = mw.load_config(overrides=words).train
+    assert (train.batch, train.seq_len, train.precision) == (batch, length, precision)
+
+
+def test_what_nobody_has_given_is_said(capsys):
+    words = ["plan", "model.preset=pythia-1b", "cluster.preset=a100-80gb", "--top", "1"]
+    _, out = run(capsys, *words)
+    text = " ".join(out.out.split())
+    assert "note: train.batch = 256, derived: 524k tokens for 1.01B parameters" in text
+    assert "note: train.precision = bf16, derived" in text
+    _, out = run(capsys, *words, "train.batch=64", "train.seq_len=2048", "train.precision=bf16")
+    assert "note: train." not in out.out
+    _, out = run(capsys, "plan", "model.preset=pythia-14m", "cluster.device=cpu", "--top", "1")
+    told = "train.batch, train.seq_len, train.precision: the defaults of a first look"
+    assert told in " ".join(out.out.split())

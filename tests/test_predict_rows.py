@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,9 @@ from benchmarks import published
 from benchmarks.published_fit import fit, fit_memory
 
 from meshwright.predict.calibration import Calibration, shipped_calibration
-from meshwright.predict.rows import RowError, predict_row, read_row
+from meshwright.predict.rows import RowError, _stack, predict_row, read_row
+from meshwright.search.plan import plan
+from meshwright.spec.loading import load_config
 
 ROWS = Path(
     os.environ.get("MESHWRIGHT_PUBLISHED", Path(__file__).parents[2] / "shared" / "published")
@@ -159,6 +162,79 @@ def test_the_shipped_constants_are_those_of_the_rows():
     verdicts = published.verdicts(swept, calibration)
     assert verdicts.total > 700
     assert verdicts.right >= 0.97
+    assert max(verdicts.dangerous.values()) < 0.02
+
+
+PLANS = {
+    "dense": ["model.preset=llama-2-7b", "cluster.preset=a100-80gb", "train.batch=64"],
+    "grouped": ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=32"],
+    "plain": ["model.preset=pythia-1b", "cluster.preset=a40", "train.batch=64"],
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_row_of_ones_own_has_the_price_of_plan(kind):
+    words = [*PLANS[kind], "train.seq_len=2048", "train.precision=bf16"]
+    config = load_config(None, words)
+    made = plan(config, 20)
+    model, train = config.model, config.train
+    assert len(made.found.ranked) > 5
+    for one in made.found.ranked:
+        layout = one.layout
+        row = {
+            "id": layout.label,
+            "gpu": config.cluster.preset,
+            "n_gpus": layout.world,
+            "layers": model.n_layers,
+            "hidden": model.dim,
+            "heads": model.n_heads,
+            "kv_heads": model.n_kv_heads,
+            "ffn": model.ffn_dim,
+            "mlp": "gated" if model.family == "llama" else "plain",
+            "rotary_pct": model.rotary_pct,
+            "parallel_residual": model.parallel_residual,
+            "vocab": model.vocab_size,
+            "seq": train.seq_len,
+            "gbs": train.batch,
+            "mbs": layout.microbatch,
+            "dp": layout.dp,
+            "dp_shard": layout.dp_shard,
+            "tp": layout.tp,
+            "sp": layout.sp,
+            "cp": layout.cp,
+            "cp_kind": layout.cp_kind,
+            "pp": layout.pp,
+            "vp": layout.virtual_stages,
+            "pp_schedule": layout.schedule,
+            "zero_stage": layout.zero,
+            "recompute": layout.recompute,
+            "offload": layout.offload,
+            "precision": "bf16",
+        }
+        found = predict_row(row, shipped_calibration())
+        assert "system meshwright" in found["assumed"]
+        assert found["step_time_s"] == pytest.approx(one.time.total, rel=1e-9), layout.label
+        assert found["peak_mem_gib"] * 2**30 == pytest.approx(one.memory.total, rel=1e-9)
+        assert found["mfu"] == pytest.approx(one.mfu, rel=1e-9)
+        if kind == "dense":  # its MLP is seen by its width
+            alone = predict_row({**row, "mlp": None}, shipped_calibration())
+            assert alone["step_time_s"] == found["step_time_s"]
+            assert "mlp gated" in alone["assumed"]
+
+
+def test_systems_by_their_names():
+    text = (Path(__file__).parents[1] / "docs/commands/predict.md").read_text()
+    table = text.partition("priced as |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    assert len(rows) == 11
+    for names, priced in rows[:-1]:
+        for name in re.findall(r"`([^`]+)`", names):
+            stack = _stack({"framework": name}, [])
+            assert stack.name == re.findall(r"`([^`]+)`", priced)[0], name
+    assert _stack({"framework": "other", "tp": 2}, []).name == "megatron"
+    assert _stack({}, []).name == "meshwright"
+    with_kind = {**ROW, "mlp": "moe"}
+    assert "one of gated, plain" in predict_row(with_kind, shipped_calibration())["refused"]
 
 
 @pytest.mark.slow

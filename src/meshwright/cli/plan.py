@@ -193,6 +193,20 @@ def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> in
     return EXIT_DONE if found else EXIT_CHECK_FAILED
 
 
+def _defaults(config: Config) -> list[str]:
+    """Return what is said of a batch, a length and a precision that nobody has given."""
+    origins = {key: config.origins[f"train.{key}"] for key in ("batch", "seq_len", "precision")}
+    found = [
+        f"train.{key} = {getattr(config.train, key)}, {where}"
+        for key, where in origins.items()
+        if where.startswith("derived")
+    ]
+    plain = [f"train.{key}" for key, where in origins.items() if where == "default"]
+    if plain and config.model.preset is not None:
+        found.append(f"{', '.join(plain)}: the defaults of a first look; give those of the run")
+    return found
+
+
 def _print_plan(made: Plan, seconds: float) -> None:
     console, setting, found = Console(), made.setting, made.found
     cluster, train = setting.cluster, setting.train
@@ -202,6 +216,8 @@ def _print_plan(made: Plan, seconds: float) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
+    for text in _defaults(made.config):
+        say(f"note: {text}")
     known = setting.calibration
     if known is not shipped_calibration():
         say(f"priced by {known.source}, {known.date}")

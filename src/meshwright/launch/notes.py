@@ -23,6 +23,9 @@ def config_notes(config: Config) -> Iterator[str]:
         yield f"optimizer.lr = {rate:g}, {where}"
     if config.origins.get("data.tokenizer", "").startswith("model.init_from"):
         yield f"data.tokenizer = {config.data.tokenizer}, as model.init_from has it"
+    for key in ("batch", "seq_len", "precision"):
+        if (where := config.origins.get(f"train.{key}", "")).startswith("derived"):
+            yield f"train.{key} = {getattr(config.train, key)}, {where}"
     for text in (tokenizer_note(config), beyond_context(config.train.seq_len, config.model)):
         if text is not None:
             yield text

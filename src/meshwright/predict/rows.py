@@ -32,6 +32,12 @@ _VOCAB_MULTIPLE = 128
 _SLACK = 0.25
 
 
+# Our own system: what of a row is said in its words, and not in those of the papers.
+_OURS: Final = "meshwright"
+# MLPs of three matrices, as Llama's, or of two.
+_MLPS: Final = ("gated", "plain")
+
+
 class RowError(Exception):
     """A row that cannot be priced; the message says why."""
 
@@ -79,7 +85,7 @@ def read_row(row: Row, calibration: Calibration) -> Case:
     degrees = _degrees(row, assumed)
     stack = _stack(row, assumed)
     device = _device(row, assumed)
-    model = _model(row, degrees["tp"], assumed)
+    model = _model(row, degrees["tp"], stack, assumed)
     precision, products = _precision(row, device, assumed)
     per_node = row.get("gpus_per_node")
     devices = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
@@ -153,8 +159,10 @@ def _links(row: Row, device: Device) -> tuple[str, str] | None:
 
 def _stack(row: Row, assumed: list[str]) -> Stack:
     text = row.get("framework") or row.get("source_key")
-    name = _first(_FRAMEWORKS, text)
-    if name is None:
+    name = _first(_FRAMEWORKS, text) if text else "meshwright"
+    if not text:
+        assumed.append("system meshwright")
+    if name is None:  # some other
         name = "megatron" if (row.get("tp") or 1) * (row.get("pp") or 1) > 1 else "fms"
         assumed.append(f"system {name}")
     if name == "torchtitan" and row.get("compile"):
@@ -166,7 +174,7 @@ def _stack(row: Row, assumed: list[str]) -> Stack:
     return with_attention(STACKS[name], attention)
 
 
-def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
+def _model(row: Row, tp: int, stack: Stack, assumed: list[str]) -> ModelSpec:
     name = str(row.get("model", ""))
     vocab = row.get("vocab")
     if vocab is None:
@@ -181,6 +189,13 @@ def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
     # A gated MLP has three matrices, and so never four times the width.
     is_gated = ffn != 4 * hidden
     is_llama = is_gated and bool(re.search("llama|mistral|qwen|olmo", name, re.IGNORECASE))
+    if (mlp := row.get("mlp")) is not None:
+        if mlp not in _MLPS:
+            raise RowError(f"mlp {mlp!r}: it is one of {', '.join(_MLPS)}")
+        is_llama = mlp == "gated"
+    elif stack.name == _OURS:  # both families may have any width
+        is_llama = is_gated or kv_heads != heads
+        assumed.append(f"mlp {'gated' if is_llama else 'plain'}")
     if not row.get("ffn"):
         assumed.append(f"ffn {ffn}")
     if not is_llama and kv_heads != heads:
@@ -188,7 +203,7 @@ def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
         assumed.append("two MLP matrices priced as three of 2/3 the width")
     fields: dict[str, Any] = {
         "family": "llama" if is_llama else "neox",
-        "vocab_size": round_up(vocab, _VOCAB_MULTIPLE * tp),
+        "vocab_size": round_up(vocab, tp if stack.name == _OURS else _VOCAB_MULTIPLE * tp),
         "dim": hidden,
         "n_layers": row["layers"],
         "n_heads": heads,
@@ -200,7 +215,9 @@ def _model(row: Row, tp: int, assumed: list[str]) -> ModelSpec:
     if is_llama:
         fields["n_kv_heads"] = kv_heads
     else:
-        fields["rotary_pct"] = 0.0  # learned positions, or ALiBi
+        # Others have learned positions, or ALiBi.
+        fields["rotary_pct"] = float(row.get("rotary_pct", 1.0 if stack.name == _OURS else 0.0))
+        fields["parallel_residual"] = bool(row.get("parallel_residual"))
     try:
         return model_spec(**fields)
     except (ValidationError, ConfigError) as error:
@@ -241,7 +258,8 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
             virtual -= 1
         assumed.append(f"{virtual} virtual stages")
     stated = row.get("zero_stage")
-    zero: Zero = (0 if stack.keeps == "whole" else 3) if stated is None else stated
+    whole = stack.keeps == "whole" or stack.name == _OURS
+    zero: Zero = (0 if whole else 3) if stated is None else stated
     if stated is None:
         assumed.append(f"zero {zero}")
     if stack.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
@@ -264,12 +282,15 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
         sp = True
         assumed.append("sp")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
+    if stack.name == _OURS and degrees["pp"] > 1:
+        schedule = row.get("pp_schedule") or schedule
     offload = str(row.get("offload") or "none").lower()
     return Layout(
         pp=degrees["pp"],
         dp_replicate=dp // shards,
         dp_shard=shards,
         cp=degrees["cp"],
+        cp_kind=row.get("cp_kind") or "ring",
         tp=degrees["tp"],
         zero=zero,
         sp=bool(sp) and degrees["tp"] > 1,

@@ -24,6 +24,12 @@ _RATES: Final = (
     (1.3e10, 1e-4),
     (1.75e11, 6e-5),
 )
+# Tokens of a batch by parameters: powers of two near those of the same table.
+_BATCHES: Final = ((0.0, 1 << 19), (1.3e9, 1 << 20), (6.7e9, 1 << 21), (1e11, 1 << 22))
+# Sequences are no longer than this unless asked for: contexts beyond it are trained in the end.
+_LONGEST: Final = 8192
+# Devices without products in bf16.
+_HALF: Final = ("v100",)
 # A model that is trained already takes a smaller one: it has something to lose.
 _TRAINED: Final = 0.1
 
@@ -53,6 +59,30 @@ def default_rate(model: Values) -> Value | None:
     if rate == OptimizerSpec().lr:
         return None
     return Value(rate, f"derived: for {size}")
+
+
+def default_training(model: Values, cluster: Values, given: Values) -> Values:
+    """Return the batch, the length and the precision of a published model on a cluster.
+
+    `given` is the [train] section, whose keys stay. Nothing for our own small model, nor for the
+    machine at hand, whose defaults are for a first look.
+    """
+    device = str(cluster.get("preset", Value("local", "")).value)
+    preset, init_from = (model.get(key, Value(None, "")).value for key in ("preset", "init_from"))
+    if device in ("local", "cpu") or (preset in (None, "demo") and init_from is None):
+        return {}
+    count = _matrices(model)
+    length = Value(min(int(model["context"].value), _LONGEST), "derived: model.context, up to 8192")
+    tokens = next(size for least, size in reversed(_BATCHES) if count >= least)
+    rows = max(1, tokens // int(given.get("seq_len", length).value))
+    why = f"derived: {format_count(tokens)} tokens for {format_count(count)} parameters"
+    name = "fp16" if device.startswith(_HALF) else "bf16"
+    found = {
+        "seq_len": length,
+        "batch": Value(1 << (rows.bit_length() - 1), why),  # which devices divide
+        "precision": Value(name, f"derived: products of {device} are fastest in it"),
+    }
+    return {key: value for key, value in found.items() if key not in given}
 
 
 def default_tokenizer(init_from: str) -> Values:

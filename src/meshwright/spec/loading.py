@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, nearest, refusal
-from meshwright.spec.defaults import default_rate, default_tokenizer
+from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
 from meshwright.spec.model import ModelSpec, Spec
 from meshwright.spec.resolve import Value, Values, resolve_model
 from meshwright.spec.training import (
@@ -149,6 +149,8 @@ def _derive(given: dict[str, Values]) -> None:
     given["model"] = resolve_model(given["model"], tokenizer, folder)
     if "lr" not in given["optimizer"] and (rate := default_rate(given["model"])) is not None:
         given["optimizer"]["lr"] = rate
+    for key, value in default_training(given["model"], given["cluster"], given["train"]).items():
+        given["train"][key] = value
     steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
     if "warmup_steps" not in given["optimizer"]:
         warmup = min(100, steps // 10)
