@@ -1,0 +1,38 @@
+"""Of the table of layouts as few as together have each kind, and each pair of axes, on ranks."""
+
+from itertools import combinations
+
+import pytest
+
+from meshwright.launch.proof import prove_cases
+from runs import clean_environ
+from test_prove import axes, check, legal, quiet
+
+
+def values(case):
+    """What a case of the table has: axes, kinds, schedule, policies, precision, kind of model."""
+    layout, model = case.layout, case.label.partition(", ")[2]
+    found = {*axes(layout), f"zero {layout.zero}", *model.split(), case.train.precision}
+    found |= {f"recompute {layout.recompute}", f"offload {layout.offload}"}
+    found |= {f"sp {layout.sp}"} if layout.tp > 1 else set()
+    found |= {layout.cp_kind} if layout.cp > 1 else set()
+    return found | ({layout.schedule} if layout.pp > 1 else set())
+
+
+def pairs(case):
+    return set(combinations(sorted(axes(case.layout)), 2))
+
+
+def cover(cases, of):
+    """Some of the cases that together have all that any of them has."""
+    left, chosen = set().union(*map(of, cases)), []
+    while left:
+        chosen.append(max(cases, key=lambda case: len(left & of(case))))
+        left -= of(chosen[-1])
+    return chosen
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world", "of"), [(2, values), (8, pairs)])
+def test_every_kind_and_every_pair_of_the_table(world, of):
+    check(prove_cases(cover(legal(world), of), clean_environ(), quiet))
