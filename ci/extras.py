@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -122,8 +123,13 @@ def main(arguments: Sequence[str]) -> int:
     if args.pin:
         pin(args.name)
         return 0
+    # What DeepSpeed compiles as it starts is compiled once for all tests, not for each. A lock that
+    # an earlier run has left would be waited for.
+    compiled = ENVS / args.name / "torch-extensions"
+    shutil.rmtree(compiled, ignore_errors=True)
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(compiled)}
     words = ["-m", "pytest", "-p", "ci.plugin", "--no-skips", "-m", "", *EXTRAS[args.name].tests]
-    return subprocess.run([python, *words, *more], cwd=ROOT, check=False).returncode
+    return subprocess.run([python, *words, *more], cwd=ROOT, env=environ, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def test_what_it_does_not_do_is_refused(words, message, config, monkeypatch):
         train(config("train.engine=deepspeed", *words), clean_environ())
 
 
+@pytest.mark.timeout(900)  # DeepSpeed compiles its exchange of a machine's ranks as it starts
 @pytest.mark.parametrize("zero", [1, 2])
 def test_it_trains_as_our_engine_does(zero, config):
     """Two ranks, two microbatches each, documents apart, clipping: loss and norm of every step."""
