@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import subprocess
+import traceback
 
 import pytest
 
@@ -14,23 +15,40 @@ from meshwright.train.events import JsonLines
 from runs import clean_environ, faulty_worker
 
 
-@pytest.fixture
-def limit():
-    """Return a function that sets how large a file of this process may become; None: any size."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def limit(size):
+    """Set how large a file of this process may become; None: any size."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
 
-    def set_to(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
 
-    yield set_to
-    set_to(None)
+def apart(body):
+    """Run a test in a process of its own: pytest writes files, too, which no limit may stop."""
+
+    def test(tmp_path):
+        ours, theirs = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                body(tmp_path)
+            except BaseException:
+                limit(None)
+                os.write(theirs, traceback.format_exc().encode()[-4000:])
+            os._exit(0)
+        os.close(theirs)
+        with os.fdopen(ours) as failure:
+            said = failure.read()
+        os.waitpid(pid, 0)
+        assert not said, said
+
+    test.__name__ = body.__name__
+    return test
 
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_finds_no_room_is_written_later(tmp_path, limit):
+@apart
+def test_what_finds_no_room_is_written_later(tmp_path):
     path, said = tmp_path / "events.jsonl", []
     lines = JsonLines(path, said.append)
     events = [{"event": "step", "step": step} for step in range(1, 7)]
@@ -59,7 +77,8 @@ def test_what_finds_no_room_is_written_later(tmp_path, limit):
     assert said[3].endswith("it has all events, 4 of them late")
 
 
-def test_what_never_finds_room_is_told(tmp_path, limit):
+@apart
+def test_what_never_finds_room_is_told(tmp_path):
     path, said = tmp_path / "events.jsonl", []
     lines = JsonLines(path, said.append)
     limit(5)
