@@ -38,7 +38,7 @@ def test_a_program_is_what_its_ranks_do(case):
     for verdicts in on_ranks(case.layout.world, counted, case=case):
         failed = {claim: v.observed for claim, v in verdicts.items() if not v.passed}
         assert not failed
-        claims = {"parameters", "collectives", "matrix products"}
+        claims = {"parameters", "first weights", "collectives", "matrix products"}
         if case.layout.is_pipelined and case.layout.schedule != "naive":
             claims.add("action table")
         assert set(verdicts) == claims

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
+import torch
 import torch.distributed.pipelining.schedules as theirs
 
+from meshwright.execute.build import region_of, seeded
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.wire import Wire, Work, expected_messages, message_differences
 from meshwright.execute.world import World
-from meshwright.models import build_model
+from meshwright.models import build_model, init_parameter
 from meshwright.program.actions import Action, Kind, Table
 from meshwright.program.lower import Program, lower
 from meshwright.program.operations import matmul_flops
@@ -72,7 +74,12 @@ def prove_census(
             "parameters",
             "names and shapes of the meta model and of every shard are the program's",
             [*_model_differences(program), *_shard_differences(program, parallel)],
-        )
+        ),
+        verdict(
+            "first weights",
+            "every shard of a new run is its part of what one device begins with",
+            list(_first_differences(program, parallel)),
+        ),
     ]
     if case.layout.is_pipelined and case.layout.schedule != "naive":
         found = list(_order_differences(program)) if world.rank == 0 else []
@@ -116,6 +123,18 @@ def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
     }
     found = {f"stage {h.stage}, {h.name}": tuple(h.shard.shape) for h in parallel.held}
     yield from _lists("shard", expected, found)
+
+
+def _first_differences(program: Program, parallel: Parallel) -> Iterator[str]:
+    """Yield the shards that a new run would begin with other values of than one device."""
+    spec, seed = program.model, program.train.seed
+    source = seeded(spec, seed)
+    for held in parallel.held:
+        shape, region = held.sharding.part.shape, region_of(held, parallel)
+        whole = init_parameter(held.name, shape, spec, seed)
+        own = whole[tuple(slice(*along) for along in region)]
+        if not torch.equal(source(held.name, shape, region), own):
+            yield f"stage {held.stage}, {held.name}: not its part of what one device begins with"
 
 
 def _lists(
