@@ -44,6 +44,15 @@ def rank_pids(run_folder: Path) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; who adopts those of another that died may reap them late."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
 def torchrun(*words: str) -> str:
     """Run a command as two local ranks of torchrun, and return what they print."""
     with listen_on_loopback(None) as listener:

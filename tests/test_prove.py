@@ -100,8 +100,9 @@ def test_the_table_has_the_layouts_that_are_asked_for():
         "tp2 sp cp2-ring pp2 1f1b mb2",
         "dp2 shard2 zero3 tp2 sp mb2",
     } <= labels
-    four = {len([d for d in case.layout.mesh.shape if d > 1]) for case in legal(16)}
-    assert four == {4}
+    axes_of = Counter(len([d for d in case.layout.mesh.shape if d > 1]) for case in legal(16))
+    assert axes_of.pop(2) == 1  # the case with long rows
+    assert set(axes_of) == {4}
 
 
 @pytest.mark.parametrize("world", SMALL)

@@ -18,7 +18,7 @@ from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch import on_ray
 from meshwright.launch.jobs import JobSpec
 from meshwright.launch.on_ray import NodeLost, NodeRanks, bundles, environments, follow, strategy
-from runs import TINY, clean_environ
+from runs import TINY, clean_environ, is_running
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
@@ -142,11 +142,11 @@ def test_ranks_end_with_the_actor_that_started_them(tmp_path):
     )
     pid = int(actor.stdout.readline())
     time.sleep(1)
-    assert Path(f"/proc/{pid}").exists()
+    assert is_running(pid)
     os.kill(actor.pid, signal.SIGKILL)
     actor.wait()
     deadline = time.monotonic() + 120
-    while Path(f"/proc/{pid}").exists():
+    while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
