@@ -44,7 +44,7 @@ def test_refused_before_any_process_starts(config, corpus, tmp_path, refused):
     assert refused(config(f"checkpoint.dir={blocked}")) == (
         f"checkpoint folder {blocked} cannot be written: Not a directory; set checkpoint.dir"
     )
-    (tmp_path / "runs" / "run").rmdir()
+    (tmp_path / "runs").mkdir(exist_ok=True)
     (tmp_path / "runs" / "run").symlink_to(tmp_path / "gone")
     assert refused(config()) == (
         f"run folder {tmp_path}/runs/run cannot be written: File exists; set log.dir"
