@@ -357,7 +357,7 @@ def test_tables_name_real_keys():
 
 
 def test_files_are_told_apart(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(HF))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "neox.json").write_text('{"pipe-parallel-size": 1}')
     assert guess_system(tmp_path / "neox.json") == "gpt-neox"
