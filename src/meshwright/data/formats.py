@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple, cast
 
 from meshwright.data.files import reading
 from meshwright.errors import DataError, nearest, refusal
@@ -104,7 +104,7 @@ def read_whole(path: Path, key: str, separator: str | None, end_of_text: str) ->
 def _opened(path: Path) -> IO[bytes]:
     packed = kind_of(path)[1]
     if packed == ".gz":
-        return gzip.open(path)
+        return cast(IO[bytes], gzip.open(path))
     if packed is None:
         return path.open("rb")
     with suppress(ImportError):

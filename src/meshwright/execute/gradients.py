@@ -95,7 +95,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     dtype = reduce(torch.promote_types, (one.dtype for one in tensors), torch.float32)
     if tensors[0].is_cuda:  # which adds up as a tree
-        return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double()
+        return torch.stack(torch._foreach_norm(list(tensors), dtype=dtype)).double()
     return torch.stack([_norm_on_host(one, dtype) for one in tensors]).double()
 
 
@@ -106,12 +106,14 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     would convert the whole tensor first, in 25 times the time.
     """
     if tensor.numel() <= SHORT:
-        return torch.linalg.vector_norm(tensor, dtype=dtype)
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+        return norm
     flat = tensor.reshape(-1)
     long = len(flat) // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:long].view(-1, ROW), dim=-1, dtype=dtype)
     rest = torch.linalg.vector_norm(flat[long:], dtype=dtype)
-    return torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
+    whole: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
+    return whole
 
 
 @torch.no_grad()
