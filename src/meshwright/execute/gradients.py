@@ -106,14 +106,14 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     would convert the whole tensor first, in 25 times the time.
     """
     if tensor.numel() <= SHORT:
-        short: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-        return short
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+        return norm
     flat = tensor.reshape(-1)
     long = len(flat) // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:long].view(-1, ROW), dim=-1, dtype=dtype)
     rest = torch.linalg.vector_norm(flat[long:], dtype=dtype)
-    out: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
-    return out
+    whole: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
+    return whole
 
 
 @torch.no_grad()
