@@ -43,11 +43,15 @@ UNIT_ROUNDOFFS: Final = {
 # round less or more often, as those of fp32 products do, are the rest.
 MARGIN: Final = 6.0
 # What a tensor's distance may be in any case: so many roundings of all of its values.
-LEAST: Final = 16.0
+LEAST: Final = 32.0
 # Of a tensor that vanishes but for its roundings, as the gradient of a key's bias where nothing is
 # rotated: what is left of terms that cancel depends on how a kernel groups them. Layouts were seen
 # at 13 times what one device has.
 VANISHING: Final = 36.0
+# A tensor of at most `FEW` elements draws few numbers, and those of a bias depend on each other: the
+# distances of two draws were seen to differ by 8.
+FEW: Final = 64
+FEW_MARGIN: Final = 3 * MARGIN
 # Targets that share roundings, of the keys and values of their row: so many count as one.
 SHARING: Final = 4.0
 # Of one number that many roundings went into, which are independent: so many standard deviations.
@@ -112,7 +116,9 @@ class Expected(NamedTuple):
         """
         exact, rounded = (part(of[name]).double() for of in (self.exact, self.rounded))
         size, noise = exact.norm().item(), (rounded - exact).norm().item()
-        margin = MARGIN if noise < size else VANISHING
+        margin = FEW_MARGIN if exact.numel() <= FEW else MARGIN
+        if noise >= size:
+            margin = VANISHING
         bound = max(margin * noise, LEAST * 2.0**-24 * size, 1e-300)
         if self.added_to is not None:  # an update that vanishes may be one rounding of a weight
             bound = max(bound, 2.0**-24 * part(self.added_to[name]).double().norm().item())
