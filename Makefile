@@ -3,6 +3,7 @@
 #   make test   the tests
 #   make perf   what is measured in seconds, on a machine that does nothing else
 #   make faults ranks killed, stopped and cut off in every way
+#   make gate   what a change must pass
 #   make ci     what CI runs for this commit, in 45 minutes
 #   make everything  all that CI runs by turns, at once: hours
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove \
+.PHONY: gate ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove \
 	check lint types bench clean
 
 demo: $(VENV)/.base
@@ -51,7 +52,11 @@ prove: $(VENV)/.base
 mutants: $(VENV)/.dev
 	PYTHONPATH=src $(BIN)/python -m benchmarks.mutants --page docs/mutants.md
 
-# Both set up the environments themselves, with the system's Python.
+# All set up the environments themselves, with the system's Python. `gate` is what a change must pass:
+# the parts of `ci` that have passed as a whole on two cores.
+gate:
+	$(PYTHON) -m ci --only setup lint types test matrix-2
+
 ci:
 	$(PYTHON) -m ci
 

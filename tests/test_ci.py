@@ -383,4 +383,4 @@ def test_the_workflow_runs_the_same_scripts():
     run = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
     assert "bash .ci/run" in run["commit"]
     assert "make everything" in run["nightly"]
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make ci"
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make gate"

@@ -48,8 +48,8 @@ LEAST: Final = 32.0
 # rotated: what is left of terms that cancel depends on how a kernel groups them. Layouts were seen
 # at 13 times what one device has.
 VANISHING: Final = 36.0
-# A tensor of at most `FEW` elements draws few numbers, and those of a bias depend on each other: the
-# distances of two draws were seen to differ by 8.
+# A tensor of at most `FEW` elements draws few numbers, and those of a bias depend on each other:
+# the distances of two draws were seen to differ by 8.
 FEW: Final = 64
 FEW_MARGIN: Final = 3 * MARGIN
 # Targets that share roundings, of the keys and values of their row: so many count as one.
