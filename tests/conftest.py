@@ -73,6 +73,15 @@ def forks(processes_are_forked, request):
     return processes_are_forked
 
 
+@pytest.fixture(autouse=True)
+def own_products():
+    """No test computes in fp32 by the kernels that an earlier one has taken."""
+    yield
+    products = sys.modules.get("meshwright.execute.products")  # else torch is not imported, either
+    if products is not None:
+        products.take_route("torch", sys.modules["torch"].device("cpu"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def fresh_ranks():
     """The pools of ranks serve one file of tests; the next one's ranks know nothing of it."""
