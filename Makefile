@@ -30,7 +30,7 @@ demo: $(VENV)/.base
 	$(BIN)/meshwright generate runs/latest --prompt "def main(" --max-tokens 300
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not perf"

@@ -66,7 +66,9 @@ ALWAYS: Final = (
     Part("setup", ("make", "setup"), 3, needs=frozenset()),
     Part("lint", ("make", "lint"), 0.2),
     Part("types", ("make", "types"), 1),
-    Part("test", tests(*(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 12),
+    Part(
+        "test", tests("-n", "auto", *(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 12
+    ),
     Part("faults", of_marks("faults and not perf"), 6),
     Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 2),
     Part("perf", of_marks("perf"), 1),

@@ -134,6 +134,7 @@ def cases_of(item):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     for item in items:
         if numbers := cases_of(item):
             item.user_properties.append(("cases", " ".join(map(str, numbers))))

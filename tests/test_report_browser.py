@@ -23,6 +23,13 @@ KINDS = (
 )
 
 
+def some_slow(others):
+    """Return the kinds of pages, all but `others` marked slow."""
+    return [
+        kind if kind in others else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
+    ]
+
+
 @pytest.fixture(scope="module")
 def browser():
     sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -125,7 +132,7 @@ EMPTY = """() => [...document.querySelectorAll('.plot')].filter((plot) =>
   .map((plot) => plot.id)"""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow(("run", "plan", "layouts")))
 def test_a_page_opens_quietly_offline_and_whole(show, pages, kind):
     page, said, asked = show(kind)
     assert said == []
@@ -137,7 +144,7 @@ def test_a_page_opens_quietly_offline_and_whole(show, pages, kind):
     assert (pages / f"{kind}.html").stat().st_size < 6 * 2**20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow(("run",)))
 def test_a_page_fits_a_phone(show, kind):
     page, said, _ = show(kind, width=390)
     assert said == []

@@ -91,14 +91,24 @@ def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied, matmul
     check(label, precision, matmul, 0.03, MODEL.model_copy(update=sizes))
 
 
+NEOX = {"family": "neox", "n_kv_heads": 4, "attention_bias": True}
+
+
 @needs_onednn
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
-def test_the_peak_of_a_layer_by_both_ways(matmul):
+@pytest.mark.parametrize(
+    ("label", "sizes"),
+    [
+        ("tp2 mb4", {}),
+        ("dp1 mb4", NEOX),
+        pytest.param("dp1 mb4", {}, marks=pytest.mark.slow),
+        pytest.param("tp2 mb4", NEOX, marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_a_layer_by_both_ways(label, sizes, matmul):
     """Where the gradients of an MLP's wide weights are the peak, with biases and without."""
-    for sizes in ({}, {"family": "neox", "n_kv_heads": 4, "attention_bias": True}):
-        wide = MODEL.model_copy(update={"ffn_dim": 4096, "n_layers": 2, "vocab_size": 64, **sizes})
-        check("tp2 mb4", "fp32", matmul, 0.01, wide)
-        check("dp1 mb4", "fp32", matmul, 0.01, wide)
+    wide = {"ffn_dim": 4096, "n_layers": 2, "vocab_size": 64, **sizes}
+    check(label, "fp32", matmul, 0.01, MODEL.model_copy(update=wide))
 
 
 def test_the_way_of_products_is_the_targets():

@@ -199,8 +199,10 @@ def test_initial_weights_do_not_depend_on_the_mesh(world):
     assert digests == {hashlib.sha256(joined).hexdigest()}
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_compiled_blocks_give_the_same_gradients(world):
+    """On one rank: tests/test_models.py."""
     grads = []
     for compiled in (False, True):
         parallel = parallel_of(world, "llama", microbatch=2, compiled=compiled, n_layers=1)
