@@ -18,6 +18,8 @@ from meshwright.launch.machine import detect
 from meshwright.layout import resolve_layout
 from meshwright.spec.loading import SECTIONS
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]

@@ -20,6 +20,8 @@ from meshwright.prove.smallest import smallest
 from meshwright.prove.verdict import Verdict
 from meshwright.spec.model import ModelSpec
 
+pytestmark = pytest.mark.early
+
 HUNDRED = draw(0, 100)
 
 

@@ -8,6 +8,8 @@ from meshwright.launch.proof import prove_cases
 from runs import clean_environ
 from test_prove import axes, check, legal, quiet
 
+pytestmark = pytest.mark.early
+
 
 def values(case):
     """What a case of the table has: axes, kinds, schedule, policies, precision, kind of model."""

@@ -20,6 +20,8 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
 
+pytestmark = pytest.mark.early
+
 SIZES = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 128, "vocab_size": 128}
 
 

@@ -16,7 +16,10 @@ from runs import TINY
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 READY = "html[data-ready]"
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}")
+pytestmark = [
+    pytest.mark.early,
+    pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}"),
+]
 
 KINDS = (
     *("run", "interleaved", "zero-bubble", "plain", "several", "plan", "layouts", "simulation"),

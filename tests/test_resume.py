@@ -23,6 +23,8 @@ from meshwright.train.run_folder import create, read_job
 from ranks import on_ranks
 from runs import clean_environ
 
+pytestmark = pytest.mark.early
+
 # Dropout, accumulation, a learning rate that falls, and a corpus that is passed twice.
 HARD = [
     "model.dropout=0.1",

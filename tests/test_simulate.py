@@ -29,6 +29,8 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from ranks import on_ranks
 
+pytestmark = pytest.mark.early
+
 SMALL = [
     *("model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=8"),
     *("model.ffn_dim=128", "model.vocab_size=128", "train.batch=16", "train.seq_len=32"),

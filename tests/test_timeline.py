@@ -18,6 +18,8 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
 
+pytestmark = pytest.mark.early
+
 MODEL = model_spec(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=512)
 TRAIN = TrainSpec(batch=8, seq_len=128)
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
