@@ -1,10 +1,9 @@
-"""Runs a killer on a tree of the source: the command, in a process that has imported torch already.
+"""Runs killers on a tree of the source, in a process that has already imported torch.
 
-A killer is a command line of `meshwright`, or `pytest` with tests. This process imports torch and
-what else the package imports, but never the package; a child that it forks takes the package from
-the tree, and forks ranks where the command starts processes for them. So a killer of two ranks
-takes two seconds in place of eight. Nothing here starts a thread, and ranks are forked before gloo
-starts: after that a fork hangs.
+A killer is a command line of `meshwright prove`, or `pytest` with tests. This process imports what
+the package imports, but never the package itself; a child that it forks imports the package from
+the tree, and `tests/forking.py` forks ranks from that child. So a killer with two ranks takes two
+seconds instead of eight.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 from benchmarks.mutants.table import ROOT
 
 # A killer takes some seconds, on a busy machine a minute. One that takes so long hangs.
 TIMEOUT_S: Final = 600.0
 PACKAGE: Final = "meshwright"
+# The modules of the ranks that a killer starts.
+WORKERS: Final = ("launch.proof_worker", "launch.worker")
 
 
 class Said(NamedTuple):
@@ -69,7 +70,7 @@ def preload() -> None:
     if (child := os.fork()) == 0:
         os.close(read)
         sys.path.insert(0, str(ROOT / "src"))
-        for name in ("cli.prove", "launch.proof_worker", "launch.worker"):
+        for name in ("cli.prove", *WORKERS):
             importlib.import_module(f"{PACKAGE}.{name}")
         names = [name for name in sys.modules if name.partition(".")[0] != PACKAGE]
         with os.fdopen(write, "w") as out:
@@ -119,7 +120,7 @@ def start(task: Task) -> int:
 
 def _work(task: Task) -> None:
     """Run a task in this process, for which there is nothing after it."""
-    sys.path.insert(0, str(task.tree))
+    sys.path[:0] = [str(task.tree), str(ROOT / "tests")]
     os.environ |= {
         "PYTHONPATH": str(task.tree),
         "XDG_CACHE_HOME": str(task.place.folder / "cache"),
@@ -178,12 +179,14 @@ def end_all(child: int) -> None:
 
 def _meshwright(words: Sequence[str], place: Place) -> Said:
     """Run `meshwright prove` with forked ranks, and return the verdicts that failed."""
-    supervisor: Any = importlib.import_module(f"{PACKAGE}.launch.supervisor")
-    supervisor.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    for worker in WORKERS:  # before the forks: all ranks share it
+        importlib.import_module(f"{PACKAGE}.{worker}")
+    forking: Any = importlib.import_module("forking")
     main: Callable[[list[str]], int] = importlib.import_module(f"{PACKAGE}.cli.main").main
     if "--resume" in words:
         words = [*words, *place.data]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    forked = mock.patch.object(subprocess, "Popen", forking.Forks(forking.fork_here).popen)
+    with forked, contextlib.redirect_stdout(io.StringIO()) as out:
         code = main([*words, "--json"])
     if code not in (0, 1):
         return Said(error=f"it ended with exit code {code}")
@@ -197,77 +200,14 @@ def _meshwright(words: Sequence[str], place: Place) -> Said:
     return Said(tuple(failed), "" if failed else "; ".join(errors))
 
 
-def _seen(verdict: Mapping[str, Any]) -> str:
+def _seen(values: Mapping[str, Any]) -> str:
     """Return in a few words what a verdict saw."""
-    where, observed = verdict["first_divergence"], verdict["observed"]
-    if verdict["tolerance"] is None:
-        return str(observed)[:160]
-    if isinstance(observed, list):
-        pairs = zip(observed, verdict["expected"], strict=True)
-        error = max(abs(float(a) - float(b)) / max(abs(float(b)), 1e-12) for a, b in pairs)
-    else:
-        error = float(observed)
-    text = f"{error:.1e}, {verdict['tolerance']:.1e} allowed"
-    return text if where is None else f"{text}, first in {where['quantity']} of {where['tensor']}"
-
-
-class Forked:
-    """A rank as `subprocess.Popen` starts it, but forked from this process.
-
-    It has the module that the command names and torch already.
-    """
-
-    def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], stdout: Any, **others: Any
-    ) -> None:
-        python, flag, module, *words = command
-        assert (python, flag) == (sys.executable, "-m"), command
-        work = importlib.import_module(module).main  # before the fork: all ranks share it
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 1
-        try:
-            os.setsid()
-            for number in (1, 2):
-                os.dup2(stdout.fileno(), number)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-            os.environ.clear()
-            os.environ.update(env)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            sys.argv = [module, *words]
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, None while it runs."""
-        return self._waited(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Wait for its end and return the exit code."""
-        return self._waited(0)
-
-    def _waited(self, how: int) -> int | None:
-        if self.returncode is None:
-            found, status = os.waitpid(self.pid, how)
-            if found:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, where it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
+    kind: Any = importlib.import_module(f"{PACKAGE}.prove.verdict").Verdict
+    verdict = kind.from_dict({key: value for key, value in values.items() if key != "case"})
+    if verdict.error is None:
+        return str(verdict.observed)[:160]
+    text, where = f"{verdict.error:.1e}, {verdict.tolerance:.1e} allowed", verdict.first_divergence
+    return text if where is None else f"{text}, first in {where.quantity} of {where.tensor}"
 
 
 def _pytest(words: Sequence[str]) -> Said:
