@@ -1,18 +1,16 @@
-"""What is refused before a process starts: another device, too little memory, no tokenizer."""
+"""Refusals before a process starts: another device, too little memory, no tokenizer."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 
 from meshwright.data.store import is_store
 from meshwright.errors import ConfigError, refusal
-from meshwright.launch.machine import gpu_name
+from meshwright.launch.machine import gpu_name, memory_of_machine
 from meshwright.launch.planned import setting_on
 from meshwright.layout import Layout, Machine
 from meshwright.spec.loading import Config
-from meshwright.spec.stored import stored_tokenizer
 from meshwright.units import format_bytes
 
 
@@ -61,9 +59,9 @@ def check_tokenizer(config: Config) -> None:
 
 
 def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
-    """Return what is predicted of the memory here; refuses what is more than there is.
+    """Return a line on the predicted memory; raises `ConfigError` if it exceeds what is free.
 
-    Tensors alone are counted: what cannot hold these cannot hold the rest.
+    Only tensors are counted: where these do not fit, nothing does.
     """
     try:
         setting = setting_on(config, machine, layout)
@@ -84,26 +82,3 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
         rule = f"the layout {layout.label} does not fit: {text}; {format_bytes(room)} are free"
         raise ConfigError(refusal(rule, hint=hint))
     return text
-
-
-def memory_of_machine() -> tuple[int, int]:
-    """Return the bytes of memory in all and available, 0 where the system does not say."""
-    path = Path("/proc/meminfo")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
-    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
-    return total, free
-
-
-def tokenizer_note(config: Config) -> str | None:
-    """Return what is to be said where a stored model gets another tokenizer than its own."""
-    init_from, given = config.model.init_from, config.data.tokenizer
-    own = None if init_from is None else stored_tokenizer(Path(init_from))
-    if own is None or given == own[0] or Path(given).resolve() == Path(own[0]).resolve():
-        return None
-    if Path(given).is_dir() and Path(given).resolve() == Path(own[0]).resolve().parent:
-        return None
-    return (
-        f"data.tokenizer = {given!r}, but model.init_from was trained with {own[0]}: its ids mean "
-        "other texts"
-    )

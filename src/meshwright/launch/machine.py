@@ -1,4 +1,4 @@
-"""What this machine offers: devices, ranks, cores. Found without importing torch."""
+"""What this machine offers: devices, ranks, cores, memory. Found without importing torch."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def detect(
     count = asked or min(CPU_RANKS, cores)
     name = f"CPU ({_processor()}, {cores} cores)"
     return Machine("cpu", count, cores, name, is_fixed=asked is not None)
+
+
+def memory_of_machine() -> tuple[int, int]:
+    """Return the bytes of memory in all and available, 0 where the system does not say."""
+    path = Path("/proc/meminfo")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
+    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
+    return total, free
 
 
 def on_nodes(config: Config, at: Rendezvous) -> Config:

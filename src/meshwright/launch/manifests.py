@@ -41,18 +41,18 @@ def _yaml(document: dict[str, Any]) -> str:
 
 
 def _script(job: JobSpec, endpoint: str, node: str) -> str:
-    """Return what a node runs: `endpoint` is what the shell evaluates to where ranks meet."""
+    """Return the script of a node; `endpoint` is a shell expression for where ranks meet."""
     if job.nodes == 1:  # our own supervisor: it waits for ranks that save, as long as they take
         return _run_or_resume(job, job.train, node)
     return _run_or_resume(job, job.torchrun(Expression(endpoint)), node)
 
 
 def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
-    """Return a script that begins the job's run, or resumes it where it has saved a step.
+    """Return a script that begins the job's run, or resumes it if it has saved a step.
 
-    The shell gives way to the command (`exec`), so that the signal to stop reaches it. What an
-    attempt has left that saved nothing goes aside: nothing of it could be resumed. The first node
-    does so, by the variable `node`; the others touch nothing before all have met.
+    The command replaces the shell (`exec`), so that the stop signal reaches it. The folder of an
+    attempt that saved no step cannot be resumed, and is renamed: only by the first node, which the
+    environment variable `node` tells, as the others may start later.
     """
     run = Expression('"$RUN"')
     begin = [*command, f"log.name={job.name}"]
@@ -89,7 +89,7 @@ def skypilot(job: JobSpec) -> str:
     if job.image is not None:
         resources["image_id"] = f"docker:{job.image}"
     first = '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":' + str(PORT)
-    # The folder that this is written in goes along: config, data and plan by their relative paths.
+    # SkyPilot copies the folder in which this is written, with config, data and plan.
     document: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "workdir": "."}
     if resources:
         document["resources"] = resources
@@ -130,7 +130,7 @@ def _check_skypilot(job: JobSpec) -> None:
 def jobset(job: JobSpec) -> str:
     """Return a JobSet: a pod for each node, which meet on the first one by its name.
 
-    A ConfigMap before it has the files that the command names.
+    A ConfigMap with the files that the command names precedes it.
     """
     job = _carrying(job)
     first = f"{job.name}-node-0-0.{job.name}:{PORT}"
@@ -159,7 +159,7 @@ def jobset(job: JobSpec) -> str:
 def pytorchjob(job: JobSpec) -> str:
     """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`).
 
-    A ConfigMap before it has the files that the command names.
+    A ConfigMap with the files that the command names precedes it.
     """
     job = _carrying(job)
     command = ["torchrun", "-m", *job.train]
@@ -208,7 +208,7 @@ def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
     if job.image is None:
         hint = "Meshwright's Dockerfile makes one: docker build --tag NAME ."
         raise ConfigError(
-            refusal("Kubernetes runs images: add --image NAME, of one with Meshwright", hint=hint)
+            refusal("Kubernetes runs images: add --image NAME, one with Meshwright", hint=hint)
         )
     if job.volume is None:
         raise ConfigError(
