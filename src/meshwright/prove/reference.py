@@ -35,7 +35,7 @@ _WARMUP: Final = 2
 
 
 class Moment(NamedTuple):
-    """What a step leaves behind: gradients before clipping, weights, the optimizer's state."""
+    """After a step: its gradients before clipping, all updates so far, the optimizer's state."""
 
     gradients: Tensors
     updates: Tensors
