@@ -34,11 +34,11 @@ PACKAGE: Final = "meshwright"
 WORKERS: Final = ("launch.proof_worker", "launch.worker")
 
 
-class Said(NamedTuple):
-    """What a killer said of a tree: the claims that failed, each with what was seen.
+class Answer(NamedTuple):
+    """What a killer found in a tree: the claims that failed, each with what was observed.
 
-    `error` is why it said nothing of any: it crashed, hung or could not start. `seconds` are those
-    that the processor took, which other work beside it does not make more.
+    `error` is why it checked no claim: it crashed, hung or could not start. `seconds` is CPU time,
+    which does not depend on the machine's load.
     """
 
     failed: tuple[str, ...] = ()
@@ -47,13 +47,13 @@ class Said(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where killers work: the text that runs read and its prepared store, and users' caches."""
+    """Folder in which killers work: the text that runs read, its prepared store, and caches."""
 
     folder: Path
 
     @property
     def data(self) -> list[str]:
-        """The words that give a config its data."""
+        """The overrides for a config's data."""
         return [f"data.source={self.folder / 'text.txt'}", f"data.cache={self.folder / 'store'}"]
 
     def make(self) -> Place:
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 def preload() -> None:
-    """Import what the package imports of others, as a child that has imported it tells."""
+    """Import the other packages that the package imports, as a child finds out by importing it."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.close(read)
@@ -81,12 +81,12 @@ def preload() -> None:
         names = found.read().split("\n")
     os.waitpid(child, 0)
     for name in names:
-        with contextlib.suppress(Exception):  # some are no files, but made by others
+        with contextlib.suppress(Exception):  # some modules are made by others, not found
             importlib.import_module(name)
 
 
 class Task(NamedTuple):
-    """Killers to be run on a tree: their command lines by name, and where they leave answers."""
+    """Killers to run on a tree: their command lines by name, and the folder of their answers."""
 
     tree: Path
     commands: Mapping[str, str]
@@ -94,12 +94,12 @@ class Task(NamedTuple):
     answers: Path
 
     def answer(self, killer: str) -> Path:
-        """Where a killer leaves what it says; its log is beside it."""
+        """The file of a killer's answer; its log is beside it."""
         return self.answers / f"{killer}.json"
 
 
 def start(task: Task) -> int:
-    """Begin a task in a child; returns its process id."""
+    """Start a task in a child; returns its process id."""
     task.answers.mkdir(parents=True, exist_ok=True)
     child = os.fork()
     if child == 0:
@@ -119,7 +119,7 @@ def start(task: Task) -> int:
 
 
 def _work(task: Task) -> None:
-    """Run a task in this process, for which there is nothing after it."""
+    """Run a task in this process, which ends after it."""
     sys.path[:0] = [str(task.tree), str(ROOT / "tests")]
     os.environ |= {
         "PYTHONPATH": str(task.tree),
@@ -133,15 +133,15 @@ def _work(task: Task) -> None:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
         try:
-            said = _said(shlex.split(command), task)
+            found = _asked(shlex.split(command), task)
         except BaseException as error:
             traceback.print_exc()
-            said = Said(error=f"{type(error).__name__}: {error}")
+            found = Answer(error=f"{type(error).__name__}: {error}")
         before, used = used, _processor_s()
-        answer.write_text(json.dumps(said._replace(seconds=used - before)), encoding="utf-8")
+        answer.write_text(json.dumps(found._replace(seconds=used - before)), encoding="utf-8")
 
 
-def _said(words: Sequence[str], task: Task) -> Said:
+def _asked(words: Sequence[str], task: Task) -> Answer:
     found = importlib.import_module(PACKAGE)
     assert str(found.__file__).startswith(str(task.tree)), found.__file__
     return _pytest(words[1:]) if words[0] == "pytest" else _meshwright(words, task.place)
@@ -153,19 +153,19 @@ def _processor_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def read(task: Task, end: str) -> dict[str, Said]:
-    """Return what the killers of a task have said; of one that has not, `end`: how it ended."""
+def read(task: Task, end: str) -> dict[str, Answer]:
+    """Return the answers of a task's killers; `end`, how it ended, for one that gave none."""
     return {killer: _read(task.answer(killer), end) for killer in task.commands}
 
 
-def _read(answer: Path, end: str) -> Said:
+def _read(answer: Path, end: str) -> Answer:
     log = answer.with_suffix(".log")
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
     last = lines[-1] if lines else ""
     if not answer.is_file():
-        return Said(error=f"{end} and no answer: {last}")
+        return Answer(error=f"{end} and no answer: {last}")
     failed, error, seconds = json.loads(answer.read_text(encoding="utf-8"))
-    return Said(tuple(failed), f"{error}: {last}" if error else "", seconds)
+    return Answer(tuple(failed), f"{error}: {last}" if error else "", seconds)
 
 
 def end_all(child: int) -> None:
@@ -174,10 +174,7 @@ def end_all(child: int) -> None:
         os.killpg(child, signal.SIGKILL)
 
 
-# What a command is asked in this process, and how its answer is understood.
-
-
-def _meshwright(words: Sequence[str], place: Place) -> Said:
+def _meshwright(words: Sequence[str], place: Place) -> Answer:
     """Run `meshwright prove` with forked ranks, and return the verdicts that failed."""
     for worker in WORKERS:  # before the forks: all ranks share it
         importlib.import_module(f"{PACKAGE}.{worker}")
@@ -189,7 +186,7 @@ def _meshwright(words: Sequence[str], place: Place) -> Said:
     with forked, contextlib.redirect_stdout(io.StringIO()) as out:
         code = main([*words, "--json"])
     if code not in (0, 1):
-        return Said(error=f"it ended with exit code {code}")
+        return Answer(error=f"it ended with exit code {code}")
     failed: list[str] = []
     errors: list[str] = []
     for verdict in json.loads(out.getvalue())["verdicts"]:
@@ -197,11 +194,11 @@ def _meshwright(words: Sequence[str], place: Place) -> Said:
             text = f"{verdict['claim']}: {_seen(verdict)}"
             # A rank that raised has shown nothing of what the claims are about.
             (errors if verdict["claim"] == "runs on its ranks" else failed).append(text)
-    return Said(tuple(failed), "" if failed else "; ".join(errors))
+    return Answer(tuple(failed), "" if failed else "; ".join(errors))
 
 
 def _seen(values: Mapping[str, Any]) -> str:
-    """Return in a few words what a verdict saw."""
+    """Return in a few words what a failed verdict observed."""
     kind: Any = importlib.import_module(f"{PACKAGE}.prove.verdict").Verdict
     verdict = kind.from_dict({key: value for key, value in values.items() if key != "case"})
     if verdict.error is None:
@@ -210,7 +207,7 @@ def _seen(values: Mapping[str, Any]) -> str:
     return text if where is None else f"{text}, first in {where.quantity} of {where.tensor}"
 
 
-def _pytest(words: Sequence[str]) -> Said:
+def _pytest(words: Sequence[str]) -> Answer:
     """Run tests and return the assertions that failed."""
     import pytest
 
@@ -218,12 +215,12 @@ def _pytest(words: Sequence[str]) -> Said:
     os.chdir(ROOT)
     code = pytest.main([*words, "-q", "-p", "no:cacheprovider"], plugins=[judge])
     if code not in (0, 1) or not judge.ran:
-        return Said(error=f"pytest ended with {int(code)}: see the log")
-    return Said(tuple(judge.failed), "" if judge.failed else "; ".join(judge.errors))
+        return Answer(error=f"pytest ended with {int(code)}: see the log")
+    return Answer(tuple(judge.failed), "" if judge.failed else "; ".join(judge.errors))
 
 
 class _Judge:
-    """A plugin that tells tests whose assertion failed from those that broke."""
+    """A plugin that distinguishes failed assertions from other errors."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -249,11 +246,11 @@ def _outcome_failed() -> type[BaseException]:
     return found
 
 
-Done = Callable[[Task, Mapping[str, Said]], None]
+Done = Callable[[Task, Mapping[str, Answer]], None]
 
 
 def run_all(tasks: Sequence[Task], jobs: int, done: Done, timeout_s: float) -> None:
-    """Run tasks, so many at a time; `done` is told of each as it ends, within a time a killer."""
+    """Run `jobs` tasks at a time, each for at most `timeout_s` a killer; call `done` after each."""
     waiting, running = list(reversed(tasks)), dict[int, tuple[Task, float]]()
     try:
         while waiting or running:
@@ -269,7 +266,7 @@ def run_all(tasks: Sequence[Task], jobs: int, done: Done, timeout_s: float) -> N
 
 
 def _ended(running: dict[int, tuple[Task, float]]) -> Iterator[tuple[Task, str]]:
-    """Yield the tasks that have ended, with how; of one that hangs all is ended."""
+    """Yield the tasks that have ended, and how; kills those that hang."""
     for child, (task, until) in list(running.items()):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:

@@ -16,7 +16,7 @@ SRC: Final = ROOT / "src"
 
 
 class TableError(Exception):
-    """An entry of the table that cannot be used; the message names it."""
+    """The table has an entry that cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Table:
 
     @classmethod
     def read(cls, path: Path = TABLE) -> Table:
-        """Read a table; raises `TableError` where an entry of it makes no sense."""
+        """Read a table; raises `TableError` for an entry that cannot be used."""
         found = tomllib.loads(path.read_text(encoding="utf-8"))
         killers: dict[str, str] = found.get("killers", {})
         mutants: dict[str, Mutant] = {}
