@@ -1,6 +1,6 @@
 """What must stay in fp32 in half precision: sums of gradients, their norm, and the masters.
 
-The roundings of products hide whether these are rounded, too, so each is held against itself.
+The roundings of products hide whether these are rounded, too, so each has a check of its own.
 """
 
 from __future__ import annotations
