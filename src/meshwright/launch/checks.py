@@ -72,13 +72,13 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
     needed = worst_memory(setting, layout).allocated
     text = f"predicted {format_bytes(needed)} of tensors on the worst rank"
     if machine.device == "cuda":
-        room, here = setting.cluster.device.memory, 1
+        room, here, told = setting.cluster.device.memory, 1, "a device has {}"
     else:
         here = -(-layout.world // config.cluster.nodes)
-        room = memory_of_machine()[1]
+        room, told = memory_of_machine()[1], "{} are free"
         text += f", {here} of them on this machine" if here > 1 else ""
     if room and needed * here > room:
         hint = f"`meshwright plan --after-oom '{layout.label}'` lists what would fit"
-        rule = f"the layout {layout.label} does not fit: {text}; {format_bytes(room)} are free"
+        rule = f"the layout {layout.label} does not fit: {text}; {told.format(format_bytes(room))}"
         raise ConfigError(refusal(rule, hint=hint))
     return text

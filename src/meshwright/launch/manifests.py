@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -15,6 +16,8 @@ from meshwright.launch.jobs import PORT, Expression, JobSpec, environment, shell
 # Where a pod has the volume that keeps data and runs, and the files of its command.
 _VOLUME: Final = "/work"
 _CONFIG: Final = "/etc/meshwright"
+# Keys of a ConfigMap, which are names of files here.
+_KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
 # Where SkyPilot has a task's folder, and where the package goes.
 _WORKDIR: Final = "~/sky_workdir"
 _WHEELS: Final = "/tmp/meshwright"
@@ -119,12 +122,15 @@ def _check_skypilot(job: JobSpec) -> None:
                 hint="`pip wheel --no-deps --wheel-dir dist .` in its source makes the file",
             )
         )
-    for path in (*job.files, job.log_dir):
+    what = "SkyPilot copies the folder in which the task is written"
+    _check_inside((*job.files, job.log_dir), what, "name it relative to that folder")
+
+
+def _check_inside(paths: Iterable[str], what: str, hint: str) -> None:
+    """Refuse paths that lead out of the folder that a job has."""
+    for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ConfigError(
-                f"SkyPilot copies the folder in which the task is written: {path} lies outside; "
-                "name it relative to that folder"
-            )
+            raise ConfigError(f"{what}: {path} lies outside; {hint}")
 
 
 def jobset(job: JobSpec) -> str:
@@ -184,7 +190,14 @@ def pytorchjob(job: JobSpec) -> str:
 
 
 def _carrying(job: JobSpec) -> JobSpec:
-    """Return the job with the paths that its files have in a pod."""
+    """Return the job with the paths of its files in a pod; refuses names that clash there."""
+    names = [PurePosixPath(file).name for file in job.files]
+    for name in names:
+        if names.count(name) > 1 or not _KEY.fullmatch(name):
+            rule = (
+                f"a ConfigMap cannot have the file {name!r}: names in it differ, and are made of "
+            )
+            raise ConfigError(f"{rule}letters, digits, '-', '_' and '.'")
     words = tuple(_path(word) if word in job.files else word for word in job.words)
     return replace(job, words=words)
 
@@ -216,6 +229,7 @@ def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
             "PersistentVolumeClaim that all nodes may write (ReadWriteMany); data and "
             f"{job.log_dir} are in it, by paths relative to its root"
         )
+    _check_inside([job.log_dir], "log.dir is kept by the volume", "name it relative to its root")
     container: dict[str, Any] = {"name": name, "image": job.image, "command": command}
     container["workingDir"] = _VOLUME
     if environment(job):
