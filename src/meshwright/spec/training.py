@@ -123,6 +123,9 @@ class DataSpec(Spec):
             legal = [] if source in ("stdlib", "tinystories") else [f"hf:{source}"]
             rule = f"data.streaming = true reads hf:NAME or hf:PATH, data.source = {source!r}"
             raise ValueError(refusal(rule, legal=legal))
+        if self.on_error != "stop":
+            rule = "data.streaming = true stops at a row without text"
+            raise ValueError(refusal(rule, legal=["data.on_error = 'stop'"]))
 
 
 class TrainSpec(Spec):
