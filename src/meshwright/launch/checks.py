@@ -30,7 +30,7 @@ def check_device(config: Config, machine: Machine) -> None:
     preset = config.cluster.preset
     if preset == "local":
         return
-    # Only here: a run on the machine at hand starts without the catalogue.
+    # Only here: `train --help` starts without the catalogue.
     from meshwright.predict.catalogue import device_named, find_device
 
     name = gpu_name() if machine.device == "cuda" else None
@@ -67,17 +67,19 @@ def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
         setting = setting_on(config, machine, layout)
     except ConfigError as error:  # a device that the catalogue lacks
         return f"not known: {error}"
-    from meshwright.predict.price import worst_memory
+    from meshwright.predict.price import memory
 
-    needed = worst_memory(setting, layout).allocated
-    text = f"predicted {format_bytes(needed)} of tensors on the worst rank"
+    stages = [memory(setting, layout, place).allocated for place in range(layout.pp)]
+    text = f"predicted {format_bytes(max(stages))} of tensors on the worst rank"
     if machine.device == "cuda":
-        room, here, told = setting.cluster.device.memory, 1, "a device has {}"
+        needed, room, told = max(stages), setting.cluster.device.memory, "a device has {}"
     else:
-        here = -(-layout.world // config.cluster.nodes)
+        # Of all ranks that run here; each node runs as many.
+        needed = sum(stages) * layout.world / layout.pp / config.cluster.nodes
         room, told = memory_of_machine()[1], "{} are free"
-        text += f", {here} of them on this machine" if here > 1 else ""
-    if room and needed * here > room:
+        if layout.world > config.cluster.nodes:
+            text += f", {format_bytes(needed)} on all ranks of this machine"
+    if room and needed > room:
         hint = f"`meshwright plan --after-oom '{layout.label}'` lists what would fit"
         rule = f"the layout {layout.label} does not fit: {text}; {told.format(format_bytes(room))}"
         raise ConfigError(refusal(rule, hint=hint))

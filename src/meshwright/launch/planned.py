@@ -23,7 +23,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
     machine's GPUs are not known.
     """
     if config.layout.auto:
-        # Only here: a run whose layout is given starts without the planner.
+        # Only here and below: `train --help` starts without the planner.
         from meshwright.search.plan import planned
 
         here = on_machine(config, machine)
