@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.execute.processor import processor_facts
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.layout import Machine
 from meshwright.spec.loading import Config
@@ -76,7 +77,7 @@ def on_nodes(config: Config, at: Rendezvous) -> Config:
         raise ConfigError(refusal(what, legal=[f"cluster.nodes = {nodes}"]))
     planned = cluster.devices_per_node
     if planned is None and cluster.preset != "local":
-        # Only here: a run on the machine at hand starts without the catalogue.
+        # Only here: `train --help` starts without the catalogue.
         from meshwright.predict.catalogue import find_device
 
         planned = find_device(cluster.preset).per_node
@@ -107,9 +108,4 @@ def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return processor_facts().get("model name") or platform.processor() or platform.machine()
