@@ -1,10 +1,10 @@
 # An image with Meshwright, for `meshwright launch kubernetes` and `skypilot`:
 #   docker build --tag NAME .
-# PyTorch of Linux brings CUDA along. Builds for CPUs or another CUDA come from an index of PyTorch's:
+# PyTorch's wheels for Linux include CUDA. For a CPU, or another CUDA, name one of PyTorch's indexes:
 #   docker build --tag NAME --build-arg TORCH_INDEX=URL .
 FROM python:3.11-slim
 
-# For torch.compile, which compiles what it generates.
+# torch.compile compiles the C++ that it generates.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/meshwright

@@ -1,13 +1,13 @@
 # Everything sets up its own virtual environment; nothing needs to be installed by hand.
 #   make demo   train a small Llama on real text with two ranks, then let it write
 #   make test   the tests
-#   make perf   what is measured in seconds, on a machine that does nothing else
+#   make perf   the tests that measure seconds, for an idle machine
 #   make faults ranks killed, stopped and cut off in every way
 #   make gate   what a change must pass
 #   make ci     what CI runs for this commit, in 45 minutes
-#   make everything  all that CI runs by turns, at once: hours
+#   make everything  all parts that CI takes turns with, in hours
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
-#   make mutants  faults put into the code that trains, each of which must be caught: docs/mutants.md
+#   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
 #   make docs   the site, into build/site
 #   make gpu    checks and benchmarks on one GPU, in nine minutes
 #   make prove  every layout of the support matrix against one device

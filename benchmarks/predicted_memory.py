@@ -5,7 +5,7 @@
 The layouts, precisions, recomputation, offload and kinds of models are those of `prove --matrix`,
 with sizes at which activations and states weigh about the same. Predicted is the peak of
 `predict.timeline`; measured is the median of three steps by torch's profiler. `--every N` takes
-each Nth layout, `--matmul onednn` has fp32 products go through oneDNN. Prints those that are
+each Nth layout, `--matmul onednn` computes fp32 products by oneDNN. Prints those that are
 furthest off; the last line is the command to repeat it.
 """
 

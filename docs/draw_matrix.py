@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.prove.case import Case
+from meshwright.prove.case import OPTIMIZERS, Case
 from meshwright.prove.matrix import WORLDS, matrix
 from meshwright.prove.refused import refuse
 
@@ -87,7 +87,7 @@ def listed(cases: Sequence[Case]) -> str:
         [
             f"`{case.layout.label}`",
             *case.label.rpartition(", ")[2:],
-            {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer],
+            OPTIMIZERS[case.optimizer],
         ]
         for case in cases
     ]

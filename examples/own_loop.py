@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/own_loop.py
     torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --zero 3
 
-On GPUs, if there is one for each process of the machine, else on the CPU. What is left of the ranks
-after --tp reads different data. Whatever the layout, the losses are the same.
+It runs on GPUs if the machine has one for each process, else on the CPU. Ranks that --tp leaves
+over read different data. The losses are the same on every layout.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PLAN = {
 
 
 def join() -> torch.device:
-    """Meet the other processes, if there are any; returns what this one computes on."""
+    """Join the other processes, if there are any; returns the device of this one."""
     torch.set_num_threads(1)
     place, others = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cpu")

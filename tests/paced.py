@@ -1,9 +1,9 @@
-"""Stages that pass time in place of computing, performed with the real tables and transfers.
+"""Stages that pass time instead of computing, run with the real tables and transfers.
 
-Ranks that compute would share the cores of the machine, and hold each other up. By the clock
-`Carried` no time passes at all: every rank adds up its own, and what it hands on carries the time
-at which it was ready, so that the times are those of an executor that costs nothing, whatever else
-the machine does. By the clock `Slept` the ranks sleep, and the executor's own time is seen, too.
+Ranks that compute would share the machine's cores, and slow each other down. With the clock
+`Carried` no real time passes: every rank keeps its own time, and what it sends carries the time at
+which it was ready. The times are those of an executor without any cost, whatever else the machine
+does. With the clock `Slept` the ranks sleep, and the executor's own time shows, too.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from meshwright.program.ledger import RankLedger, Span
 
 
 class Carried:
-    """A rank's own time, which goes on from when its input was ready.
+    """A rank's own time; an action begins when the rank is free and its input is ready.
 
-    What goes to another rank takes the sender some seconds.
+    Sending to another rank takes the sender `sending_s`.
     """
 
     def __init__(self, sending_s=0.0):
         self.now, self.sending_s = 0.0, sending_s
 
     def spend(self, ready, seconds):
-        """Return when an action with such an input began and ended."""
+        """Return when an action began and ended whose input was ready at a time."""
         began = max(self.now, ready)
         self.now = began + seconds
         return began, self.now
 
     def send(self):
-        """Return when what the last action made has arrived."""
+        """Return when the output of the last action has arrived."""
         self.now += self.sending_s
         return self.now
 
@@ -109,7 +109,7 @@ class PacedStages:
 
 
 def performed(world, tables, ranks_of_stage, microbatches, seconds, clock):
-    """Perform a rank's table; returns what it did when, without waits."""
+    """Perform a rank's table; returns when it did what, without waits."""
     link = Link(dist.group.WORLD, tuple(range(world.size)), world.rank)
     stages = PacedStages(ranks_of_stage, link, seconds, clock)
     spans = []

@@ -31,9 +31,9 @@ def planned(label):
 
 
 def as_planned(world, label, seconds=None):
-    """What a rank of the pipeline did of a plan.
+    """Perform a rank's part of a plan, and return when it did what.
 
-    It slept for the planned times, stretched to so many seconds, or spent them on paper.
+    It sleeps for the planned times, stretched to so many seconds, or passes them on its own clock.
     """
     plan, program = planned(label)
     scale = 1.0 if seconds is None else seconds / plan.step_time_s

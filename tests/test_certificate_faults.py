@@ -8,7 +8,7 @@ from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
 from runs import clean_environ, faulty_worker
 
-# What restores a rank's optimizer wrongly: at the same layout it is not seen, or not at first.
+# Code that restores a rank's optimizer wrongly. On the same layout it does not show.
 RESTORES = {
     # Each of two tp ranks has the other's state: written and read at the same wrong offsets.
     "swapped": """

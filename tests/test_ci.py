@@ -124,8 +124,8 @@ def test_the_command_draws_from_the_table(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--draw", "3"], "--draw is of the table: add --matrix"),
-        (["--random", "2", "--draw", "3"], "--draw is of the table: add --matrix"),
+        (["--draw", "3"], "--draw needs --matrix"),
+        (["--random", "2", "--draw", "3"], "--draw needs --matrix"),
         (["--matrix", "--world", "16", "--draw", "0"], "nearest legal: 1"),
         (["--matrix", "--world", "2", "--draw", "900"], "900 layouts of a table of"),
     ],

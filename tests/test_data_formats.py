@@ -91,8 +91,8 @@ BAD = {
     "b.jsonl": (lines([*ROWS[:1], {"body": "x"}]), "b.jsonl, line 2: no field 'text'"),
     "c.json": (b"{", "c.json: not JSON"),
     "d.csv": (b"id\n1\n", "d.csv, row 1: no field 'text'"),
-    "e.jsonl.gz": (b"no gzip", "e.jsonl.gz: not whole, or not compressed"),
-    "f.txt.gz": (gzip.compress(b"x" * 999)[:-9], "f.txt.gz: not whole, or not compressed"),
+    "e.jsonl.gz": (b"no gzip", "e.jsonl.gz: damaged, or not compressed"),
+    "f.txt.gz": (gzip.compress(b"x" * 999)[:-9], "f.txt.gz: damaged, or not compressed"),
     "g.json": (json.dumps([{"text": "good"}, 5]).encode(), "g.json, row 2: the row is a JSON int"),
 }
 
@@ -127,10 +127,9 @@ def test_a_preparation_counts_and_names_what_it_skips(tmp_path):
     assert data.documents("train") == 3  # of b.jsonl, of g.json, and the good one
     left, skipped = said
     assert left == (
-        f"{corpus}: left out, as no kind of text: 2 file(s) (no suffix 1, .pdf 1): "
-        "Makefile, paper.pdf"
+        f"{corpus}: left out 2 file(s) that are not text (no suffix 1, .pdf 1): Makefile, paper.pdf"
     )
-    assert skipped.startswith(f"{corpus}: skipped {len(BAD)}, which ")
+    assert skipped.startswith(f"{corpus}: skipped {len(BAD)}, listed in ")
     names = (data.folders[0] / "skipped.txt").read_text().splitlines()
     assert len(names) == len(BAD)
     for line, (_, message) in zip(names, BAD.values(), strict=True):
@@ -148,7 +147,7 @@ def test_the_command_skips_and_says_so(tmp_path, capsys):
     assert main(words) == 2
     assert "line 5: no field 'text'" in capsys.readouterr().err
     assert main([*words, "--on-error", "skip"]) == 0
-    assert "skipped 1, which" in capsys.readouterr().err
+    assert "skipped 1, listed in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keys", [("prompt", "response"), ("instruction", "output")])

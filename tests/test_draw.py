@@ -1,4 +1,4 @@
-"""Layouts by chance: what is drawn, five of them on ranks, and how a failure is made small."""
+"""Random layouts: what is drawn, five of them on ranks, and how a failure is made small."""
 
 import json
 import shlex
@@ -121,9 +121,9 @@ def test_a_hundred_mix_what_is_odd(seed):
 @pytest.mark.parametrize(
     ("count", "worlds", "told"),
     [
-        (5, (1,), "layouts at random are of 2 to 16 ranks, not 1; nearest legal: 2"),
-        (5, (2, 17), "layouts at random are of 2 to 16 ranks, not 17; nearest legal: 16"),
-        (0, WORLDS, "0 layouts at random prove nothing; nearest legal: 1"),
+        (5, (1,), "random layouts have 2 to 16 ranks, not 1; nearest legal: 2"),
+        (5, (2, 17), "random layouts have 2 to 16 ranks, not 17; nearest legal: 16"),
+        (0, WORLDS, "0 random layouts prove nothing; nearest legal: 1"),
     ],
 )
 def test_what_cannot_be_drawn(count, worlds, told):
@@ -224,7 +224,7 @@ def test_the_command_draws_and_groups_by_world(capsys, fail):
     worlds = [case.layout.world for case in proven]
     assert worlds == sorted(worlds)
     out = capsys.readouterr().out
-    assert "100 layouts by chance, seed 0, of 2 or 3 or 4 or 5 or 6 ranks" in out
+    assert "100 random layouts, seed 0, of 2, 3, 4, 5, 6 ranks" in out
     assert "100 of 100 layouts passed" in out
     assert "repeat" not in out
 
@@ -266,20 +266,20 @@ def test_what_fails_after_others_only_is_told_so(capsys, fail):
 
     fail(claims_of)
     assert main(["prove", "--random", "3"]) == 1
-    assert "alone it does not fail" in capsys.readouterr().out
+    assert "it does not fail alone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--random", "5", "layout.tp=2"], "--random has its own layouts; leave out layout.tp=2"),
-        (["--random", "5", "--world", "1"], "of 2 to 16 ranks, not 1"),
+        (["--random", "5", "--world", "1"], "have 2 to 16 ranks, not 1"),
         (["--random", "5", "--only", "tp7"], "no layout of these 5 has 'tp7'"),
         (["--random", "5", "--resume"], "leave out --random"),
         (["--random", "0"], "prove nothing"),
-        (["--seed", "3"], "--seed is of layouts by chance: add --random N, or --matrix --draw N"),
-        (["--matrix", "--seed", "3"], "--seed is of layouts by chance"),
-        (["--case", "{}", "--world", "2"], "add --matrix, or --random N"),
+        (["--seed", "3"], "--seed needs --random N, or --matrix --draw N"),
+        (["--matrix", "--seed", "3"], "--seed needs --random N"),
+        (["--case", "{}", "--world", "2"], "--world and --only need --matrix, or --random N"),
         (["--case", "{}"], "--case takes what a failure of --random has printed"),
         (["--case", "tp2"], "--case takes what a failure of --random has printed"),
     ],

@@ -1,4 +1,4 @@
-"""`events.jsonl` on a disk without room: the run goes on, and nothing is lost or joined."""
+"""`events.jsonl` on a full disk: the run goes on, and no event is lost or torn."""
 
 import io
 import json
@@ -100,7 +100,8 @@ def write(self, event):
                     pass
             except OSError:
                 pass
-        time.sleep(0.5)  # for the supervisor to look
+        while not Path(NOTICED).exists():  # until the supervisor has looked
+            time.sleep(0.01)
     if event["event"] == "step" and event["step"] == 5:
         filler.unlink()
     real(self, {**event, "long": 8192 * "x"})  # more than the file's last page has room for
@@ -115,7 +116,16 @@ def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path):
     mounted = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mounted, capture_output=True).returncode:
         pytest.skip("this system mounts no tmpfs")
-    out = io.StringIO()
+    noticed = tmp_path / "noticed"
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if "is full" in text:
+                noticed.touch()
+            return super().write(text)
+
+    out = Terminal()
+    fill = FILL.replace("FILLER", repr(str(disk / "filler")))
     try:
         run = train(
             config(
@@ -124,7 +134,7 @@ def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path):
             ),
             clean_environ(),
             out,
-            command=faulty_worker(FILL.replace("FILLER", repr(str(disk / "filler")))),
+            command=faulty_worker(fill.replace("NOTICED", repr(str(noticed)))),
         )
         assert run.exit_code == 0
         assert [event["step"] for event in run.events("step")] == [1, 2, 3, 4, 5, 6]

@@ -49,7 +49,7 @@ RANKS = {
 
 @pytest.mark.parametrize("words", RANKS.values(), ids=RANKS)
 def test_a_run_on_several_ranks_is_exported(words, config, tmp_path):
-    """transformers reads what the ranks saved, and has the loss that the last step began with."""
+    """transformers reads what the ranks saved, and has the loss with which the last step began."""
     transformers = pytest.importorskip("transformers")
     asked = config(
         *("model.n_kv_heads=2", "train.steps=3", "checkpoint.every=1", "optimizer.lr=0.02", *words)

@@ -303,12 +303,21 @@ def test_a_plan_is_launched(written, tmp_path, capsys):
         (["torchrun", "run.toml", "--hosts", "a"], "--hosts names 1, but there are 2 nodes"),
         (["kubernetes", "run.toml"], "Kubernetes runs images: add --image"),
         (["kubernetes", "run.toml", "--image", "i"], "Kubernetes keeps nothing of a pod"),
+        (
+            ["kubernetes", "run.toml", "--image", "i", "--volume", "v", "log.dir=/runs"],
+            "log.dir is kept by the volume: /runs lies outside",
+        ),
+        (
+            ["kubernetes", "my run.toml", "--image", "i", "--volume", "v"],
+            "a ConfigMap cannot have the file 'my run.toml'",
+        ),
         (["skypilot", "run.toml"], "SkyPilot's machines have no Meshwright"),
         (["skypilot", "run.toml", "--image", "i", "log.dir=/runs"], "/runs lies outside"),
         (["slurm", "run.toml", "layout.tp=3"], "the layout needs a multiple of 48 ranks"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(written, words, message, capsys):
+def test_what_cannot_be_launched_is_refused(written, words, message, tmp_path, capsys):
+    (tmp_path / "my run.toml").write_text(CONFIG)
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -148,13 +148,18 @@ def test_a_fit_predicts_what_it_has_not_seen(tmp_path):
     assert max(map(abs, found)) < 0.15
 
 
+def rows_and_stated(calibration):
+    """All published rows, and those that state their step time and layout."""
+    rows, _ = published.read(ROWS / "rows.jsonl", calibration)
+    return rows, [one for one in rows if published.is_stated(one)]
+
+
 @pytest.mark.slow
 @needs_rows
 def test_the_shipped_constants_are_those_of_the_rows():
     """They were fitted to these very rows: it says that they belong to the formulas, no more."""
     calibration = shipped_calibration()
-    rows, _ = published.read(ROWS / "rows.jsonl", calibration)
-    stated = [one for one in rows if published.is_stated(one)]
+    rows, stated = rows_and_stated(calibration)
     assert len(stated) > 800
     errors = published.time_errors(stated, calibration)
     assert statistics.median(map(abs, errors.values())) < 0.06
@@ -242,8 +247,7 @@ def test_systems_by_their_names():
 def test_a_published_source_is_predicted_from_the_others():
     """Each of the four large ones by constants that were fitted without it; see docs/commands."""
     shipped = shipped_calibration()
-    rows, _ = published.read(ROWS / "rows.jsonl", shipped)
-    stated = [one for one in rows if published.is_stated(one)]
+    rows, stated = rows_and_stated(shipped)
     sizes = Counter(one.source for one in stated)
     errors = {}
     for source, _ in sizes.most_common(4):

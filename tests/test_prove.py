@@ -308,7 +308,7 @@ def test_the_order_of_a_huge_layout_is_checked_without_ranks(capsys, monkeypatch
     [
         (["--matrix", "--world", "3"], "no table for 3 ranks"),
         (["--matrix", "--only", "tp7"], "has 'tp7' in its label"),
-        (["--world", "4"], "add --matrix"),
+        (["--world", "4"], "--world and --only need --matrix, or --random N"),
         (["--matrix", "layout.tp=2"], "leave out layout.tp=2"),
         (["layout.tp=3"], "layout.tp = 3 must divide model.n_heads = 4"),
     ],

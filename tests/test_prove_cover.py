@@ -1,4 +1,4 @@
-"""Of the table of layouts as few as together have each kind, and each pair of axes, on ranks."""
+"""A few layouts of the table that together have each kind, and each pair of axes, are proven."""
 
 from itertools import combinations
 

@@ -12,7 +12,9 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.launch import checks
 from meshwright.launch.doctor import examine_config
 from meshwright.launch.notes import config_notes, run_notes, schedule_note
+from meshwright.launch.planned import setting_on
 from meshwright.launch.session import prepare_job
+from meshwright.predict.price import memory
 from meshwright.program.parts import parameter_count
 from meshwright.spec.defaults import rate_for
 from meshwright.spec.hf import hf_config
@@ -196,6 +198,20 @@ def test_what_is_predicted_not_to_fit_is_refused(config, tmp_path, monkeypatch):
     assert peak.state == "bad"
     monkeypatch.setattr(checks, "memory_of_machine", lambda: (0, 0))  # not known
     prepare_job(own, clean_environ())
+
+
+def test_ranks_of_a_pipeline_need_what_each_of_them_needs(config, monkeypatch):
+    """Not as much as the worst of them, times their number."""
+    own = config("layout.pp=2", "layout.dp_replicate=1", "layout.microbatch=1", "model.dim=256")
+    job = prepare_job(own, clean_environ())
+    setting = setting_on(own, job.machine, job.layout)
+    first, last = (memory(setting, job.layout, place).allocated for place in (0, 1))
+    assert abs(first - last) > 1000
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: (0, first + last + 1))
+    prepare_job(own, clean_environ())
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: (0, first + last - 1))
+    with pytest.raises(ConfigError, match=r"on all ranks of this machine; .* are free"):
+        prepare_job(own, clean_environ())
 
 
 def test_a_refusal_leaves_no_run_folder(config, tmp_path):

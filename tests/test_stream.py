@@ -214,6 +214,7 @@ def test_steps_come_in_order(folders):
         (["data.source=corpus"], "nearest legal: hf:corpus"),
         (['data.source=["hf:a", "hf:b"]'], "reads one source, data.source names 2"),
         (["data.source=hf:a", "data.shuffle_buffer=0"], "shuffle_buffer"),
+        (["data.source=hf:a", "data.on_error=skip"], "stops at a row without text"),
     ],
 )
 def test_refused_configs(words, match):

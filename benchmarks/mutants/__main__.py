@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mutants`: put each fault of the table into a copy, and see it caught."""
+"""`python -m benchmarks.mutants`: put each fault of the table into a copy; each must be caught."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.mutants.killing import TIMEOUT_S, Place, Said, Task, preload, run_all
+from benchmarks.mutants.killing import TIMEOUT_S, Answer, Place, Task, preload, run_all
 from benchmarks.mutants.table import (
     TABLE,
     Mutant,
@@ -27,22 +27,22 @@ BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
 class Row(NamedTuple):
-    """A mutant and what one of its killers said of it."""
+    """A mutant and what one of its killers found."""
 
     mutant: Mutant
     killer: str
-    said: Said
+    answer: Answer
 
     @property
     def is_caught(self) -> bool:
-        """Whether a claim failed; a crash is no claim."""
-        return bool(self.said.failed)
+        """Whether a claim failed; a crash does not count."""
+        return bool(self.answer.failed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 where all mutants were caught, 1 where one was not, 2 for a table of no use."""
+    """Return 0 if all mutants were caught, 1 if one was not, 2 if the table cannot be used."""
     args = _arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all children are ended, too
     try:
         table = Table.read(args.table)
         chosen = choose(table, args.only, args.draw, args.seed)
@@ -58,16 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = {row.mutant.name for row in missed}
     print(f"{len(mutants) - len(left)} of {len(mutants)} mutants were caught")
     for row in missed:
-        why = row.said.error and f" ({row.said.error})"
+        why = row.answer.error and f" ({row.answer.error})"
         print(f"NOT CAUGHT {row.mutant.name} by {row.killer}: {row.mutant.what}{why}")
     return EXIT_SURVIVED if missed else 0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names have one")
-    parser.add_argument("--draw", type=int, metavar="N", help="so many of them, drawn by the seed")
-    parser.add_argument("--seed", default="0", help="any text, a commit's hash")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these"
+    )
+    parser.add_argument("--draw", type=int, metavar="N", help="N of them at random")
+    parser.add_argument("--seed", default="0", help="of --draw: any text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S")
     parser.add_argument("--table", type=Path, default=TABLE)
@@ -76,7 +78,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose(table: Table, only: Sequence[str] | None, draw: int | None, seed: str) -> list[Mutant]:
-    """Return the mutants that are asked for; raises `TableError` where there are none."""
+    """Return the chosen mutants; raises `TableError` if there are none."""
     found = [m for m in table.mutants.values() if not only or any(o in m.name for o in only)]
     if not found:
         raise TableError(f"no mutant has {only} in its name")
@@ -89,9 +91,9 @@ def choose(table: Table, only: Sequence[str] | None, draw: int | None, seed: str
 def judge(
     table: Table, mutants: Sequence[Mutant], folder: Path, jobs: int, timeout_s: float
 ) -> list[Row]:
-    """Run the killers of mutants, first without any: they must pass there.
+    """Run the killers without a mutant, where they must pass, then on each of their mutants.
 
-    Raises `TableError` naming a killer that does not pass by itself, or a mutant that fits no more.
+    Raises `TableError` with the killers that fail without one, or for a mutant that no longer fits.
     """
     place, healthy = Place(folder / "place").make(), copy_of_source(folder / "healthy")
     trees = {mutant.name: _planted(mutant, folder) for mutant in mutants}
@@ -102,12 +104,12 @@ def judge(
         commands = {killer: table.killers[killer] for killer in killers}
         return Task(tree, commands, place, folder / "answers" / name)
 
-    def passed(_: Task, found: Mapping[str, Said]) -> None:
-        for name, said in found.items():
-            is_bad = bool(said.failed or said.error)
-            print(f"{'FAIL' if is_bad else 'ok  '} {name} ({said.seconds:.1f} s)", flush=True)
+    def passed(_: Task, found: Mapping[str, Answer]) -> None:
+        for name, one in found.items():
+            is_bad = bool(one.failed or one.error)
+            print(f"{'FAIL' if is_bad else 'ok  '} {name} ({one.seconds:.1f} s)", flush=True)
             if is_bad:
-                bad.append(f"{name} fails without a mutant: {said.error or said.failed}")
+                bad.append(f"{name} fails without a mutant: {one.error or one.failed}")
 
     wanted = list(dict.fromkeys(name for mutant in mutants for name in mutant.killers))
     tasks = [task(healthy, [name], "healthy") for name in wanted]
@@ -117,14 +119,14 @@ def judge(
         raise TableError("\n".join(bad))
     rows: dict[str, list[Row]] = {}
 
-    def caught(task: Task, found: Mapping[str, Said]) -> None:
+    def caught(task: Task, found: Mapping[str, Answer]) -> None:
         mutant = table.mutants[task.answers.name]
-        rows[mutant.name] = [Row(mutant, killer, said) for killer, said in found.items()]
+        rows[mutant.name] = [Row(mutant, killer, one) for killer, one in found.items()]
         for row in rows[mutant.name]:
             word = "caught  " if row.is_caught else "SURVIVED"
-            told = row.said.failed[0] if row.is_caught else row.said.error
+            told = row.answer.failed[0] if row.is_caught else row.answer.error
             where = f"{mutant.name} by {row.killer}"
-            print(f"{word} {where}: {told} ({row.said.seconds:.1f} s)", flush=True)
+            print(f"{word} {where}: {told} ({row.answer.seconds:.1f} s)", flush=True)
 
     run_all([task(trees[m.name], m.killers, m.name) for m in mutants], jobs, caught, timeout_s)
     return [row for mutant in mutants for row in rows[mutant.name]]
@@ -143,9 +145,9 @@ def page(table: Table, rows: Sequence[Row]) -> str:
         "|---|---|---|---|--:|",
     ]
     for row in rows:
-        one, told = row.mutant, (row.said.failed or ("**survived**",))[0].replace("|", "\\|")
+        one, told = row.mutant, (row.answer.failed or ("**survived**",))[0].replace("|", "\\|")
         lines.append(
-            f"| {one.name} | {one.what} | {row.killer} | {told} | {row.said.seconds:.1f} |"
+            f"| {one.name} | {one.what} | {row.killer} | {told} | {row.answer.seconds:.1f} |"
         )
     used = dict.fromkeys(row.killer for row in rows)
     lines += ["", "| caught by | command |", "|---|---|"]
@@ -154,7 +156,7 @@ def page(table: Table, rows: Sequence[Row]) -> str:
 
 
 def put_table(path: Path, text: str) -> None:
-    """Replace what a page has between its marks."""
+    """Replace what is between the two marks of a page."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")

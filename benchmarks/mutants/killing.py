@@ -1,10 +1,9 @@
-"""Runs a killer on a tree of the source: the command, in a process that has imported torch already.
+"""Runs killers on a tree of the source, in a process that has already imported torch.
 
-A killer is a command line of `meshwright`, or `pytest` with tests. This process imports torch and
-what else the package imports, but never the package; a child that it forks takes the package from
-the tree, and forks ranks where the command starts processes for them. So a killer of two ranks
-takes two seconds in place of eight. Nothing here starts a thread, and ranks are forked before gloo
-starts: after that a fork hangs.
+A killer is a command line of `meshwright prove`, or `pytest` with tests. This process imports what
+the package imports, but never the package itself; a child that it forks imports the package from
+the tree, and `tests/forking.py` forks ranks from that child. So a killer with two ranks takes two
+seconds instead of eight.
 """
 
 from __future__ import annotations
@@ -23,21 +22,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 from benchmarks.mutants.table import ROOT
 
 # A killer takes some seconds, on a busy machine a minute. One that takes so long hangs.
 TIMEOUT_S: Final = 600.0
 PACKAGE: Final = "meshwright"
+# The modules of the ranks that a killer starts.
+WORKERS: Final = ("launch.proof_worker", "launch.worker")
 
 
-class Said(NamedTuple):
-    """What a killer said of a tree: the claims that failed, each with what was seen.
+class Answer(NamedTuple):
+    """What a killer found in a tree: the claims that failed, each with what was observed.
 
-    `error` is why it said nothing of any: it crashed, hung or could not start. `seconds` are those
-    that the processor took, which other work beside it does not make more.
+    `error` is why it checked no claim: it crashed, hung or could not start. `seconds` is CPU time,
+    which does not depend on the machine's load.
     """
 
     failed: tuple[str, ...] = ()
@@ -46,13 +47,13 @@ class Said(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where killers work: the text that runs read and its prepared store, and users' caches."""
+    """Folder in which killers work: the text that runs read, its prepared store, and caches."""
 
     folder: Path
 
     @property
     def data(self) -> list[str]:
-        """The words that give a config its data."""
+        """The overrides for a config's data."""
         return [f"data.source={self.folder / 'text.txt'}", f"data.cache={self.folder / 'store'}"]
 
     def make(self) -> Place:
@@ -64,12 +65,12 @@ class Place(NamedTuple):
 
 
 def preload() -> None:
-    """Import what the package imports of others, as a child that has imported it tells."""
+    """Import the other packages that the package imports, as a child finds out by importing it."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.close(read)
         sys.path.insert(0, str(ROOT / "src"))
-        for name in ("cli.prove", "launch.proof_worker", "launch.worker"):
+        for name in ("cli.prove", *WORKERS):
             importlib.import_module(f"{PACKAGE}.{name}")
         names = [name for name in sys.modules if name.partition(".")[0] != PACKAGE]
         with os.fdopen(write, "w") as out:
@@ -80,12 +81,12 @@ def preload() -> None:
         names = found.read().split("\n")
     os.waitpid(child, 0)
     for name in names:
-        with contextlib.suppress(Exception):  # some are no files, but made by others
+        with contextlib.suppress(Exception):  # some modules are made by others, not found
             importlib.import_module(name)
 
 
 class Task(NamedTuple):
-    """Killers to be run on a tree: their command lines by name, and where they leave answers."""
+    """Killers to run on a tree: their command lines by name, and the folder of their answers."""
 
     tree: Path
     commands: Mapping[str, str]
@@ -93,12 +94,12 @@ class Task(NamedTuple):
     answers: Path
 
     def answer(self, killer: str) -> Path:
-        """Where a killer leaves what it says; its log is beside it."""
+        """The file of a killer's answer; its log is beside it."""
         return self.answers / f"{killer}.json"
 
 
 def start(task: Task) -> int:
-    """Begin a task in a child; returns its process id."""
+    """Start a task in a child; returns its process id."""
     task.answers.mkdir(parents=True, exist_ok=True)
     child = os.fork()
     if child == 0:
@@ -118,8 +119,8 @@ def start(task: Task) -> int:
 
 
 def _work(task: Task) -> None:
-    """Run a task in this process, for which there is nothing after it."""
-    sys.path.insert(0, str(task.tree))
+    """Run a task in this process, which ends after it."""
+    sys.path[:0] = [str(task.tree), str(ROOT / "tests")]
     os.environ |= {
         "PYTHONPATH": str(task.tree),
         "XDG_CACHE_HOME": str(task.place.folder / "cache"),
@@ -132,15 +133,15 @@ def _work(task: Task) -> None:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
         try:
-            said = _said(shlex.split(command), task)
+            found = _asked(shlex.split(command), task)
         except BaseException as error:
             traceback.print_exc()
-            said = Said(error=f"{type(error).__name__}: {error}")
+            found = Answer(error=f"{type(error).__name__}: {error}")
         before, used = used, _processor_s()
-        answer.write_text(json.dumps(said._replace(seconds=used - before)), encoding="utf-8")
+        answer.write_text(json.dumps(found._replace(seconds=used - before)), encoding="utf-8")
 
 
-def _said(words: Sequence[str], task: Task) -> Said:
+def _asked(words: Sequence[str], task: Task) -> Answer:
     found = importlib.import_module(PACKAGE)
     assert str(found.__file__).startswith(str(task.tree)), found.__file__
     return _pytest(words[1:]) if words[0] == "pytest" else _meshwright(words, task.place)
@@ -152,19 +153,19 @@ def _processor_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def read(task: Task, end: str) -> dict[str, Said]:
-    """Return what the killers of a task have said; of one that has not, `end`: how it ended."""
+def read(task: Task, end: str) -> dict[str, Answer]:
+    """Return the answers of a task's killers; `end`, how it ended, for one that gave none."""
     return {killer: _read(task.answer(killer), end) for killer in task.commands}
 
 
-def _read(answer: Path, end: str) -> Said:
+def _read(answer: Path, end: str) -> Answer:
     log = answer.with_suffix(".log")
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
     last = lines[-1] if lines else ""
     if not answer.is_file():
-        return Said(error=f"{end} and no answer: {last}")
+        return Answer(error=f"{end} and no answer: {last}")
     failed, error, seconds = json.loads(answer.read_text(encoding="utf-8"))
-    return Said(tuple(failed), f"{error}: {last}" if error else "", seconds)
+    return Answer(tuple(failed), f"{error}: {last}" if error else "", seconds)
 
 
 def end_all(child: int) -> None:
@@ -173,20 +174,19 @@ def end_all(child: int) -> None:
         os.killpg(child, signal.SIGKILL)
 
 
-# What a command is asked in this process, and how its answer is understood.
-
-
-def _meshwright(words: Sequence[str], place: Place) -> Said:
+def _meshwright(words: Sequence[str], place: Place) -> Answer:
     """Run `meshwright prove` with forked ranks, and return the verdicts that failed."""
-    supervisor: Any = importlib.import_module(f"{PACKAGE}.launch.supervisor")
-    supervisor.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    for worker in WORKERS:  # before the forks: all ranks share it
+        importlib.import_module(f"{PACKAGE}.{worker}")
+    forking: Any = importlib.import_module("forking")
     main: Callable[[list[str]], int] = importlib.import_module(f"{PACKAGE}.cli.main").main
     if "--resume" in words:
         words = [*words, *place.data]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    forked = mock.patch.object(subprocess, "Popen", forking.Forks(forking.fork_here).popen)
+    with forked, contextlib.redirect_stdout(io.StringIO()) as out:
         code = main([*words, "--json"])
     if code not in (0, 1):
-        return Said(error=f"it ended with exit code {code}")
+        return Answer(error=f"it ended with exit code {code}")
     failed: list[str] = []
     errors: list[str] = []
     for verdict in json.loads(out.getvalue())["verdicts"]:
@@ -194,83 +194,20 @@ def _meshwright(words: Sequence[str], place: Place) -> Said:
             text = f"{verdict['claim']}: {_seen(verdict)}"
             # A rank that raised has shown nothing of what the claims are about.
             (errors if verdict["claim"] == "runs on its ranks" else failed).append(text)
-    return Said(tuple(failed), "" if failed else "; ".join(errors))
+    return Answer(tuple(failed), "" if failed else "; ".join(errors))
 
 
-def _seen(verdict: Mapping[str, Any]) -> str:
-    """Return in a few words what a verdict saw."""
-    where, observed = verdict["first_divergence"], verdict["observed"]
-    if verdict["tolerance"] is None:
-        return str(observed)[:160]
-    if isinstance(observed, list):
-        pairs = zip(observed, verdict["expected"], strict=True)
-        error = max(abs(float(a) - float(b)) / max(abs(float(b)), 1e-12) for a, b in pairs)
-    else:
-        error = float(observed)
-    text = f"{error:.1e}, {verdict['tolerance']:.1e} allowed"
-    return text if where is None else f"{text}, first in {where['quantity']} of {where['tensor']}"
+def _seen(values: Mapping[str, Any]) -> str:
+    """Return in a few words what a failed verdict observed."""
+    kind: Any = importlib.import_module(f"{PACKAGE}.prove.verdict").Verdict
+    verdict = kind.from_dict({key: value for key, value in values.items() if key != "case"})
+    if verdict.error is None:
+        return str(verdict.observed)[:160]
+    text, where = f"{verdict.error:.1e}, {verdict.tolerance:.1e} allowed", verdict.first_divergence
+    return text if where is None else f"{text}, first in {where.quantity} of {where.tensor}"
 
 
-class Forked:
-    """A rank as `subprocess.Popen` starts it, but forked from this process.
-
-    It has the module that the command names and torch already.
-    """
-
-    def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], stdout: Any, **others: Any
-    ) -> None:
-        python, flag, module, *words = command
-        assert (python, flag) == (sys.executable, "-m"), command
-        work = importlib.import_module(module).main  # before the fork: all ranks share it
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 1
-        try:
-            os.setsid()
-            for number in (1, 2):
-                os.dup2(stdout.fileno(), number)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-            os.environ.clear()
-            os.environ.update(env)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            sys.argv = [module, *words]
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, None while it runs."""
-        return self._waited(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Wait for its end and return the exit code."""
-        return self._waited(0)
-
-    def _waited(self, how: int) -> int | None:
-        if self.returncode is None:
-            found, status = os.waitpid(self.pid, how)
-            if found:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, where it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
-
-
-def _pytest(words: Sequence[str]) -> Said:
+def _pytest(words: Sequence[str]) -> Answer:
     """Run tests and return the assertions that failed."""
     import pytest
 
@@ -278,12 +215,12 @@ def _pytest(words: Sequence[str]) -> Said:
     os.chdir(ROOT)
     code = pytest.main([*words, "-q", "-p", "no:cacheprovider"], plugins=[judge])
     if code not in (0, 1) or not judge.ran:
-        return Said(error=f"pytest ended with {int(code)}: see the log")
-    return Said(tuple(judge.failed), "" if judge.failed else "; ".join(judge.errors))
+        return Answer(error=f"pytest ended with {int(code)}: see the log")
+    return Answer(tuple(judge.failed), "" if judge.failed else "; ".join(judge.errors))
 
 
 class _Judge:
-    """A plugin that tells tests whose assertion failed from those that broke."""
+    """A plugin that distinguishes failed assertions from other errors."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -309,11 +246,11 @@ def _outcome_failed() -> type[BaseException]:
     return found
 
 
-Done = Callable[[Task, Mapping[str, Said]], None]
+Done = Callable[[Task, Mapping[str, Answer]], None]
 
 
 def run_all(tasks: Sequence[Task], jobs: int, done: Done, timeout_s: float) -> None:
-    """Run tasks, so many at a time; `done` is told of each as it ends, within a time a killer."""
+    """Run `jobs` tasks at a time, each for at most `timeout_s` a killer; call `done` after each."""
     waiting, running = list(reversed(tasks)), dict[int, tuple[Task, float]]()
     try:
         while waiting or running:
@@ -329,7 +266,7 @@ def run_all(tasks: Sequence[Task], jobs: int, done: Done, timeout_s: float) -> N
 
 
 def _ended(running: dict[int, tuple[Task, float]]) -> Iterator[tuple[Task, str]]:
-    """Yield the tasks that have ended, with how; of one that hangs all is ended."""
+    """Yield the tasks that have ended, and how; kills those that hang."""
     for child, (task, until) in list(running.items()):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:

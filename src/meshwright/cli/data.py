@@ -125,14 +125,14 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="stdlib, tinystories, hf:NAME, or files of text or of rows, and folders of them",
+        help="stdlib, tinystories, hf:NAME, or files of text or rows, and folders of them",
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="field of rows")
     parser.add_argument(
         "--on-error",
         choices=["stop", "skip"],
         default="stop",
-        help="what a file or row without text does: end it, or be counted and named",
+        help="at a file or row without text: stop, or skip it and list what was skipped",
     )
     parser.add_argument(
         "--separator", metavar="TEXT", help=r"ends a document in a text file; '\n\n': blank lines"

@@ -101,9 +101,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         if name in ("slurm", "skypilot"):
             target.add_argument("--setup", metavar="COMMAND", help="runs before")
         if name == "skypilot":
-            target.add_argument("--wheel", metavar="FILE", help="of Meshwright, to be installed")
+            target.add_argument("--wheel", metavar="FILE", help="Meshwright's wheel, to install")
             target.add_argument(
-                "--bucket", dest="volume", metavar="URL", help="keeps log.dir, as s3://name/path"
+                "--bucket", dest="volume", metavar="URL", help="keeps log.dir, e.g. s3://name/path"
             )
         if name == "kubernetes":
             target.add_argument(
@@ -183,7 +183,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     )
 
 
-_PLAIN: Final = (*("restarts", "partition", "account", "image", "setup", "volume", "wheel"),)
+_PLAIN: Final = ("restarts", "partition", "account", "image", "setup", "volume", "wheel")
 
 
 def _option(args: argparse.Namespace, name: str) -> Any:

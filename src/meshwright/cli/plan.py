@@ -155,18 +155,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(config: Config, setting: Setting, layout: Layout) -> list[str]:
-    """Return what `--explain` prices otherwise than the config has it."""
+    """Return where the layout that `--explain` prices differs from the config."""
     found = []
     devices = setting.cluster.devices
     if layout.world != devices:
         ranks = "rank" if layout.world == 1 else "ranks"
         found.append(
-            f"this prices {layout.world} {ranks}, one on each of as many devices; the cluster has "
-            f"{devices}"
+            f"this prices {layout.world} {ranks}, each on a device of its own; the cluster has "
+            f"{devices} devices"
         )
     others = {key: value for key, value in given(config).items() if getattr(layout, key) != value}
     if others:
-        found.append(f"the config's {words(others)} is not in this layout")
+        found.append(f"this layout does not have the config's {words(others)}")
     return found
 
 
@@ -194,7 +194,7 @@ def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> in
 
 
 def _defaults(config: Config) -> list[str]:
-    """Return what is said of a batch, a length and a precision that nobody has given."""
+    """Return notes on a batch, a length and a precision that nobody has given."""
     origins = {key: config.origins[f"train.{key}"] for key in ("batch", "seq_len", "precision")}
     found = [
         f"train.{key} = {getattr(config.train, key)}, {where}"
@@ -203,7 +203,7 @@ def _defaults(config: Config) -> list[str]:
     ]
     plain = [f"train.{key}" for key, where in origins.items() if where == "default"]
     if plain and config.model.preset is not None:
-        found.append(f"{', '.join(plain)}: the defaults of a first look; give those of the run")
+        found.append(f"{', '.join(plain)}: defaults for a first look; set them for a real run")
     return found
 
 

@@ -35,15 +35,15 @@ from meshwright.prove.smallest import smallest
 from meshwright.spec.loading import Config
 from meshwright.units import format_count, format_seconds
 
-# Of the layouts by chance that fail, so many are made small: each takes some minutes.
+# So many failures of `--random` are reduced to a small case; each takes minutes.
 MOST_SHRUNK = 3
 EXAMPLE = """\
 examples:
   meshwright prove run.toml layout.tp=2 layout.sp=true    does this layout compute the same?
   meshwright prove --matrix --world 4                     the whole table of 4 ranks
   meshwright prove --matrix --only zbv --json             those whose label contains a text
-  meshwright prove --matrix --draw 9 --seed 4             nine of the table, drawn by chance
-  meshwright prove --random 20 --seed 7                   layouts of 2 to 6 ranks by chance
+  meshwright prove --matrix --draw 9 --seed 4             nine random layouts of the table
+  meshwright prove --random 20 --seed 7                   random layouts of 2 to 6 ranks
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
   meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
 
@@ -61,14 +61,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--matrix", action="store_true", help="the table instead of a config")
-    source.add_argument("--random", type=int, metavar="N", help="so many legal layouts by chance")
-    source.add_argument("--case", metavar="JSON", help="what a failure of --random has printed")
-    parser.add_argument("--draw", type=int, metavar="N", help="of the table, N layouts by chance")
+    source.add_argument("--random", type=int, metavar="N", help="N random legal layouts")
+    source.add_argument("--case", metavar="JSON", help="what a failure of --random printed")
+    parser.add_argument("--draw", type=int, metavar="N", help="N random layouts of the table")
     parser.add_argument(
         "--seed",
         type=int,
         metavar="S",
-        help="of --random and --draw, the same layouts for the same; 0",
+        help="of --random and --draw: the same seed draws the same layouts; 0 unless given",
     )
     parser.add_argument(
         "--world",
@@ -147,11 +147,11 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
     if source is not None and args.words:
         raise ConfigError(f"{source} has its own layouts; leave out {' '.join(args.words)}")
     if source not in ("--matrix", "--random") and (args.world is not None or args.only is not None):
-        raise ConfigError("--world and --only are of the table: add --matrix, or --random N")
+        raise ConfigError("--world and --only need --matrix, or --random N")
     if args.draw is not None and source != "--matrix":
-        raise ConfigError("--draw is of the table: add --matrix")
+        raise ConfigError("--draw needs --matrix")
     if source != "--random" and args.draw is None and args.seed is not None:
-        raise ConfigError("--seed is of layouts by chance: add --random N, or --matrix --draw N")
+        raise ConfigError("--seed needs --random N, or --matrix --draw N")
     if args.resume and (source is not None or args.check_order):
         other = source or "--check-order"
         raise ConfigError(f"--resume certifies a config: leave out {other}")
@@ -180,13 +180,13 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     if not cases:
         raise ConfigError(f"no layout of these {args.random} has {only!r} in its label")
     counts = sorted({case.layout.world for case in cases})
-    ranks = " or ".join(map(str, counts))
-    _say(out, f"{len(cases)} layouts by chance, seed {seed}, of {ranks} ranks")
+    ranks = ", ".join(map(str, counts))
+    _say(out, f"{len(cases)} random layouts, seed {seed}, of {ranks} ranks")
     return cases, {"seed": seed}
 
 
 def _of_json(text: str) -> Case:
-    """Return the case that a failure has printed; refused where it is none, or not legal."""
+    """Return the case that a failure printed; raises `ConfigError` if it is none, or not legal."""
     try:
         case = Case.from_json(text)
     except (KeyError, TypeError, ValueError) as error:
@@ -275,7 +275,7 @@ def _proven(cases: Sequence[Case], out: TextIO, device: str) -> list[Outcome]:
 
 
 def _failed(outcomes: Sequence[Outcome], out: TextIO) -> list[Outcome]:
-    """Return the first of what has failed, and say how to repeat each."""
+    """Return the first failures, to be reduced, and say of all how to repeat them."""
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
         _say(out, f"failed: {outcome.case.label}\n  repeat: {_command(outcome.case)}")
@@ -293,7 +293,7 @@ def _smallest(outcome: Outcome, args: argparse.Namespace, out: TextIO) -> dict[s
     on_ranks = fails_alike(outcome, os.environ, partial(worker_command, device=args.device))
     fails = _cannot_end if args.check_order else on_ranks
     if not fails(case):
-        _say(out, "  alone it does not fail: what was proven before it matters")
+        _say(out, "  it does not fail alone: the failure depends on the cases before it")
         return {"of": case.label, "case": None, "repeat": None}
     found = smallest(case, fails)
     _say(out, f"  smallest: {found.label}\n  repeat: {_command(found)}")

@@ -20,21 +20,21 @@ from typing import Any, Protocol
 
 from meshwright.data.files import reading
 from meshwright.data.formats import (
-    BLANK_LINE,
     SUFFIXES,
     Piece,
     Problem,
+    boundary,
     is_lines,
     is_whole,
     read_whole,
     rows_of_lines,
+    texts,
 )
 from meshwright.errors import DataError, nearest, refusal
 from meshwright.units import MIB
 
 PART_BYTES = 16 * MIB
 HF_PART_ROWS = 20_000
-END_OF_TEXT = "<|endoftext|>"
 HF_READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 Fingerprint = dict[str, Any]
 Skip = Callable[[str], None]
@@ -65,7 +65,8 @@ class Source(Protocol):
     def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
         """Read the non-empty documents of one part in order.
 
-        What has no text is told to `skip`; without it, it raises DataError.
+        `skip` is called with a line on each file or row without text; without it, such a one raises
+        DataError.
         """
 
 
@@ -199,13 +200,10 @@ class Files:
         """Return what separates the documents of a file; None where it is one document."""
         if is_lines(path):
             return re.compile(rb"\n")
-        separator = self.separator
-        if separator is None:
-            with reading(path), path.open("rb") as file:
-                separator = END_OF_TEXT if END_OF_TEXT.encode() in file.read(MIB) else ""
-        if separator == BLANK_LINE:
-            return re.compile(rb"\n[ \t\r]*\n")
-        return re.compile(re.escape(separator.encode())) if separator else None
+        if self.separator is not None:
+            return boundary(self.separator, b"")
+        with reading(path), path.open("rb") as file:
+            return boundary(None, file.read(MIB))
 
     def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
         """Read the documents of a file or of a range of it."""
@@ -220,7 +218,7 @@ class Files:
     def _pieces(self, part: Part) -> Iterator[Piece]:
         path = Path(part.path)
         if is_whole(path):
-            yield from read_whole(path, self.text_key, self.separator, END_OF_TEXT)
+            yield from read_whole(path, self.text_key, self.separator)
             return
         content = _read(part)
         if is_lines(path):
@@ -228,15 +226,7 @@ class Files:
             for piece in rows_of_lines(path, enumerate(content.split(b"\n"), 1), self.text_key):
                 yield piece if isinstance(piece, str) else _below(piece, part)
             return
-        pattern = self._boundary(path)
-        position = 0
-        for match in (*(pattern.finditer(content) if pattern else ()), None):
-            end = match.start() if match else len(content)
-            piece = _decode(path, part.start + position, content[position:end])
-            if isinstance(piece, str) and pattern is not None:
-                piece = piece.strip()
-            yield piece
-            position = match.end() if match else end
+        yield from texts(path, content, self._boundary(path), part.start)
 
 
 @dataclass(frozen=True)
@@ -353,15 +343,8 @@ def _read(part: Part) -> bytes:
     return content
 
 
-def _decode(path: Path, start: int, content: bytes) -> Piece:
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        return Problem(str(path), f"not UTF-8 text: byte {start + error.start}")
-
-
 def _below(found: Problem, part: Part) -> Problem:
-    """Return a problem of a line with its number in the file, of which a part has some lines."""
+    """Return a problem whose line is numbered within a part, with its number in the file."""
     where, _, number = found.where.rpartition(" ")
     above = _read(Part(part.path, 0, part.start, part.start)).count(b"\n")
     return found._replace(where=f"{where} {above + int(number)}")

@@ -1,7 +1,7 @@
 """How the documents of a file are read, by its name: text, jsonl, JSON, CSV, Parquet, compressed.
 
-A reader yields pieces: a text, or a `Problem` where a row or the file has none. Who reads decides
-whether a problem ends it.
+A reader yields pieces: a text, or a `Problem` where a row or the file has none. The caller decides
+whether a problem is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import IO, Any, Final, NamedTuple, cast
 from meshwright.data.files import reading
 from meshwright.errors import DataError, nearest, refusal
 
-BLANK_LINE = "\n\n"
+END_OF_TEXT: Final = "<|endoftext|>"
+BLANK_LINE: Final = "\n\n"
 TEXT_SUFFIXES: Final = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp"),
     *(".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh"),
@@ -30,21 +31,21 @@ TABLE_SUFFIXES: Final = (".json", ".csv", ".tsv", ".parquet")
 PACKED_SUFFIXES: Final = (".gz", ".zst")
 _INSIDE: Final = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, *TABLE_SUFFIXES)
 SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _INSIDE for packed in PACKED_SUFFIXES))
-# Fields of rows that hold a question and its answer, which no one field holds.
+# Fields of rows that have a question in one field and its answer in another.
 _DIALOGUES: Final = (
     ("prompt", "response"),
     ("prompt", "completion"),
     ("instruction", "output"),
     ("question", "answer"),
 )
-# Rows of Parquet that are in memory together.
+# Rows of a Parquet file in memory at a time.
 _ROWS: Final = 1024
-# The largest field of a CSV that Python's reader takes is set for all readers.
+# Characters of the longest CSV field. Python's default, 131,072, is too short for documents.
 _FIELD: Final = 2**31 - 1
 
 
 class Problem(NamedTuple):
-    """What is the matter with a row or a file, and where."""
+    """Why a row or a file gives no text, and where it is."""
 
     where: str
     why: str
@@ -75,11 +76,11 @@ def is_whole(path: Path) -> bool:
     return packed is not None or suffix in TABLE_SUFFIXES
 
 
-def read_whole(path: Path, key: str, separator: str | None, end_of_text: str) -> Iterator[Piece]:
+def read_whole(path: Path, key: str, separator: str | None) -> Iterator[Piece]:
     """Yield the documents of a file that is read from beginning to end.
 
-    `key` is the field of rows, `separator` what ends a document of a text (None: `end_of_text`
-    where it is there). Raises DataError for a file that cannot be read, or needs a library.
+    `key` is the field of rows, `separator` that of `boundary`. Raises DataError for a file that
+    cannot be read, or that needs a library which is not installed.
     """
     suffix, packed = kind_of(path)
     if suffix == ".parquet":
@@ -94,11 +95,12 @@ def read_whole(path: Path, key: str, separator: str | None, end_of_text: str) ->
             elif suffix in (".csv", ".tsv"):
                 yield from _csv(path, file, key, "\t" if suffix == ".tsv" else ",")
             else:
-                yield from _texts(path, file.read(), separator, end_of_text)
+                content = file.read()
+                yield from texts(path, content, boundary(separator, content))
         except (OSError, EOFError, zlib.error) as error:
             if packed is None:
                 raise
-            yield Problem(str(path), f"not whole, or not compressed: {error}")
+            yield Problem(str(path), f"damaged, or not compressed: {error}")
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -118,6 +120,38 @@ def _opened(path: Path) -> IO[bytes]:
         stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
         return io.BufferedReader(stream)
     raise DataError(f"{path} needs the zstandard library: pip install 'meshwright[zstd]'")
+
+
+def boundary(separator: str | None, head: bytes) -> re.Pattern[bytes] | None:
+    """Return what ends a document in a text that begins with `head`; None: it is one document.
+
+    `separator` left out (None) is `END_OF_TEXT` where the head has it, and two newlines match any
+    blank lines.
+    """
+    if separator is None:
+        separator = END_OF_TEXT if END_OF_TEXT.encode() in head else ""
+    if separator == BLANK_LINE:
+        return re.compile(rb"\n[ \t\r]*\n")
+    return re.compile(re.escape(separator.encode())) if separator else None
+
+
+def texts(
+    path: Path, content: bytes, pattern: re.Pattern[bytes] | None, start: int = 0
+) -> Iterator[Piece]:
+    """Yield the documents of a text between matches of a pattern; it begins at byte `start`."""
+    position = 0
+    for match in (*(pattern.finditer(content) if pattern else ()), None):
+        end = match.start() if match else len(content)
+        yield _decoded(path, start + position, content[position:end], strips=pattern is not None)
+        position = match.end() if match else end
+
+
+def _decoded(path: Path, start: int, content: bytes, *, strips: bool) -> Piece:
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        return Problem(str(path), f"not UTF-8 text: byte {start + error.start}")
+    return text.strip() if strips else text
 
 
 def rows_of_lines(path: Path, lines: Iterator[tuple[int, bytes]], key: str) -> Iterator[Piece]:
@@ -175,19 +209,6 @@ def _parquet(path: Path, key: str) -> Iterator[Piece]:
             yield Problem(str(path), f"not Parquet: {error!s:.200}")
 
 
-def _texts(path: Path, content: bytes, separator: str | None, end: str) -> Iterator[Piece]:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        yield Problem(str(path), f"not UTF-8 text: byte {error.start}")
-        return
-    if separator is None and end not in text:
-        yield text
-        return
-    pattern = r"\n[ \t\r]*\n" if separator == BLANK_LINE else re.escape(separator or end)
-    yield from (one.strip() for one in re.split(pattern, text))
-
-
 def _row(where: str, row: object, key: str) -> Iterator[Piece]:
     try:
         yield text_of(row, key)
@@ -214,8 +235,8 @@ def _no_field(key: str, row: Mapping[str, Any]) -> str:
         if asked in row and answered in row:
             hint = (
                 f"{asked!r} and {answered!r} are halves of a dialogue: write both into one field, "
-                "in the format that the model is to learn. One of them alone would be trained on "
-                "without the other"
+                "in the format that the model is to learn. Training on one alone would drop the "
+                "other"
             )
             return refusal(f"no field {key!r}", hint=hint)
     legal = nearest(key, row) or [str(name) for name in list(row)[:5]]

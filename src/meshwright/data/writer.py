@@ -53,7 +53,7 @@ from meshwright.units import MIB
 SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parallel work
 POOL_BYTES = 32 * MIB  # below this, starting processes takes longer than the work
 BATCH_CHARS = MIB
-SKIPPED = "skipped.txt"  # what had no text, a line each
+SKIPPED = "skipped.txt"  # files and rows without text, a line each
 Say = Callable[[str], None]
 
 
@@ -104,9 +104,9 @@ def prepare(
     The bytes written are the same for any number of workers (left out: the cores, or fewer if
     there are fewer shards). A run that was interrupted continues: shards that are complete, of
     the same sources and tokenizer, and intact are kept. A finished store of the same is returned
-    as it is. `progress` gets the bytes of text done and in all, `say` lines on what is left out:
-    files of other kinds, and with `on_error` "skip" what has no text, which the store's
-    `skipped.txt` names. Raises DataError: unwritable folder, another corpus already there,
+    as it is. `progress` gets the bytes of text done and in all, `say` a line on files that are not
+    text, and with `on_error` "skip" one on files and rows without text, which the store's
+    `skipped.txt` lists. Raises DataError: unwritable folder, another corpus already there,
     unreadable or empty source, unusable tokenizer.
     """
     writable_folder(out)
@@ -119,7 +119,7 @@ def prepare(
         remove_temporaries(out)
         for source in sources:
             if say is not None and isinstance(source, Files) and (left := source.left_out()):
-                say(f"left out, as no kind of text: {_some(left)}")
+                say(f"left out {_some(left)}")
         job = _job(fingerprints, loaded.digest, shard_bytes)
         tasks = [
             _Task(number, pieces, out, tokenizer, eos, loaded.digest, job, bool(passes))
@@ -130,7 +130,7 @@ def prepare(
         if skipped:
             write_atomic(out / SKIPPED, "".join(f"{text}\n" for text in skipped).encode())
             if say is not None:
-                say(f"skipped {len(skipped)}, which {out / SKIPPED} names: {skipped[0]}")
+                say(f"skipped {len(skipped)}, listed in {out / SKIPPED}; the first: {skipped[0]}")
         _finish(out, fingerprints, loaded, records)
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
@@ -138,11 +138,12 @@ def prepare(
 
 
 def _some(files: Sequence[Path]) -> str:
-    """Return how many files there are, of which kinds, and the names of a few."""
+    """Return how many files are not text, of which kinds, and the names of a few."""
     kinds = Counter(file.suffix.lower() or "no suffix" for file in files).most_common(4)
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds)
     names = ", ".join(file.name for file in files[:3])
-    return f"{len(files)} file(s) ({counts}): {names}{', ...' if len(files) > 3 else ''}"
+    more = ", ..." if len(files) > 3 else ""
+    return f"{len(files)} file(s) that are not text ({counts}): {names}{more}"
 
 
 def _skipped(task: _Task) -> list[str]:

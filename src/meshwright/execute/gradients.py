@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.execute.groups import Groups, Link
 from meshwright.program.shards import Sharding
 
-# Elements that a CPU adds up in fp32: 3e-7 of a norm is lost over SHORT of them, 1e-8 over rows.
+# Elements that a CPU adds up in fp32: a norm is 3e-7 short over SHORT of them, 1e-8 over a ROW.
 SHORT: Final = 16384
 ROW: Final = 1024
 

@@ -110,8 +110,8 @@ class Source:
     ) -> None:
         """Take a key that asks for another model or training than Meshwright has.
 
-        With a default, also where the file leaves the key out and so means the default. What is
-        final cannot be accepted: nothing would be left.
+        With a default, also where the file leaves the key out and so means the default. A final
+        refusal cannot be accepted with `--accept`.
         """
         is_default = key not in self.values
         if is_default and default is None:

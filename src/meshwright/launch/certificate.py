@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import MANIFEST, step_name, steps
-from meshwright.launch.saved import Arrays, distance, minus, read_whole, well_known
+from meshwright.launch.saved import Arrays, above_noise, distance, minus, read_whole
 from meshwright.launch.session import Resume, Run, train
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
@@ -24,16 +24,16 @@ from meshwright.spec.loading import Config
 STEPS: Final = 10
 # What a step's files must agree in besides their hashes.
 _FACTS: Final = ("step", "samples", "tokens", "identity", "loss_scale", "scalars")
-# The first step after a resume on another layout, and how many of them are compared.
+# Another layout resumes from this step, and takes so many more, which are compared.
 _FROM: Final = 5
 _ON: Final = 3
 
 
 class _Bounds(NamedTuple):
-    """What another layout may be off by: in losses, in moments of gradients, and in updates.
+    """What another layout may be off by, relative: in losses, optimizer state and updates.
 
-    Moments are sums of gradients, which are off by some hundred roundings. Updates are held to each
-    other where gradients are larger than `noise`, relative to all of them.
+    The state's moments are sums of gradients, which are off by some hundred roundings. Of updates
+    only elements count whose gradients exceed `noise` times the root mean square of all.
     """
 
     loss: float
@@ -83,8 +83,8 @@ def _on_another(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on three steps that another layout has taken from the same state.
 
-    A state that is restored at a wrong place leaves the loss of the next step as it is, and shows
-    in what that step adds to the weights.
+    A state that is restored at the wrong place does not change the loss of the next step, but what
+    that step adds to the weights.
     """
     last = _FROM + _ON
     steps = f"steps {_FROM + 1} to {last}"
@@ -105,7 +105,7 @@ def _on_another(
     start = tensors(whole, "weights", _FROM)
     state = [tensors(run, "optimizer", last) for run in (other, whole)]
     changes = [minus(tensors(run, "weights", last), start) for run in (other, whole)]
-    added = [well_known(change, state[1], bounds.noise) for change in changes]
+    added = [above_noise(change, state[1], bounds.noise) for change in changes]
     compared: list[tuple[str, list[Arrays], float, Quantity]] = [
         (f"on one rank {steps} add the same to weights", added, bounds.update, "update"),
         (f"on one rank step {last} has the same state", state, bounds.state, "optimizer state"),

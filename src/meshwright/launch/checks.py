@@ -1,18 +1,16 @@
-"""What is refused before a process starts: another device, too little memory, no tokenizer."""
+"""Refusals before a process starts: another device, too little memory, no tokenizer."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 
 from meshwright.data.store import is_store
 from meshwright.errors import ConfigError, refusal
-from meshwright.launch.machine import gpu_name
+from meshwright.launch.machine import gpu_name, memory_of_machine
 from meshwright.launch.planned import setting_on
 from meshwright.layout import Layout, Machine
 from meshwright.spec.loading import Config
-from meshwright.spec.stored import stored_tokenizer
 from meshwright.units import format_bytes
 
 
@@ -32,7 +30,7 @@ def check_device(config: Config, machine: Machine) -> None:
     preset = config.cluster.preset
     if preset == "local":
         return
-    # Only here: a run on the machine at hand starts without the catalogue.
+    # Only here: `train --help` starts without the catalogue.
     from meshwright.predict.catalogue import device_named, find_device
 
     name = gpu_name() if machine.device == "cuda" else None
@@ -61,49 +59,28 @@ def check_tokenizer(config: Config) -> None:
 
 
 def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
-    """Return what is predicted of the memory here; refuses what is more than there is.
+    """Return a line on the predicted memory; raises `ConfigError` if it exceeds what is free.
 
-    Tensors alone are counted: what cannot hold these cannot hold the rest.
+    Only tensors are counted: where these do not fit, nothing does.
     """
     try:
         setting = setting_on(config, machine, layout)
     except ConfigError as error:  # a device that the catalogue lacks
         return f"not known: {error}"
-    from meshwright.predict.price import worst_memory
+    from meshwright.predict.price import memory
 
-    needed = worst_memory(setting, layout).allocated
-    text = f"predicted {format_bytes(needed)} of tensors on the worst rank"
+    stages = [memory(setting, layout, place).allocated for place in range(layout.pp)]
+    text = f"predicted {format_bytes(max(stages))} of tensors on the worst rank"
     if machine.device == "cuda":
-        room, here = setting.cluster.device.memory, 1
+        needed, room, told = max(stages), setting.cluster.device.memory, "a device has {}"
     else:
-        here = -(-layout.world // config.cluster.nodes)
-        room = memory_of_machine()[1]
-        text += f", {here} of them on this machine" if here > 1 else ""
-    if room and needed * here > room:
+        # Of all ranks that run here; each node runs as many.
+        needed = sum(stages) * layout.world / layout.pp / config.cluster.nodes
+        room, told = memory_of_machine()[1], "{} are free"
+        if layout.world > config.cluster.nodes:
+            text += f", {format_bytes(needed)} on all ranks of this machine"
+    if room and needed > room:
         hint = f"`meshwright plan --after-oom '{layout.label}'` lists what would fit"
-        rule = f"the layout {layout.label} does not fit: {text}; {format_bytes(room)} are free"
+        rule = f"the layout {layout.label} does not fit: {text}; {told.format(format_bytes(room))}"
         raise ConfigError(refusal(rule, hint=hint))
     return text
-
-
-def memory_of_machine() -> tuple[int, int]:
-    """Return the bytes of memory in all and available, 0 where the system does not say."""
-    path = Path("/proc/meminfo")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
-    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
-    return total, free
-
-
-def tokenizer_note(config: Config) -> str | None:
-    """Return what is to be said where a stored model gets another tokenizer than its own."""
-    init_from, given = config.model.init_from, config.data.tokenizer
-    own = None if init_from is None else stored_tokenizer(Path(init_from))
-    if own is None or given == own[0] or Path(given).resolve() == Path(own[0]).resolve():
-        return None
-    if Path(given).is_dir() and Path(given).resolve() == Path(own[0]).resolve().parent:
-        return None
-    return (
-        f"data.tokenizer = {given!r}, but model.init_from was trained with {own[0]}: its ids mean "
-        "other texts"
-    )

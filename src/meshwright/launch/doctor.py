@@ -18,16 +18,10 @@ from typing import Final
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
-from meshwright.launch.checks import (
-    check_device,
-    check_extras,
-    check_memory,
-    check_tokenizer,
-    memory_of_machine,
-)
+from meshwright.launch.checks import check_device, check_extras, check_memory, check_tokenizer
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.finding import Finding
-from meshwright.launch.machine import detect
+from meshwright.launch.machine import detect, memory_of_machine
 from meshwright.launch.notes import config_notes
 from meshwright.launch.planned import setting_on, settled
 from meshwright.launch.session import cache_folder

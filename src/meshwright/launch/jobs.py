@@ -26,7 +26,7 @@ _LONGEST_NAME: Final = 52  # what JobSet adds to it must stay below 63
 
 
 class Expression(str):
-    """What a shell is to evaluate: `shell` does not quote it."""
+    """An expression that a shell evaluates: `shell` does not quote it."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class JobSpec:
     `accelerator` is the device in the words of clouds ("H100"), None on CPUs. `time_limit_s` is
     what the scheduler grants, `grace_s` how long before its end ranks are asked to save and stop.
     `setup` runs before, on each node; `image` is a container's. `log_dir` is where runs are.
-    `files` are those that the words name, by their texts: a job of Kubernetes carries them.
-    `volume` is the claim of Kubernetes, or the bucket of a cloud, that keeps data and runs. `wheel`
-    is the file of Meshwright's package. `identity` is the job's alone.
+    `files` has the texts of the files that the words name, by path: a Kubernetes job carries them.
+    `volume` is the PersistentVolumeClaim, or the bucket, that keeps data and runs, `wheel` the file
+    of Meshwright's package, `identity` a random id of this job.
     """
 
     name: str
@@ -89,7 +89,7 @@ class JobSpec:
             )
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Yield all texts of the job but its own script and files, with their names."""
+        """Yield the names and texts of all fields but the setup script and the files."""
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name in ("setup", "files") or value is None:
@@ -110,7 +110,7 @@ class JobSpec:
 
     @property
     def python(self) -> str:
-        """The Python of a node that shares its files with this machine, or that `setup` gives."""
+        """The Python of a node: this one, as nodes share files, or the one that `setup` brings."""
         return sys.executable if self.setup is None else "python"
 
     @property
@@ -121,7 +121,7 @@ class JobSpec:
     def torchrun(self, endpoint: str) -> list[str]:
         """Return a node's command; ranks meet at an endpoint, under an id of this job alone.
 
-        A second job of the same name would otherwise take over what the first one has left.
+        Otherwise a second job of the same name would join what is left of the first.
         """
         return [
             "torchrun",
@@ -158,7 +158,7 @@ def torchrun(job: JobSpec) -> str:
 
 
 def shell(words: Sequence[str]) -> str:
-    """Return words as a shell's line; all quoting of jobs is done here."""
+    """Return words as a line of a shell; all quoting of jobs is done here."""
     return " ".join(word if isinstance(word, Expression) else shlex.quote(word) for word in words)
 
 

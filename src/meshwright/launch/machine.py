@@ -1,4 +1,4 @@
-"""What this machine offers: devices, ranks, cores. Found without importing torch."""
+"""What this machine offers: devices, ranks, cores, memory. Found without importing torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import ConfigError, nearest_divisors, refusal
+from meshwright.execute.processor import processor_facts
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.layout import Machine
 from meshwright.spec.loading import Config
@@ -52,6 +53,15 @@ def detect(
     return Machine("cpu", count, cores, name, is_fixed=asked is not None)
 
 
+def memory_of_machine() -> tuple[int, int]:
+    """Return the bytes of memory in all and available, 0 where the system does not say."""
+    path = Path("/proc/meminfo")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
+    total, free = (int(match[1]) * 1024 if match else 0 for match in found)
+    return total, free
+
+
 def on_nodes(config: Config, at: Rendezvous) -> Config:
     """Return a config whose cluster has the nodes that its ranks were started on.
 
@@ -67,7 +77,7 @@ def on_nodes(config: Config, at: Rendezvous) -> Config:
         raise ConfigError(refusal(what, legal=[f"cluster.nodes = {nodes}"]))
     planned = cluster.devices_per_node
     if planned is None and cluster.preset != "local":
-        # Only here: a run on the machine at hand starts without the catalogue.
+        # Only here: `train --help` starts without the catalogue.
         from meshwright.predict.catalogue import find_device
 
         planned = find_device(cluster.preset).per_node
@@ -98,9 +108,4 @@ def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return processor_facts().get("model name") or platform.processor() or platform.machine()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -15,6 +16,8 @@ from meshwright.launch.jobs import PORT, Expression, JobSpec, environment, shell
 # Where a pod has the volume that keeps data and runs, and the files of its command.
 _VOLUME: Final = "/work"
 _CONFIG: Final = "/etc/meshwright"
+# Keys of a ConfigMap, which are names of files here.
+_KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
 # Where SkyPilot has a task's folder, and where the package goes.
 _WORKDIR: Final = "~/sky_workdir"
 _WHEELS: Final = "/tmp/meshwright"
@@ -41,18 +44,18 @@ def _yaml(document: dict[str, Any]) -> str:
 
 
 def _script(job: JobSpec, endpoint: str, node: str) -> str:
-    """Return what a node runs: `endpoint` is what the shell evaluates to where ranks meet."""
+    """Return the script of a node; `endpoint` is a shell expression for where ranks meet."""
     if job.nodes == 1:  # our own supervisor: it waits for ranks that save, as long as they take
         return _run_or_resume(job, job.train, node)
     return _run_or_resume(job, job.torchrun(Expression(endpoint)), node)
 
 
 def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
-    """Return a script that begins the job's run, or resumes it where it has saved a step.
+    """Return a script that begins the job's run, or resumes it if it has saved a step.
 
-    The shell gives way to the command (`exec`), so that the signal to stop reaches it. What an
-    attempt has left that saved nothing goes aside: nothing of it could be resumed. The first node
-    does so, by the variable `node`; the others touch nothing before all have met.
+    The command replaces the shell (`exec`), so that the stop signal reaches it. The folder of an
+    attempt that saved no step cannot be resumed, and is renamed: only by the first node, which the
+    environment variable `node` tells, as the others may start later.
     """
     run = Expression('"$RUN"')
     begin = [*command, f"log.name={job.name}"]
@@ -89,7 +92,7 @@ def skypilot(job: JobSpec) -> str:
     if job.image is not None:
         resources["image_id"] = f"docker:{job.image}"
     first = '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":' + str(PORT)
-    # The folder that this is written in goes along: config, data and plan by their relative paths.
+    # SkyPilot copies the folder in which this is written, with config, data and plan.
     document: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "workdir": "."}
     if resources:
         document["resources"] = resources
@@ -119,18 +122,21 @@ def _check_skypilot(job: JobSpec) -> None:
                 hint="`pip wheel --no-deps --wheel-dir dist .` in its source makes the file",
             )
         )
-    for path in (*job.files, job.log_dir):
+    what = "SkyPilot copies the folder in which the task is written"
+    _check_inside((*job.files, job.log_dir), what, "name it relative to that folder")
+
+
+def _check_inside(paths: Iterable[str], what: str, hint: str) -> None:
+    """Refuse paths that lead out of the folder that a job has."""
+    for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ConfigError(
-                f"SkyPilot copies the folder in which the task is written: {path} lies outside; "
-                "name it relative to that folder"
-            )
+            raise ConfigError(f"{what}: {path} lies outside; {hint}")
 
 
 def jobset(job: JobSpec) -> str:
     """Return a JobSet: a pod for each node, which meet on the first one by its name.
 
-    A ConfigMap before it has the files that the command names.
+    A ConfigMap with the files that the command names precedes it.
     """
     job = _carrying(job)
     first = f"{job.name}-node-0-0.{job.name}:{PORT}"
@@ -159,7 +165,7 @@ def jobset(job: JobSpec) -> str:
 def pytorchjob(job: JobSpec) -> str:
     """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`).
 
-    A ConfigMap before it has the files that the command names.
+    A ConfigMap with the files that the command names precedes it.
     """
     job = _carrying(job)
     command = ["torchrun", "-m", *job.train]
@@ -184,7 +190,14 @@ def pytorchjob(job: JobSpec) -> str:
 
 
 def _carrying(job: JobSpec) -> JobSpec:
-    """Return the job with the paths that its files have in a pod."""
+    """Return the job with the paths of its files in a pod; refuses names that clash there."""
+    names = [PurePosixPath(file).name for file in job.files]
+    for name in names:
+        if names.count(name) > 1 or not _KEY.fullmatch(name):
+            rule = (
+                f"a ConfigMap cannot have the file {name!r}: names in it differ, and are made of "
+            )
+            raise ConfigError(f"{rule}letters, digits, '-', '_' and '.'")
     words = tuple(_path(word) if word in job.files else word for word in job.words)
     return replace(job, words=words)
 
@@ -208,7 +221,7 @@ def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
     if job.image is None:
         hint = "Meshwright's Dockerfile makes one: docker build --tag NAME ."
         raise ConfigError(
-            refusal("Kubernetes runs images: add --image NAME, of one with Meshwright", hint=hint)
+            refusal("Kubernetes runs images: add --image NAME, one with Meshwright", hint=hint)
         )
     if job.volume is None:
         raise ConfigError(
@@ -216,6 +229,7 @@ def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
             "PersistentVolumeClaim that all nodes may write (ReadWriteMany); data and "
             f"{job.log_dir} are in it, by paths relative to its root"
         )
+    _check_inside([job.log_dir], "log.dir is kept by the volume", "name it relative to its root")
     container: dict[str, Any] = {"name": name, "image": job.image, "command": command}
     container["workingDir"] = _VOLUME
     if environment(job):

@@ -1,23 +1,24 @@
-"""What is said before a run starts: nothing is wrong with it, but it may not be what was meant."""
+"""Notes before a run starts: it can run, but may not be what was meant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.checks import tokenizer_note
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.schedule import learning_rate
+from meshwright.spec.stored import stored_tokenizer
 from meshwright.spec.words import beyond_context
 from meshwright.train.run_folder import Job
 
-# Of the schedule, what a run that goes on may be given anew.
+# Keys of the schedule, which a resumed run may change.
 _OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")
 
 
 def config_notes(config: Config) -> Iterator[str]:
-    """Yield what is to be said of a config on any machine."""
+    """Yield notes on a config that hold on any machine."""
     rate, where = config.optimizer.lr, config.origins.get("optimizer.lr", "")
     if where.startswith("derived"):
         yield f"optimizer.lr = {rate:g}, {where}"
@@ -31,8 +32,22 @@ def config_notes(config: Config) -> Iterator[str]:
             yield text
 
 
+def tokenizer_note(config: Config) -> str | None:
+    """Return a note if a stored model gets another tokenizer than its own."""
+    init_from, given = config.model.init_from, config.data.tokenizer
+    own = None if init_from is None else stored_tokenizer(Path(init_from))
+    if own is None or given == own[0] or Path(given).resolve() == Path(own[0]).resolve():
+        return None
+    if Path(given).is_dir() and Path(given).resolve() == Path(own[0]).resolve().parent:
+        return None
+    return (
+        f"data.tokenizer = {given!r}, but model.init_from was trained with {own[0]}: its ids mean "
+        "other texts"
+    )
+
+
 def run_notes(job: Job) -> Iterator[str]:
-    """Yield what is to be said of a run that starts on this machine, or goes on."""
+    """Yield notes on a run that starts on this machine, or resumes."""
     config, layout, machine = job.config, job.layout, job.machine
     if job.resume:
         if (text := schedule_note(job)) is not None:
@@ -57,7 +72,7 @@ def run_notes(job: Job) -> Iterator[str]:
 
 
 def schedule_note(job: Job) -> str | None:
-    """Return how the learning rate goes on otherwise than the run would have had it."""
+    """Return how the learning rate of a resumed run departs from its schedule so far."""
     try:
         before = load_config(job.folder.config)
         done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])

@@ -23,7 +23,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
     machine's GPUs are not known.
     """
     if config.layout.auto:
-        # Only here: a run whose layout is given starts without the planner.
+        # Only here and below: `train --help` starts without the planner.
         from meshwright.search.plan import planned
 
         here = on_machine(config, machine)
@@ -54,10 +54,10 @@ def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
 
 
 def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
-    """Return how many times as slowly as the catalogue's device a rank of this machine computes.
+    """Return how many times slower a rank of this machine is than the catalogue's device.
 
-    `ranks` are those of a node, the cluster's unless given. Ranks share a CPU's cores, which the
-    catalogue's device has for as many as run by default.
+    `ranks` is their number on a node, the cluster's unless given. Ranks share a CPU's cores, and
+    the catalogue's device has the share of a rank when as many run as by default.
     """
     if machine.device != "cpu" or config.cluster.preset != "local":
         return 1.0
@@ -68,7 +68,7 @@ def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
 def on_machine(config: Config, machine: Machine) -> Config:
     """Return a config whose cluster is so many devices of this machine's kind, for the planner.
 
-    A CPU runs as many ranks as the degrees that are given ask for. Raises `ConfigError` where the
+    A CPU runs as many ranks as the given degrees need. Raises `ConfigError` where the
     machine's GPUs are not in the catalogue.
     """
     from meshwright.predict.catalogue import device_named

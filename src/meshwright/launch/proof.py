@@ -86,7 +86,7 @@ def prove_cases(
 def fails_alike(
     outcome: Outcome, environ: Mapping[str, str], command: Callable[[Path], list[str]]
 ) -> Callable[[Case], bool]:
-    """Return what says whether a case, alone on fresh ranks, fails in a claim of a failed one."""
+    """Return a test of cases: does one, alone on fresh ranks, fail in a claim that failed here?"""
 
     def fails(case: Case) -> bool:
         (found,) = prove_cases([case], environ, lambda outcome: None, command=command)

@@ -1,4 +1,4 @@
-"""What a step folder holds, whole and without torch: for certificates, whose models are small."""
+"""Reads a step folder's tensors whole, without torch: for the small models of certificates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Arrays = Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]
 def read_whole(folder: Path, kind: str) -> Arrays:
     """Return the tensors of a step's files of a kind, "weights" or "optimizer", as fp64.
 
-    Each chunk lies where its file's header says; `DCP_SHARDING_INFO`, as `checkpoint.tensors` has
-    it. What no chunk covers is not a number.
+    Each file's header says where its chunks lie: `DCP_SHARDING_INFO`, see `checkpoint.tensors`.
+    Elements that no chunk covers are NaN.
     """
     chunks: dict[str, list[tuple[list[int], Any]]] = {}
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
@@ -40,8 +40,8 @@ def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
 def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
     """Return how far the worst tensor is off, relative to its size, and which it is.
 
-    Infinite where one is missing or is not a number. One that vanishes next to the largest counts
-    as a part of that.
+    Infinite where one is missing or has a NaN. The size of a tensor counts as 1e-5 of the largest
+    one's at least, as one that vanishes has only rounding noise.
     """
     sizes = {name: float(np.linalg.norm(one)) for name, one in expected.items()}
     least = 1e-5 * max(sizes.values(), default=0.0)
@@ -61,10 +61,10 @@ def minus(after: Arrays, before: Arrays) -> Arrays:
     return {name: one - before[name] for name, one in after.items()}
 
 
-def well_known(change: Arrays, state: Arrays, noise: float) -> Arrays:
-    """Return updates without what AdamW makes of noise: it divides a gradient by its size.
+def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
+    """Return updates, 0 where the gradient was noise, of which AdamW makes steps of full size.
 
-    Elements count whose gradients were larger than a share of all gradients' (root mean square).
+    `state` is the optimizer's; gradients are noise below `noise` times the root mean square of all.
     """
     second = {name: state[f"exp_avg_sq.{name}"] for name in change if f"exp_avg_sq.{name}" in state}
     if not second:

@@ -15,8 +15,8 @@ from meshwright.errors import (
 )
 from meshwright.launch.jobs import JobSpec, clock, environment, shell
 
-# Cores of a rank where the job does not say: its work, its saver, its collectives, and one to spare
-# beside a GPU. Slurm itself gives a task one.
+# Cores of a rank unless the job says. One with a GPU has one each for its work, its saver and its
+# collectives, and one to spare. Slurm's own default is one.
 _CORES: Final = {"cpu": 1, "cuda": 4}
 # Ranks that were asked to stop end one after the other, and are not to be killed meanwhile.
 _LEFT_S: Final = 60

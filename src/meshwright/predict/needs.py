@@ -20,8 +20,8 @@ class Need(NamedTuple):
     """An operation's backward: bytes beside the kept ones, and whose gradients it makes.
 
     `deferred` are the bytes that a product's weight gradient waits with beside its input: the
-    gradient of its result. `room` are further ones while the gradients of weights are made at once,
-    `added` while they are added to others later.
+    gradient of its result. `room` are further bytes while a weight's gradient is computed at once,
+    `added` while a deferred one is added to a sum.
     """
 
     op: str
@@ -149,8 +149,8 @@ def of_input(
 def _room(program: Program, sizes: Sizes, outer: int, inner: int, made: int = 0) -> tuple[int, int]:
     """Return `Need.room` and `Need.added` of the product for the gradient of `[outer, inner]`.
 
-    Autograd makes it before the gradient of the input, whose bytes are `made`, and so needs what is
-    more than those. Our own function makes it after that.
+    Autograd computes it before the gradient of the input, of `made` bytes, which count already:
+    only what exceeds them is added. Our own function computes it after that gradient.
     """
     if sizes.element != _WIDE:
         return 0, 0

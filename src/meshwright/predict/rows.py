@@ -159,9 +159,9 @@ def _links(row: Row, device: Device) -> tuple[str, str] | None:
 
 def _stack(row: Row, assumed: list[str]) -> Stack:
     text = row.get("framework") or row.get("source_key")
-    name = _first(_FRAMEWORKS, text) if text else "meshwright"
+    name = _first(_FRAMEWORKS, text) if text else _OURS
     if not text:
-        assumed.append("system meshwright")
+        assumed.append(f"system {name}")
     if name is None:  # some other
         name = "megatron" if (row.get("tp") or 1) * (row.get("pp") or 1) > 1 else "fms"
         assumed.append(f"system {name}")

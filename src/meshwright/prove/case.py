@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from meshwright.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
 Optimizer = Literal["adamw", "sgd"]
+OPTIMIZERS: Final[Mapping[Optimizer, str]] = {"adamw": "AdamW", "sgd": "SGD"}
 
 
 @dataclass(frozen=True)

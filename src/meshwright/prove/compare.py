@@ -1,10 +1,10 @@
 """What a layout may be off by, and how far off it is.
 
-A tensor is held against an exact one by their distance (the root of the summed squares). How far
-rounding may take them apart follows from the roundings themselves: the reference makes all those of
-a layout, on one device, and its own distance is `Expected.noise`. A layout makes as many of them in
-another order; their sum is another draw of the same noise, as large but for chance. `MARGIN` is for
-that chance, and for the few roundings that a layout has beside: partial sums of ranks.
+A tensor is compared with an exact one by their distance (the root of the summed squares). How large
+rounding may make it is measured: the reference makes all roundings of a layout, on one device, and
+its own distance from the exact tensor is the noise. A layout makes as many roundings in another
+order, so its distance is another sample of that noise. `MARGIN` allows for chance, and for the few
+roundings that only a layout has: partial sums of ranks.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ T = TypeVar("T")
 UNIT_ROUNDOFFS: Final = {
     precision: torch.finfo(dtype).eps / 2 for precision, dtype in DTYPES.items()
 }
-# Largest distance of a tensor over that of one device, which makes the same roundings. Half of it
-# is for chance: tensors of few elements, and sums that cancel, draw unlike amounts. Kernels that
-# round less or more often, as those of fp32 products do, are the rest.
+# Largest distance of a tensor over that of one device, which makes the same roundings. A factor of
+# 3 is for chance: tensors with few elements and sums that cancel vary most. A factor of 2 is for
+# kernels that round more or less often, as those of fp32 products do.
 MARGIN: Final = 6.0
-# What a tensor's distance may be in any case: so many roundings of all of its values.
+# A tensor's distance may always be so many fp32 roundings of all of its values.
 LEAST: Final = 32.0
-# Of a tensor that vanishes but for its roundings, as the gradient of a key's bias where nothing is
-# rotated: what is left of terms that cancel depends on how a kernel groups them. Layouts were seen
-# at 13 times what one device has.
+# The margin of a tensor that vanishes except for rounding, such as the gradient of a key's bias
+# without rotary dims: what is left of terms that cancel depends on how a kernel groups them.
+# Layouts reached 13 times one device's noise.
 VANISHING: Final = 36.0
-# A tensor of at most `FEW` elements draws few numbers, and those of a bias depend on each other:
-# the distances of two draws were seen to differ by 8.
+# A tensor of at most `FEW` elements has few roundings, and those of a bias are correlated: two
+# samples differed by a factor of 8.
 FEW: Final = 64
 FEW_MARGIN: Final = 3 * MARGIN
-# Targets that share roundings, of the keys and values of their row: so many count as one.
+# Targets of a row share the roundings of its keys and values: so many targets count as one.
 SHARING: Final = 4.0
-# Of one number that many roundings went into, which are independent: so many standard deviations.
+# So many standard deviations are allowed for a number with many independent roundings.
 DEVIATIONS: Final = 4.0
 # Standard deviation of one rounding error over its largest, for values of any size.
 SPREAD: Final = 0.41
-# How much more than that a logit is off by, since layers enlarge what came before them.
+# A logit's error over the sum of its roundings: later layers amplify those of earlier ones.
 ENLARGED: Final = 2.0
 
 # Breaks something in a parallel model on purpose: only tests have one
@@ -75,7 +75,7 @@ def build_small(program: Program, groups: Groups, world: World, fault: Fault | N
 
 
 def mine(batch: Batch, program: Program, world: World) -> Batch:
-    """Return the rows of the global batch that this rank computes, as `train` shares them out."""
+    """Return the rows of the global batch that this rank computes, as `train` divides it."""
     layout = program.layout
     rows = share(program.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     return batch.rows(slice(rows.start, rows.stop)).to(world.device)
@@ -100,7 +100,7 @@ class Difference(NamedTuple):
 class Expected(NamedTuple):
     """Whole tensors by name, exact ones and as one device has them that rounds.
 
-    `added_to` is what an update is added to in fp32, where the tensors are updates.
+    Where the tensors are updates, `added_to` has the fp32 weights that they are added to.
     """
 
     exact: Mapping[str, Tensor]
@@ -110,9 +110,9 @@ class Expected(NamedTuple):
     def difference(
         self, name: str, found: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
     ) -> tuple[float, float]:
-        """Return how far a tensor, or a part of it, is off relative to its size, and may be.
+        """Return how far a tensor, or a part of it, is off, and may be: both relative to its size.
 
-        An infinite distance where there is none, or one with what is not a number.
+        The distance is infinite where there is no tensor, or one with a NaN.
         """
         exact, rounded = (part(of[name]).double() for of in (self.exact, self.rounded))
         size, noise = exact.norm().item(), (rounded - exact).norm().item()
@@ -152,8 +152,8 @@ def worse(a: Difference, b: Difference) -> Difference:
 def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float) -> float:
     """Return what a mean loss may be off by, relative to it.
 
-    A target's is off by the roundings of its logits, about 12 a layer, each of `SPREAD` units; the
-    mean of independent ones by as much over the root of their number. Sums in fp32 come on top.
+    A target's loss is off by the roundings of its logits, about 12 a layer, each of `SPREAD` units;
+    the mean of independent ones by this over the root of their number. Sums in fp32 add a little.
     """
     targets = max(int((batch.targets != IGNORE).sum()), 1)
     unit = 2.0**-4 if train.fp8 else UNIT_ROUNDOFFS[train.precision]
@@ -164,8 +164,8 @@ def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float
 def norm_tolerance(expected: Expected, batch: Batch) -> float:
     """Return what the norm of the whole gradient may be off by, relative to it.
 
-    Noise of a relative size changes it by its share along the gradient, which is the mean of what
-    each target brings, and by half of its square across.
+    The component of the noise along the gradient changes it, which is a mean over targets, and half
+    of the square of the component across it.
     """
     targets = max(int((batch.targets != IGNORE).sum()) / SHARING, 1)
     size = _length(expected.exact.values())

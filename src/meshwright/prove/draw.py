@@ -1,7 +1,7 @@
 """`draw`: legal layouts at random, each with an odd small model of its own. No torch.
 
-What the table of `matrix` deals out evenly, powers of 2 most of all, meets here by chance: any
-degree, and sizes that nothing divides but what a rule wants divided.
+The table of `matrix` spreads its choices evenly, mostly in powers of 2. Here they meet at random:
+any degree, and sizes that are divisible only as the rules need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SCALINGS: Final = (
 
 
 def draw(seed: int, count: int, worlds: Sequence[int] = WORLDS) -> tuple[Case, ...]:
-    """Return so many cases, the same for the same seed and worlds; more begin with the fewer.
+    """Return so many cases, the same for the same seed and worlds; fewer are the first of more.
 
     Every mesh of these numbers of ranks comes once before any comes again. Raises `ConfigError`
     where there are too few or too many ranks, or no cases are asked for.
@@ -54,10 +54,10 @@ def draw(seed: int, count: int, worlds: Sequence[int] = WORLDS) -> tuple[Case, .
     for world in worlds:
         if not 2 <= world <= MOST_RANKS:
             legal = range(2, MOST_RANKS + 1)
-            rule = f"layouts at random are of {legal[0]} to {legal[-1]} ranks, not {world}"
+            rule = f"random layouts have {legal[0]} to {legal[-1]} ranks, not {world}"
             raise ConfigError(refusal(rule, legal=[min(max(world, 2), MOST_RANKS)]))
     if count < 1:
-        raise ConfigError(refusal(f"{count} layouts at random prove nothing", legal=[1]))
+        raise ConfigError(refusal(f"{count} random layouts prove nothing", legal=[1]))
     dealer = _Dealer(seed)
     meshes = tuple(mesh for world in worlds for mesh in _meshes(world))
     return tuple(_case(dealer, dealer.deal("mesh", meshes)) for _ in range(count))

@@ -2,7 +2,7 @@
 
 First the weights before the step, then what each layer hands on in the forward, then the gradients.
 A wrong forward makes all gradients wrong, so they alone would name the last layer whatever it was.
-Where the first step's agree, then what each step adds to the weights, and gradients of later ones.
+If the first step agrees, then the updates of each step, and the gradients of later ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from meshwright.prove.verdict import Divergence, Quantity
 from meshwright.prove.weights import telling
 from meshwright.train.update import gradients
 
-# A part of a tensor draws fewer roundings than the whole, so it varies more: its bound is wider.
+# A part of a tensor has fewer roundings than the whole, so it varies more: its bound is wider.
 _SLACK: Final = 2.0
 
 
@@ -255,7 +255,7 @@ def _wrong(
 
 
 def _wrong_step(search: _Search) -> Divergence | None:
-    """Return the first step's first wrong gradient, or what it adds wrongly to a weight."""
+    """Return the first wrong gradient or update of the first step that has one."""
     reference = run_reference(search.case, keeps=True)
     trial = Trial(search.case, search.groups, search.world, reference, search.fault)
     for step in range(search.case.steps):

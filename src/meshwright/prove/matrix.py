@@ -226,6 +226,5 @@ def _case(layout: Layout, train: TrainSpec, turn: int) -> Case:
         head_dim=8,
         **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
-
     optimizer = _turned(_OPTIMIZERS, turn)
     return Case(model, train, layout, packed=kind.packed, optimizer=optimizer)

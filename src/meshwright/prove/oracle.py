@@ -1,9 +1,9 @@
-"""The model in operations of torch alone: what a layout is held against shares no code with it.
+"""The reference model, in plain torch operations: it shares no code with what it checks.
 
-No kernel, no hand-written backward and no class of `models` is used, only weights by the same
-names. Dropout's masks are those of `models.dropout`: which values drop is by definition a hash, and
-a second one would be the same lines. The dtype of the weights is that of the products; where
-`models` rounds to it, so does this: after each product, norm, rotation, activation and sum.
+It uses no kernel, no hand-written backward and no class of `models`, only weights with the same
+names. Only dropout's masks are those of `models.dropout`: which values drop is defined by a hash,
+and a second version of it would be the same lines. Products are in the dtype of the weights, and
+like `models` this rounds to it after each product, norm, rotation, activation and sum.
 """
 
 from __future__ import annotations

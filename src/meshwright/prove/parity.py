@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from meshwright.execute.groups import Groups
 from meshwright.execute.world import World
-from meshwright.prove.case import Case
+from meshwright.prove.case import OPTIMIZERS, Case
 from meshwright.prove.compare import (
     Difference,
     Expected,
@@ -25,8 +25,6 @@ from meshwright.prove.reference import Reference, make_batch, run_reference
 from meshwright.prove.trial import Numbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
 from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts
-
-_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 
 
 def prove_parity(
@@ -111,7 +109,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, "gradients", worst[0], "gradient")
     bound_of_norm = norm_tolerance(gradients, batch)
     yield _numbers(case, "gradient norm", exact.norms, norms, bound_of_norm)
-    steps = f"{case.steps} {_OPTIMIZERS[case.optimizer]} steps"
+    steps = f"{case.steps} {OPTIMIZERS[case.optimizer]} steps"
     yield _tensors(case, f"updates of {steps}", added, "update")
     yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)

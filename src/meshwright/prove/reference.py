@@ -1,9 +1,9 @@
-"""One device: the steps of `train` in operations of torch alone, in the precision of a case.
+"""One device: the steps of `train` in plain torch operations, in the precision of a case.
 
-In half precision what a layout rounds is rounded here, too: weights as products take them, what
-flows between operations, each microbatch's gradients. Their sums and the updates are in fp32. The
-same steps are taken in fp64, but for the rounding of weights that products take: by how much the
-two differ is the noise of a tensor's roundings, and what a layout may be off by follows from it.
+In half precision this rounds what a layout rounds: the weights in products, the activations between
+operations, and each microbatch's gradients. Sums of gradients and updates are in fp32. The same
+steps are also taken in fp64, where only the weights in products are rounded. The difference of the
+two is the noise of the roundings, from which the tolerances follow.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from meshwright.spec.training import OptimizerSpec
 
 Tensors = Mapping[str, Tensor]
 
-# Rate and decay such that each of a step's parts moves weights by far more than they are rounded.
+# Rate and decay: each part of an update moves weights by far more than their rounding.
 _RATE: Final = 2e-3
 _DECAY: Final = 1.0
 _WARMUP: Final = 2
 
 
 class Moment(NamedTuple):
-    """What a step leaves behind: gradients before clipping, weights, the optimizer's state."""
+    """After a step: its gradients before clipping, all updates so far, the optimizer's state."""
 
     gradients: Tensors
     updates: Tensors
@@ -62,10 +62,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a layout is held against: one device's steps, rounded as a layout's and exact ones.
+    """What a layout is compared with: one device's steps, with a layout's roundings and exact.
 
-    `start` are the weights before them. `optimizer` and `clip_norm` are those of the steps: half of
-    the first gradient's norm, where the case clips at all, so that every step is clipped.
+    `start` are the weights before them, `optimizer` and `clip_norm` those of the steps. The latter
+    is half of the first gradient's norm, if the case clips at all, so that every step is clipped.
     """
 
     start: Tensors

@@ -1,4 +1,4 @@
-"""`smallest`: a case that fails, made as small and as plain as it can be while it still fails."""
+"""`smallest`: reduces a case that fails to the smallest and plainest that still fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.model import ModelSpec
 
 MOST_TRIES: Final = 80
 
-# What is to be other in a case: values of its own, of a section, and `microbatches`.
+# Changes of a case: values of its own, of its sections, and `microbatches`.
 _Update = Mapping[str, Any]
 
 _PLAIN_LAYOUT: Final = {"recompute": "none", "offload": "none", "sp": False, "cp_kind": "ring"}
@@ -78,7 +78,7 @@ def smallest(case: Case, fails: Callable[[Case], bool], most_tries: int = MOST_T
 
 
 def _complexity(case: Case) -> int:
-    """Return a number that each simplification lowers: of counts, and of what is not plain."""
+    """Return a number that each simplification lowers: counts, and values that are not plain."""
     layout, model = case.layout, case.model
     counts = [*layout.mesh.shape, layout.microbatch, layout.virtual_stages, layout.zero]
     counts += [_microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
@@ -95,7 +95,7 @@ def _complexity(case: Case) -> int:
 
 
 def _updates(case: Case) -> Iterator[_Update]:
-    """Yield what may be made simpler, what removes most first."""
+    """Yield simplifications, those that remove most first."""
     layout, model = case.layout, case.model
     for axis in AXES:
         yield from ({"layout": {axis: n}} for n in range(1, getattr(layout, axis)))

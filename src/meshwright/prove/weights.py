@@ -1,8 +1,8 @@
-"""Weights on which faults show: those that a run begins with hide some.
+"""Weights that make faults show; the initial weights of a run hide some.
 
-A bias of zero and a norm's weight of one are what a rank has that was never given any. With the
-small matrices of a fresh model attention is uniform and all logits are about equal, so that half of
-the backward vanishes in rounding.
+A rank that never got its biases and norms has zeros and ones, too. With the small matrices of a new
+model, attention is uniform and all logits are nearly equal, so that half of the backward vanishes
+in rounding.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from meshwright.program.parts import parts
 from meshwright.program.shards import Region
 from meshwright.spec.model import ModelSpec
 
-# Scores of attention have this standard deviation, about: some keys count ten times as much.
+# Approximate standard deviation of attention scores: some keys count ten times as much as others.
 _SCORES = 1.5
-# Of the embedding; where it is the head, too, logits have eight times as much at 64 dims.
+# Of the embedding. If it is also the head, the logits' is eight times this at 64 dims.
 _EMBED_STD = 0.25
 
 
 def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) -> Tensor:
     """Return the whole of a parameter, fp32 on the CPU, from a seed of its own.
 
-    Matrices keep the size of what they multiply, those of queries and keys enlarge it, and what
-    enters the residual stream is half of it. No bias is zero, no norm's weight is one.
+    Matrices keep the size of their input; those of queries and keys enlarge it, and those that
+    write to the residual stream halve it. No bias is zero, no norm's weight is one.
     """
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, f"{name}:telling"))
     values = torch.empty(*shape, dtype=torch.float32, device="cpu")
@@ -51,7 +51,7 @@ def _std(name: str, shape: Sequence[int]) -> float:
 
 
 def logits_std(spec: ModelSpec) -> float:
-    """Return the standard deviation of a model's logits, about."""
+    """Return the approximate standard deviation of a model's logits."""
     return _EMBED_STD * math.sqrt(spec.dim) if spec.tie_embeddings else 1.0
 
 

@@ -1,6 +1,6 @@
 """What must stay in fp32 in half precision: sums of gradients, their norm, and the masters.
 
-The roundings of products hide whether these are rounded, too, so each is held against itself.
+The roundings of products hide whether these are rounded, too, so each has a check of its own.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def prove_sums(
     """Yield the verdict on the sums of gradients over microbatches and ranks; a collective.
 
     Gradients of every other microbatch, and of those between, are computed alone, with the same
-    scale for each token: both are rounded as in the whole step, so their sum is its gradient. None
-    where there are not as many of the one as of the other, or `train.reduce_dtype` lets sums be
-    rounded, or float8 products have a scale that depends on all rows.
+    scale for each token: both are rounded as in the whole step, so their sum is its gradient.
+    Yields nothing where the number of microbatches is odd, where `train.reduce_dtype` lets sums be
+    rounded, or where float8 products have a scale that depends on all rows.
     """
     program, train = lower(case.model, case.train, case.layout), case.train
     microbatches = train.batch // case.layout.microbatch

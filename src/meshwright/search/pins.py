@@ -6,13 +6,11 @@ import math
 from typing import Any
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.layout import Layout, broken
+from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.rules import divisors, nearest_legal
 from meshwright.predict.setting import Setting
 from meshwright.search.space import Pins
 from meshwright.spec.loading import Config
-
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def is_given(config: Config, key: str) -> bool:
@@ -28,7 +26,7 @@ def given(config: Config) -> Pins:
 
 def degree_of(pins: Pins) -> int:
     """Return how many ranks the given degrees ask for at least."""
-    return math.prod(int(str(pins[key])) for key in _DEGREES if key in pins)
+    return math.prod(int(str(pins[key])) for key in AXES if key in pins)
 
 
 def words(pins: Pins) -> str:
@@ -54,7 +52,7 @@ def refuse(setting: Setting, pins: Pins) -> ConfigError:
         return ConfigError(refusal(rule, legal=nearest_legal(setting.model, train, plain)))
     degrees = degree_of(pins)
     if devices % degrees:
-        fixed = words({key: pins[key] for key in _DEGREES if key in pins})
+        fixed = words({key: pins[key] for key in AXES if key in pins})
         rule = f"{fixed}: {degrees} ranks do not divide the cluster's {devices} devices"
         return ConfigError(refusal(rule, legal=[f"{n} ranks" for n in divisors(devices)[::-1][:3]]))
     hint = "Leave one of the keys out, and the planner chooses it"

@@ -99,8 +99,8 @@ def setting_of(
 ) -> Setting:
     """Return what a config's layouts are priced for; raises `ConfigError` for unknown names.
 
-    `processor` is this machine's, for a cluster that is "local". A device computes `slower` times
-    as slowly as the catalogue has it, as one of many ranks does that share a CPU.
+    `processor` is this machine's, for a cluster that is "local". `slower` is how many times slower
+    a device is than the catalogue's, as where many ranks share a CPU.
     """
     if calibration is None:
         own = config.cluster.calibration
@@ -134,10 +134,9 @@ def plan(
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
     those that leave the share `margin` of the memory free. Keys of the layout that the config gives
-    keep their values. `lacks` is what the machine's compiler lacks, `processor` and `slower`
-    are those of `setting_of`.
-    The plan's config has `train.compile` decided, for the best layout. Raises `ConfigError` where
-    no layout is legal.
+    keep their values. `lacks` is what the machine's compiler lacks, `processor` and `slower` are
+    those of `setting_of`. The plan's config has `train.compile` decided, for the best layout.
+    Raises `ConfigError` where no layout is legal.
     """
     setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
     found = Search(setting, setting.cluster.devices, margin, pins).run(top)

@@ -157,7 +157,7 @@ class Search:
         sp = self.pins.get("sp")
         if sp is None:
             return [Core(one) for one in kept]
-        # True asks nothing of ranks that have no one to split a sequence with.
+        # Without tp there is no sequence to split: sp = true changes nothing.
         return [
             Core(one.model_copy(update={"sp": bool(sp and one.sp)}))
             for one in kept

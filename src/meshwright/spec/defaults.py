@@ -1,4 +1,4 @@
-"""What a config gets that follows from its model: a learning rate, a tokenizer."""
+"""Defaults that follow from the model: learning rate, batch, length, precision, tokenizer."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _RATES: Final = (
 )
 # Tokens of a batch by parameters: powers of two near those of the same table.
 _BATCHES: Final = ((0.0, 1 << 19), (1.3e9, 1 << 20), (6.7e9, 1 << 21), (1e11, 1 << 22))
-# Sequences are no longer than this unless asked for: contexts beyond it are trained in the end.
+# The longest default: pretraining uses longer sequences only towards its end.
 _LONGEST: Final = 8192
-# Devices without products in bf16.
+# Devices without bf16 units, by the beginning of their names.
 _HALF: Final = ("v100",)
-# A model that is trained already takes a smaller one: it has something to lose.
+# Share of the rate that a model takes which is trained already.
 _TRAINED: Final = 0.1
 
 
 def rate_for(parameters: float) -> float:
     """Return the highest learning rate for a model trained from scratch, to two digits.
 
-    Between the sizes of the table it goes by powers.
+    Between the sizes of the table it is interpolated in logarithms.
     """
     if parameters <= _RATES[0][0]:
         return _RATES[0][1]
@@ -49,12 +49,12 @@ def rate_for(parameters: float) -> float:
 
 
 def default_rate(model: Values) -> Value | None:
-    """Return the learning rate that a resolved [model] section asks for; None: the usual one."""
+    """Return the default learning rate for a resolved [model] section; None: `OptimizerSpec`'s."""
     count = _matrices(model)
     size, rate = f"{format_count(count)} parameters", rate_for(count)
     init_from = model.get("init_from", Value(None, "")).value
     if init_from is not None:
-        why = f"derived: a tenth of what {size} take from scratch, as model.init_from is trained"
+        why = f"derived: a tenth of the rate for {size} from scratch: model.init_from is trained"
         return Value(float(f"{_TRAINED * rate:.1e}"), why)
     if rate == OptimizerSpec().lr:
         return None
@@ -62,7 +62,7 @@ def default_rate(model: Values) -> Value | None:
 
 
 def default_training(model: Values, cluster: Values, given: Values) -> Values:
-    """Return the batch, the length and the precision of a published model on a cluster.
+    """Return the default batch, length and precision of a published model on a cluster.
 
     `given` is the [train] section, whose keys stay. Nothing for our own small model, nor for the
     machine at hand, whose defaults are for a first look.

@@ -123,6 +123,9 @@ class DataSpec(Spec):
             legal = [] if source in ("stdlib", "tinystories") else [f"hf:{source}"]
             rule = f"data.streaming = true reads hf:NAME or hf:PATH, data.source = {source!r}"
             raise ValueError(refusal(rule, legal=legal))
+        if self.on_error != "stop":
+            rule = "data.streaming = true stops at a row without text"
+            raise ValueError(refusal(rule, legal=["data.on_error = 'stop'"]))
 
 
 class TrainSpec(Spec):
@@ -171,9 +174,9 @@ class OptimizerSpec(Spec):
 
     The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
-    `decay_steps`, a fifth of all unless told. With `schedule_steps` the schedule is that of a run
-    of so many steps, whose lowest rate stays. `weight_decay` is decoupled and applies to matrices
-    only.
+    `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
+    is not the run's; after it the lowest rate stays. `weight_decay` is decoupled and applies to
+    matrices only.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"

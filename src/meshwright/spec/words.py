@@ -1,4 +1,4 @@
-"""Sentences about a config that several rooms say."""
+"""Sentences about a config that several rooms print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.spec.model import ModelSpec
 
 
 def beyond_context(seq_len: int, model: ModelSpec) -> str | None:
-    """Return what is to be said of sequences that are longer than a model is meant for."""
+    """Return a note if sequences are longer than the model's context."""
     if seq_len <= model.context:
         return None
     return (

@@ -37,7 +37,7 @@ class JsonLines:
 
     A line is one write, so that the supervisor can append to the file that rank 0 appends to. What
     a process that was killed has left of a line is cut off. Where the disk is full, lines are kept
-    until there is room, and `say` is told of it, both when it begins and when it is over.
+    until there is room; `say` is called when this begins and when it is over.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:

@@ -149,7 +149,7 @@ def _unused(root: Path, name: str) -> str:
 def check_writable(what: str, path: Path, key: str) -> None:
     """Refuse a folder in which no file can be made, with the system's reason; `key` says where.
 
-    A folder that was not there is made for it, and is gone after it.
+    Missing folders are made for the check, and removed after it.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
