@@ -43,9 +43,12 @@ def train_with(
         assert train(asked, environ, out, **more).exit_code == 0, out.getvalue()
         text, code = out.getvalue(), 0
     else:
-        with pytest.raises(error) as caught:
-            train(asked, environ, out, **more)
-        text, code = str(caught.value), caught.value.exit_code
+        try:
+            ended_with = train(asked, environ, out, **more)
+        except error as caught:
+            text, code = str(caught), caught.exit_code
+        else:
+            pytest.fail(f"no {error.__name__}, but {ended_with}:\n{out.getvalue()}")
     ended = time.time()
     assert time.monotonic() - started < bound_s
     assert rank_pids(folder) == []
