@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from forking import Forks, Server
+from meshwright.execute.products import take_route
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
 from ranks import close_pools
@@ -38,6 +40,13 @@ def own_cache(caches, request, monkeypatch):
     The folder is not made: few tests have a use for it.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches / f"{id(request.node):x}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Workers that share the cores compute with one thread each: waiting threads spin."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +86,7 @@ def forks(processes_are_forked, request):
 def own_products():
     """No test computes in fp32 by the kernels that an earlier one has taken."""
     yield
-    products = sys.modules.get("meshwright.execute.products")  # else torch is not imported, either
-    if products is not None:
-        products.take_route("torch", sys.modules["torch"].device("cpu"))
+    take_route("torch", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)
