@@ -109,8 +109,8 @@ REFUSED = {
     "kind": ({"words": "row"}, {"tp": 2}, "the plan cuts words by row, but it is no Linear"),
     "no plan": (None, {"tp": 2}, "layout.tp > 1 needs a plan"),
     "tied": ({"head": "column_gathered"}, {"tp": 2}, "words.weight is tied to a layer that the"),
-    "cp": (None, {"cp": 2}, "layout.cp = 2: a model of one's own"),
-    "pp": (None, {"pp": 2}, "layout.pp = 2: a model of one's own"),
+    "pp": (None, {"pp": 2}, "layout.pp = 2 needs a model that is cut into stages"),
+    "shards": (None, {"dp_shard": 2}, "layout.dp_shard = 2 shards, but layout.zero = 0 replicates"),
     "sp": (PLAN, {"tp": 2, "sp": True}, "layout.sp needs a model whose norms know of it"),
 }
 

@@ -33,9 +33,9 @@ PLAN = {
 }
 
 
-def foreign(kind):
+def foreign(kind, **sizes):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # norms that are all ones would hide what each one does

@@ -14,7 +14,7 @@ from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.weights import load_model
-    from meshwright.execute.parallelize import clip_grad_norm, make_mesh, parallelize
+    from meshwright.execute.parallelize import clip_grad_norm, make_mesh, parallelize, positions
     from meshwright.layout import Layout
     from meshwright.search.plan import plan
     from meshwright.spec.loading import Config, load_config
@@ -29,6 +29,7 @@ __all__ = [
     "make_mesh",
     "parallelize",
     "plan",
+    "positions",
     "train",
 ]
 
@@ -41,6 +42,7 @@ _HOMES = {
     "make_mesh": "meshwright.execute.parallelize",
     "parallelize": "meshwright.execute.parallelize",
     "plan": "meshwright.search.plan",
+    "positions": "meshwright.execute.parallelize",
 }
 
 

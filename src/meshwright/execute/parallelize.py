@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ConfigError, nearest_divisors, refusal
 from meshwright.execute.borders import Borders
+from meshwright.execute.context import positions as cut_positions
 from meshwright.execute.data import distribute_data
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.gradients import local_shard, norms
 from meshwright.execute.groups import Link
+from meshwright.execute.own_attention import OwnAttention
+from meshwright.execute.own_check import check_first
 from meshwright.execute.parts import Agreement, Parts
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding
@@ -47,7 +50,7 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     train: TrainSpec | None = None,
 ) -> nn.Module:
-    """Distribute a model in place over data and tensor parallelism, and return it.
+    """Distribute a model in place over data, tensor and context parallelism, and return it.
 
     `mesh` is what `make_mesh` gives. Every rank passes the same weights. `plan` names linear and
     embedding layers by pattern (`*` is a number or a name) and cuts them: "column", "row", "vocab"
@@ -55,25 +58,65 @@ def parallelize(
     model tells its own. `train` gives the precision. Gradients are sums over data: divide the loss
     by the global number of targets. Heads are left to the model, whose code must read them off the
     projections; a whole weight that meets the features of one rank, as a norm of each head's
-    queries does, gets the gradient of all. Raises `ConfigError` for what the layout or the model
+    queries does, gets the gradient of all. Under cp the model gets this rank's `positions` of
+    each row, `F.scaled_dot_product_attention` sees whole rows, and the first forward is held
+    against that of a whole row. Raises `ConfigError` for what the layout or the model
     does not allow, in the first backward where only that can tell.
     """
     _check(layout, mesh)
     blocks = find_blocks(model)
+    parameters = _mesh_of_parameters(layout, mesh)
+    attention = None
+    if layout.cp > 1:
+        cp = _link(mesh["cp"])
+        attention = OwnAttention(layout, cp)
+        attention.follow_all(model)  # inside of tp's, to whom attention is an operator
     if layout.tp > 1:
-        parts = _cut(model, mesh["tp"], _plan_of(model, plan))
+        parts = _cut(model, parameters["tp"], _plan_of(model, plan))
         for module in (*blocks, model):
             parts.follow(module)
     for block in blocks:
         recompute(block, layout.recompute)
     train = train or TrainSpec()
-    distribute_data(model, blocks, layout, train, mesh, "dp_replicate", "dp_shard")
+    distribute_data(model, blocks, layout, train, parameters, "dp_replicate", "dp_shard")
+    if attention is not None:
+        check_first(model, attention, layout, cp)
     return model
 
 
 def make_mesh(layout: Layout, device: str = "cpu") -> DeviceMesh:
     """Return torch's mesh of a layout, all five axes named; a collective over the world."""
     return init_device_mesh(device, layout.mesh.shape, mesh_dim_names=AXES)
+
+
+def positions(layout: Layout, seq_len: int) -> Tensor:
+    """Return the positions of each row that this rank computes, int64 `[seq_len / cp]`, ascending.
+
+    They cut inputs, targets and what numbers the tokens alike; without cp they are all. Raises
+    `ConfigError` where rows of `seq_len` tokens do not cut.
+    """
+    return cut_positions(
+        layout.cp_kind, seq_len, layout.cp, layout.mesh.coordinates(dist.get_rank())["cp"]
+    )
+
+
+def _mesh_of_parameters(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh on which parameters lie: ranks of cp hold the same weights.
+
+    They are replicas more, or with ZeRO they share each shard.
+    """
+    if layout.cp == 1:
+        return mesh
+    replicas, shards = (1, layout.cp) if layout.zero else (layout.cp, 1)
+    shape = (layout.pp, layout.dp_replicate * replicas, layout.dp_shard * shards, layout.tp)
+    names = tuple(axis for axis in AXES if axis != "cp")
+    return DeviceMesh(
+        mesh.device_type, torch.arange(layout.world).view(shape), mesh_dim_names=names
+    )
+
+
+def _link(mesh: DeviceMesh) -> Link:
+    return Link(mesh.get_group(), tuple(mesh.mesh.tolist()), mesh.get_local_rank())
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
@@ -129,13 +172,21 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
             f"the mesh has {dict(zip(names, mesh.shape, strict=False))}, the layout "
             f"{dict(zip(AXES, layout.mesh.shape, strict=True))}; meshwright.make_mesh(layout) fits"
         )
-    for axis in ("pp", "cp"):
-        if getattr(layout, axis) > 1:
-            raise ConfigError(
-                f"layout.{axis} = {getattr(layout, axis)}: a model of one's own can be cut over "
-                "data and tp; stages and the sequence need a model that knows of them, as "
-                "`meshwright train` has"
+    if layout.pp > 1:
+        raise ConfigError(
+            f"layout.pp = {layout.pp} needs a model that is cut into stages, each built on its own "
+            "ranks, and a step that passes microbatches between them. Meshwright cuts the "
+            "architectures that it knows: `meshwright train` with model.family = llama or neox, or "
+            "model.init_from = a Hugging Face folder of one. A model of one's own takes "
+            "dp_replicate, dp_shard with zero, cp and tp: layout.pp = 1"
+        )
+    if layout.dp_shard > 1 and not layout.zero:
+        raise ConfigError(
+            refusal(
+                f"layout.dp_shard = {layout.dp_shard} shards, but layout.zero = 0 replicates",
+                legal=["layout.zero = 1", f"layout.dp_replicate = {layout.dp} with dp_shard = 1"],
             )
+        )
     if layout.sp:
         raise ConfigError("layout.sp needs a model whose norms know of it, as our own have")
 
@@ -155,8 +206,7 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> Parts:
 
     Returns what follows the parts between them.
     """
-    ranks = tuple(mesh.mesh.tolist())
-    link = Link(mesh.get_group(), ranks, mesh.get_local_rank())
+    link = _link(mesh)
     borders = Borders(link, sp=False)
     found = dict(model.named_modules())
     uses = Counter(one for _, one in model.named_parameters(remove_duplicate=False))

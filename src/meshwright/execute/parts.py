@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from meshwright.errors import ConfigError
+from meshwright.execute.following import Following
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import Link
 
@@ -39,7 +39,7 @@ def mark(values: Any, *, part: bool) -> None:
             setattr(value, _MARK, part)
 
 
-class Parts(TorchFunctionMode):
+class Parts(Following):
     """Follows parts through the operators of a forward, and sums the gradients of what they meet.
 
     `begins` are the layers whose outputs are parts, `ends` those whose outputs are whole again.
@@ -48,7 +48,7 @@ class Parts(TorchFunctionMode):
 
     def __init__(self, link: Link, begins: Iterable[nn.Module], ends: Iterable[nn.Module]) -> None:
         super().__init__()
-        self._link, self._depth, self._sums, self._inside = link, 0, 0, 0
+        self._link, self._sums, self._inside = link, 0, 0
         for layers, part in ((begins, True), (ends, False)):
             for layer in layers:
                 layer.register_forward_pre_hook(self._enter)
@@ -62,26 +62,13 @@ class Parts(TorchFunctionMode):
         self._inside -= 1
         mark(out, part=part)
 
-    def follow(self, module: nn.Module) -> None:
-        """Follow parts whenever a module computes, until a forward has shown that none meet."""
-        forward = module.forward
+    def begin(self) -> None:
+        """Count anew."""
+        self._sums = 0
 
-        @functools.wraps(forward)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            if self._depth:
-                return forward(*args, **kwargs)
-            sums = self._sums
-            self._depth += 1
-            try:
-                with self:
-                    out = forward(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            if torch.is_grad_enabled() and sums == self._sums:
-                module.forward = forward  # following costs some microseconds an operator
-            return out
-
-        module.forward = followed
+    def is_done(self) -> bool:
+        """Whether none met: following costs some microseconds an operator."""
+        return torch.is_grad_enabled() and not self._sums
 
     def __torch_function__(
         self,

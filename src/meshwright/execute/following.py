@@ -1,0 +1,48 @@
+"""Operators of torch that do something else while the modules of a foreign model compute."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class Following(TorchFunctionMode):
+    """Is in force from the outermost forward of the modules that it follows until that returns.
+
+    A module that is computed again in the backward is one of its own then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+
+    def follow(self, module: nn.Module) -> None:
+        """Be in force whenever a module computes."""
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return forward(*args, **kwargs)
+            self._depth += 1
+            self.begin()
+            try:
+                with self:
+                    out = forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            if self.is_done() and module.__dict__["forward"] is followed:
+                module.forward = forward
+            return out
+
+        module.forward = followed
+
+    def begin(self) -> None:
+        """Take note that an outermost forward begins."""
+
+    def is_done(self) -> bool:
+        """Whether the outermost forward has shown that its module need not be followed."""
+        return False
