@@ -13,6 +13,7 @@ import meshwright.train as _train_room
 from meshwright.version import __version__
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.own import Checkpoints
     from meshwright.checkpoint.weights import load_model
     from meshwright.execute.parallelize import clip_grad_norm, make_mesh, parallelize, positions
     from meshwright.layout import Layout
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.spec.loading import Config, load_config
 
 __all__ = [
+    "Checkpoints",
     "Config",
     "Layout",
     "__version__",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoints": "meshwright.checkpoint.own",
     "Config": "meshwright.spec.loading",
     "load_config": "meshwright.spec.loading",
     "Layout": "meshwright.layout",

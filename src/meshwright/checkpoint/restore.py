@@ -24,13 +24,20 @@ class Good(NamedTuple):
     manifest: dict[str, Any]
 
 
-def newest_good(root: Path, world: World, on_bad: Callable[[str], None]) -> Good | None:
+def newest_good(
+    root: Path,
+    world: World,
+    on_bad: Callable[[str], None],
+    group: dist.ProcessGroup | None = None,
+) -> Good | None:
     """Return the newest step that passes its verification; a collective.
 
-    The ranks share the reading. A step that fails is set aside, so that it can be saved again, and
-    `on_bad` gets the reason with the name of the file.
+    The ranks share the reading, and talk over a gloo `group`, else the world's own. A step that
+    fails is set aside, so that it can be saved again, and `on_bad` gets the reason with the name of
+    the file.
     """
-    group = dist.group.WORLD if world.size > 1 else None
+    if group is None and world.size > 1:
+        group = dist.group.WORLD
     for name in reversed(exchange(_names(root), group)[0].split()):
         folder = root / name
         problem = ""

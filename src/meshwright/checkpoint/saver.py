@@ -70,10 +70,10 @@ class Saver:
         """Open a group of its own; `mark` is told where the save of which step has got to."""
         self._root, self._world, self._keep, self._mark = root, world, keep, mark
         self._on_saved, self._beside = on_saved, beside
-        self._group = None
+        self.group = None
         if world.size > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffers: dict[str, Tensor] = {}
         on_gpu = beside and world.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -237,7 +237,7 @@ class Saver:
             mine = "=" + work()
         except (CheckpointError, OSError) as error:
             mine = f"!{error}"
-        everyone = exchange(mine, self._group)
+        everyone = exchange(mine, self.group)
         for rank, text in enumerate(everyone):
             if text.startswith("!"):
                 raise CheckpointError(f"rank {rank}: {text[1:]}")

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.tensors import Chunk, Stored
 from meshwright.execute.build import region_of
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import local_shard
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
+from meshwright.layout import Layout
+from meshwright.program.shards import Region, Sharding
 
 # What the names of the files of a step begin with: parameters, and the state of the optimizer.
 WEIGHTS: Final = "weights"
@@ -39,29 +41,55 @@ class Chunks(NamedTuple):
     optimizer: list[Chunk]
 
 
-@torch.no_grad()
+class Leaf(NamedTuple):
+    """A tensor that a step keeps: its name, itself and its region of the whole.
+
+    The optimizer knows it as `tensor`. `is_mine` says that of the ranks which hold it this one
+    writes it.
+    """
+
+    name: str
+    tensor: Tensor
+    region: Region
+    is_mine: bool
+
+    @property
+    def shard(self) -> Tensor:
+        """What this rank holds of it, as a plain tensor that shares its memory."""
+        return local_shard(self.tensor.detach())
+
+
+# What the optimizer keeps of a parameter, by key: a number, or None for a tensor of its shape.
+Kept = Mapping[str, float | None]
+
+
 def chunks_of(trained: Trained) -> Chunks:
     """Return this rank's share of the state; its tensors are the run's own, not copies.
 
     Of ranks that hold the same shard one has it, in turn, so that all write about as much.
     """
-    parallel = trained.parallel
+    return chunks(_leaves(trained), trained.optimizer)
+
+
+@torch.no_grad()
+def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
+    """Return what this rank writes of some leaves and of what an optimizer keeps of them."""
     found = Chunks([], [])
-    names = list(parallel.program.shardings)
-    for held, leaf in _leaves(trained):
-        place, copies = _turn(held, parallel)
-        if held.copies == 0 or names.index(held.name) % copies != place or leaf.numel() == 0:
+    for leaf in leaves:
+        if not leaf.is_mine or leaf.shard.numel() == 0:
             continue
-        offsets = tuple(start for start, _ in region_of(held, parallel))
-        found.weights.append(Chunk(held.name, offsets, leaf.detach()))
-        for key, value in _tensors(trained.optimizer, leaf).items():
-            found.optimizer.append(Chunk(f"{key}.{held.name}", offsets, value))
+        offsets = tuple(start for start, _ in leaf.region)
+        found.weights.append(Chunk(leaf.name, offsets, leaf.shard))
+        for key, value in optimizer.state.get(leaf.tensor, {}).items():
+            if isinstance(value, Tensor) and not _is_scalar(value):
+                chunk = Chunk(f"{key}.{leaf.name}", offsets, local_shard(value))
+                found.optimizer.append(chunk)
     return found
 
 
 def scalars_of(trained: Trained) -> Mapping[str, float]:
     """Return what the optimizer keeps beside tensors: AdamW's number of updates."""
-    for _, leaf in _leaves(trained):
+    for leaf in trained.shards.leaves:
         state = trained.optimizer.state.get(leaf, {})
         return {key: float(value) for key, value in state.items() if _is_scalar(value)}
     return {}
@@ -72,39 +100,51 @@ def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float
 
     Raises `CheckpointError` where the step lacks a part.
     """
-    parallel = trained.parallel
     keys = sorted({name.split(".", 1)[0] for name in stored.names})
-    for held, leaf in _leaves(trained):
-        state: dict[str, Any] = {}
-        for key, value in scalars.items():
-            state[key] = torch.tensor(value, dtype=torch.float32, device=leaf.device)
-        region = region_of(held, parallel)
-        for key in keys:
-            state[key] = torch.empty_like(leaf).copy_(stored.read(f"{key}.{held.name}", region))
-        if state:
-            trained.optimizer.state[leaf] = state
+    kept: Kept = {**scalars, **dict.fromkeys(keys)}
+    for leaf in _leaves(trained):
+        fill_state(leaf, trained.optimizer, stored, kept, leaf.tensor.device)
 
 
-def _leaves(trained: Trained) -> Sequence[tuple[Held, torch.nn.Parameter]]:
-    return list(zip(trained.shards.held, trained.shards.leaves, strict=True))
+def fill_state(
+    leaf: Leaf,
+    optimizer: torch.optim.Optimizer,
+    stored: Stored,
+    kept: Kept,
+    scalars_on: torch.device,
+) -> None:
+    """Give an optimizer what a step has kept of a parameter, its numbers on a device."""
+    state: dict[str, Any] = {}
+    for key, value in kept.items():
+        if value is not None:
+            state[key] = torch.tensor(value, dtype=torch.float32, device=scalars_on)
+            continue
+        found = stored.read(f"{key}.{leaf.name}", leaf.region)
+        state[key] = torch.empty_like(leaf.tensor, dtype=found.dtype, requires_grad=False)
+        local_shard(state[key]).copy_(found)
+    if state:
+        optimizer.state[leaf.tensor] = state
 
 
-def _tensors(optimizer: torch.optim.Optimizer, leaf: torch.nn.Parameter) -> dict[str, Tensor]:
-    state = optimizer.state.get(leaf, {})
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and not _is_scalar(value)
-    }
+def _leaves(trained: Trained) -> list[Leaf]:
+    parallel, found = trained.parallel, list[Leaf]()
+    layout, at = parallel.program.layout, parallel.groups.at
+    names = list(parallel.program.shardings)
+    for held, leaf in zip(trained.shards.held, trained.shards.leaves, strict=True):
+        is_mine = held.copies > 0 and is_turn(names.index(held.name), layout, at, held.sharding)
+        found.append(Leaf(held.name, leaf, region_of(held, parallel), is_mine))
+    return found
 
 
 def _is_scalar(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def _turn(held: Held, parallel: Parallel) -> tuple[int, int]:
-    """Return which of the copies of a shard this rank has, and how many there are."""
-    layout, at, sharding = parallel.program.layout, parallel.groups.at, held.sharding
+def is_turn(number: int, layout: Layout, at: Mapping[str, int], sharding: Sharding) -> bool:
+    """Whether of the ranks that hold the same shard of a parameter it is this one's turn to write.
+
+    `number` is the parameter's place in the model, `at` the rank's in the mesh.
+    """
     cut = {"pp"}
     if sharding.tp_dim is not None:
         cut.add("tp")
@@ -115,4 +155,4 @@ def _turn(held: Held, parallel: Parallel) -> tuple[int, int]:
         if axis not in cut:
             degree = layout.mesh.degree(axis)
             place, copies = place * degree + at[axis], copies * degree
-    return place, copies
+    return number % copies == place

@@ -31,6 +31,9 @@ _DTYPES: Final = {
     torch.float16: "F16",
     torch.float64: "F64",
     torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 _PIECE: Final = 8 * MIB  # hashed and written while it is in the processor's cache
 
@@ -148,6 +151,8 @@ class Stored:
             ]
             if any(start >= stop for start, stop in common):
                 continue
+            if not region:  # a number has no slices
+                return cast(Tensor, place.file.get_tensor(name))
             part = place.file.get_slice(name)[_slices(common, place.region)]
             if part.numel() == out.numel():
                 return cast(Tensor, part)

@@ -280,12 +280,16 @@ def _words(value: Any) -> Iterator[str]:
 
 @contextmanager
 def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """Compute without dropout and gradients."""
+    """Compute without dropout and gradients, and leave modes and buffers as they were."""
     modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     model.eval()
     try:
         with torch.no_grad():
             yield
+            for buffer, version, before in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -1,0 +1,271 @@
+"""`Checkpoints`: the steps of a loop of one's own, in the format of runs, for any layout.
+
+What `mw.parallelize` has distributed is written as regions of whole tensors and committed as a step
+of a run is, so that another layout reads what it needs of it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.checkpoint.commit import clean, step_name, steps
+from meshwright.checkpoint.restore import Good, newest_good, stored_of
+from meshwright.checkpoint.saver import Saver
+from meshwright.checkpoint.state import (
+    OPTIMIZER,
+    WEIGHTS,
+    Leaf,
+    chunks,
+    fill_state,
+    is_turn,
+)
+from meshwright.checkpoint.tensors import Stored
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.execute.data import reshard
+from meshwright.execute.world import World, exchange
+from meshwright.layout import Layout
+from meshwright.program.parts import Part
+from meshwright.program.shards import Sharding, shard_rank, whole
+
+_OWN: Final = "own"  # what of a manifest is ours
+
+
+class Loaded(NamedTuple):
+    """A step that was loaded: its number, the `state` that was saved with it, and its folder."""
+
+    step: int
+    state: dict[str, Any]
+    folder: Path
+
+
+class Checkpoints:
+    """The steps under a folder, of a model that `parallelize` returned and its optimizer.
+
+    Every rank makes one, after `parallelize` and the optimizer, and calls its methods alike; they
+    are collectives. One loop at a time writes into a folder, which all ranks see. The newest `keep`
+    steps stay.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        *,
+        keep: int = 2,
+    ) -> None:
+        """Remove what interrupted saves have left. Raises `ConfigError` for a foreign optimizer."""
+        self._root, self._layout = Path(folder), layout
+        self._model, self._optimizer = model, optimizer
+        device = next(model.parameters()).device
+        nothing = dist.HashStore()  # type: ignore[attr-defined]  # nothing here talks through it
+        self._world = World(dist.get_rank(), dist.get_world_size(), device, nothing)
+        if self._world.size != layout.world:
+            raise ConfigError(
+                f"the layout is of {layout.world} ranks, and {self._world.size} have met"
+            )
+        if keep < 1:
+            raise ConfigError(f"keep = {keep} must be 1 or more")
+        self._leaves()
+        self._saver = Saver(self._root, self._world, keep, lambda saved: None)
+        if self._world.rank == 0:
+            clean(self._root)
+
+    def save(self, step: int, state: Mapping[str, Any] | None = None) -> Path:
+        """Save weights, optimizer and `state` as a step, and return its folder.
+
+        `state` is what JSON holds: the data's position, a scheduler's `state_dict()`. Lists come
+        back for tuples, texts for keys. Raises `CheckpointError` on every rank where the step is
+        there already or one could not write; the steps before it stay.
+        """
+        leaves = self._leaves()
+        path = self._root / step_name(step)
+        if any(exchange("taken" if path.exists() else "", self._saver.group)):
+            raise CheckpointError(
+                f"{path} is there already, and a step is never written again: load() the newest "
+                "before the loop, or choose another folder"
+            )
+        own = {
+            "state": _as_json("state", dict(state or {})),
+            "optimizer": {
+                leaf.name: dict(_kept(leaf, self._optimizer.state.get(leaf.tensor, {})))
+                for leaf in leaves
+            },
+            "groups": [_plain(group) for group in self._optimizer.param_groups],
+        }
+        facts = {"layout": self._layout.label, "world": self._world.size, _OWN: own}
+        self._saver.save(step, chunks(leaves, self._optimizer), facts, {})
+        return path
+
+    def load(self) -> Loaded | None:
+        """Bring model and optimizer to the newest step that is whole; None where there is none.
+
+        A step that is corrupt is set aside with a warning. Raises `CheckpointError` where none is
+        whole, or where the step is of another model or optimizer: then nothing has changed.
+        """
+        had = any(exchange("some" if steps(self._root) else "", self._saver.group))
+        good = newest_good(self._root, self._world, self._warn, self._saver.group)
+        if good is None:
+            if had:
+                raise CheckpointError(f"no step in {self._root} is whole; they are set aside there")
+            return None
+        own = good.manifest.get(_OWN)
+        if own is None:
+            raise CheckpointError(f"{good.folder} is a step of `meshwright train`, not of a loop")
+        self._fill(good, own)
+        return Loaded(int(good.manifest["step"]), own["state"], good.folder)
+
+    def _warn(self, problem: str) -> None:
+        if self._world.rank == 0:
+            warnings.warn(f"{problem}; it is set aside", stacklevel=3)
+
+    @torch.no_grad()
+    def _fill(self, good: Good, own: Mapping[str, Any]) -> None:
+        leaves, groups = self._leaves(), self._optimizer.param_groups
+        stored = stored_of(good.folder, WEIGHTS)
+        _refuse_other(leaves, stored, good.folder)
+        if len(own["groups"]) != len(groups):
+            raise CheckpointError(
+                f"{good.folder} has {len(own['groups'])} groups of parameters, the optimizer "
+                f"{len(groups)}"
+            )
+        for leaf in leaves:
+            leaf.shard.copy_(stored.read(leaf.name, leaf.region))
+        kept = stored_of(good.folder, OPTIMIZER)
+        device_of = {
+            parameter: parameter.device if _counts_on_device(group) else torch.device("cpu")
+            for group in groups
+            for parameter in group["params"]
+        }
+        self._optimizer.state.clear()
+        for leaf in leaves:
+            if leaf.tensor in device_of:
+                mine = own["optimizer"].get(leaf.name, {})
+                fill_state(leaf, self._optimizer, kept, mine, device_of[leaf.tensor])
+        for group, found in zip(groups, own["groups"], strict=True):
+            _take(group, found)
+
+    def _leaves(self) -> list[Leaf]:
+        """Return what this rank holds of the model; raises where the optimizer's is none of it."""
+        reshard(self._model)  # a forward without backward may have left whole weights
+        leaves = list(_parameters(self._model, self._layout))
+        known = {leaf.tensor for leaf in leaves}
+        for group in self._optimizer.param_groups:
+            if not known.issuperset(group["params"]):
+                raise ConfigError(
+                    "the optimizer has parameters that the model does not: make it of "
+                    "model.parameters() after parallelize, which replaces them"
+                )
+        return leaves + list(_buffers(self._model, is_mine=self._world.rank == 0))
+
+
+def _parameters(model: nn.Module, layout: Layout) -> Iterator[Leaf]:
+    at = layout.mesh.coordinates(dist.get_rank())
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        sharding = _sharding(name, parameter, layout)
+        region = sharding.region(at["tp"], shard_rank(layout, at))
+        leaf = Leaf(name, parameter, region, is_turn(number, layout, at, sharding))
+        if tuple(leaf.shard.shape) != tuple(stop - start for start, stop in region):
+            raise ConfigError(
+                f"{name} is cut into {list(leaf.shard.shape)} here, where {layout.label} has "
+                f"{region}: give the layout that the model was parallelised by"
+            )
+        yield leaf
+
+
+def _sharding(name: str, parameter: Tensor, layout: Layout) -> Sharding:
+    """Return how a parameter lies on the mesh, as `parallelize` has left it."""
+    tp_dim, is_sharded = None, False
+    if isinstance(parameter, DTensor):
+        axes = parameter.device_mesh.mesh_dim_names or ()
+        for axis, place in zip(axes, parameter.placements, strict=True):
+            if place.is_replicate():
+                continue
+            if axis == "tp":
+                tp_dim = getattr(place, "dim")  # noqa: B009 - Shard's, or its strided kind's
+            else:
+                is_sharded = True
+    part = Part(name, tuple(parameter.shape), ())
+    return Sharding(part, layout.tp, tp_dim, layout.shard_ranks if is_sharded else 1, False)
+
+
+def _buffers(model: nn.Module, *, is_mine: bool) -> Iterator[Leaf]:
+    """Yield what a model's state has beside parameters; all ranks are taken to hold the same."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                yield Leaf(name, buffer, whole(buffer.shape), is_mine)
+
+
+def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | None]]:
+    """Yield what an optimizer keeps of a parameter; raises for what has no region of it."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == leaf.tensor.shape:
+            yield key, None
+        elif isinstance(value, Tensor | int | float) and torch.as_tensor(value).dim() == 0:
+            yield key, float(value)
+        elif value is not None:
+            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"the optimizer keeps {key} of {leaf.name} as {what}: only numbers and tensors of "
+                f"the parameter's shape {list(leaf.tensor.shape)} can be read by other layouts"
+            )
+
+
+def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Path) -> None:
+    """Raise where a step is not of this model."""
+    shapes = {leaf.name: tuple(stop for _, stop in whole(leaf.tensor.shape)) for leaf in leaves}
+    missing, more = sorted(set(shapes) - set(stored.names)), sorted(set(stored.names) - set(shapes))
+    if missing or more:
+        raise CheckpointError(
+            f"{folder} is of another model: it lacks {missing[:3]} and {len(missing[3:])} more, "
+            f"and has {more[:3]} and {len(more[3:])} more that the model lacks"
+        )
+    for name, shape in shapes.items():
+        if stored.shape(name) != shape:
+            raise CheckpointError(
+                f"{folder} holds {name} as {list(stored.shape(name))}, the model has {list(shape)}"
+            )
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group of parameters as JSON."""
+    found = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return _as_json("the settings of the optimizer", found)
+
+
+def _take(group: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Give a group of parameters the settings that a step has kept."""
+    for key, value in found.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of torch keeps its number of updates beside the parameters."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _as_json(what: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Return what JSON makes of a value; raises `ConfigError` where it takes none."""
+    try:
+        return dict(json.loads(json.dumps(value)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} must be of numbers, texts, lists and dicts: {error}") from error
