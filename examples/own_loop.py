@@ -3,9 +3,12 @@
     python examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py
     torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --zero 3
+    torchrun --nproc-per-node 2 examples/own_loop.py --cp 2 --save own-steps
+    python examples/own_loop.py --save own-steps --steps 10
 
-It runs on GPUs if the machine has one for each process, else on the CPU. Ranks that --tp leaves
-over read different data. The losses are the same on every layout.
+It runs on GPUs if the machine has one for each process, else on the CPU. Ranks that --tp and --cp
+leave over read different data. The losses are the same on every layout, and any layout goes on from
+the steps that another has saved.
 """
 
 import argparse
@@ -51,13 +54,18 @@ def main() -> None:
     """Train a few steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--zero", type=int, choices=[0, 1, 2, 3], default=0)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--save", metavar="FOLDER", help="save the last step here, or go on from it"
+    )
     args = parser.parse_args()
     device = join()
-    data = dist.get_world_size() // args.tp
+    data = dist.get_world_size() // (args.tp * args.cp)
     layout = mw.Layout(
         tp=args.tp,
+        cp=args.cp,
         zero=args.zero,
         dp_shard=data if args.zero else 1,
         dp_replicate=1 if args.zero else data,
@@ -78,15 +86,22 @@ def main() -> None:
     # foreach=False: parameters that tp cuts and those that it does not are different tensors
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
+    start, checkpoints = 0, None
+    if args.save:
+        checkpoints = mw.Checkpoints(args.save, model, optimizer, layout)
+        found = checkpoints.load()
+        start = found.step if found else 0
+
+    at = mw.positions(layout, SEQ).to(device)  # of each row this rank's, which are all without cp
     share = BATCH // data
     rank = layout.mesh.data_rank(dist.get_rank())
-    for step in range(args.steps):
+    for step in range(start, args.steps):
         generator = torch.Generator().manual_seed(step % 2)
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
         mine = tokens[rank * share : (rank + 1) * share].to(device)
-        logits = model(mine[:, :-1]).logits
+        logits = model(mine[:, at], position_ids=at[None]).logits
         # The sum over one's own tokens, divided by the number of all: gradients are summed.
-        loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten(), reduction="sum")
+        loss = F.cross_entropy(logits.flatten(0, 1), mine[:, at + 1].flatten(), reduction="sum")
         loss = loss / (BATCH * SEQ)
         loss.backward()
         norm = mw.clip_grad_norm(model.parameters(), 1.0)
@@ -96,6 +111,8 @@ def main() -> None:
         dist.all_reduce(total)  # every tp rank has the whole loss of its data rank
         if dist.get_rank() == 0:
             print(f"step {step + 1} loss {total.item() / args.tp:.6f} norm {norm:.6f}", flush=True)
+        if checkpoints and step + 1 == args.steps:
+            checkpoints.save(step + 1)
     dist.barrier()
     dist.destroy_process_group()
     # Threads of torch's process groups can outlive an interpreter that ends by itself.

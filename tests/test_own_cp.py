@@ -16,17 +16,20 @@ ROWS, SEQ = 2, 24
 
 
 class Layer(nn.Module):
-    """Attention and a product; `wrong` is what a test makes of them."""
+    """Attention, whose heads have a gain in common, and a product; `wrong` is what a test does."""
 
     def __init__(self, wrong=""):
         super().__init__()
-        self.qkv, self.out = nn.Linear(16, 3 * 16), nn.Linear(16, 16)
+        # A bias of keys has no gradient but rounding: it adds the same to all scores of a query.
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16, bias=n != 1) for n in range(4))
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 4))
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
         self.conv = nn.Conv1d(16, 16, 2, padding=1) if wrong == "convolution" else None
         self.wrong = wrong
 
     def attend(self, x):
-        q, k, v = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        projected = (project(x) for project in (self.q, self.k, self.v))
+        q, k, v = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in projected)
         more = {"is_causal": True}
         if self.wrong == "mask":
             more = {"attn_mask": torch.ones(q.shape[2], q.shape[2]).tril().bool()}
@@ -41,7 +44,7 @@ class Layer(nn.Module):
             mixed = scores.softmax(-1) @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, scale=0.4, **more)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.out((mixed * self.gain).transpose(1, 2).flatten(2))
 
     def forward(self, x):
         if self.wrong == "recomputed":
@@ -77,7 +80,8 @@ class Own(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-OWN_PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
+OWN_PLAN = {f"layers.*.{name}": "column" for name in ("q", "k", "v", "up")}
+OWN_PLAN |= {"layers.*.out": "row", "layers.*.down": "row"}
 
 
 def own(wrong=""):
@@ -173,6 +177,17 @@ def test_norms_of_heads_under_tp_and_cp(world):
     gradients_agree(*trained(world, qwen, layout, of_transformers, plan=PLAN))
 
 
+def one_head_of_keys():
+    return foreign("Llama", num_key_value_heads=1)
+
+
+@ranks(4)
+def test_keys_that_tp_leaves_whole_get_the_gradient_of_all_heads(world):
+    plan = {name: how for name, how in PLAN.items() if name[-6] not in "kv"}
+    layout = mw.Layout(cp=2, tp=2)
+    gradients_agree(*trained(world, one_head_of_keys, layout, of_transformers, plan=plan))
+
+
 @ranks(2)
 def test_half_precision_is_no_difference(world):
     layout = mw.Layout(cp=2, zero=2)
@@ -251,13 +266,21 @@ def test_masks_of_transformers(world):
     assert torch.allclose(out.logits, whole[:, at], atol=1e-5)
 
 
-def test_attention_of_torch_and_windows_are_refused():
-    _torchs()
-    _windows()
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@ranks(2)
+def test_positions_of_transformers(world, kind):
+    """They are given, and do not begin anew."""
+    layout = mw.Layout(cp=2, cp_kind=kind)
+    at, (inputs, _) = mw.positions(layout, SEQ), batch()
+    model = mw.parallelize(llama(), layout, mw.make_mesh(layout))
+    with pytest.raises(ConfigError, match="queries of attention 1 differs by"):
+        model(input_ids=inputs[:, at])
+    with pytest.raises(ConfigError, match="position_ids begin anew within a row"):
+        model(input_ids=inputs[:, at], position_ids=(at % (SEQ // 2))[None])
 
 
 @ranks(2)
-def _torchs(world):
+def test_attention_of_torch_is_refused(world):
     layout = mw.Layout(cp=2)
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2))
     with pytest.raises(ConfigError, match=r"the attention of 0\.self_attn, a torch nn\.Multihead"):
@@ -265,7 +288,7 @@ def _torchs(world):
 
 
 @ranks(2)
-def _windows(world):
+def test_windows_shorter_than_the_row_are_refused(world):
     layout = mw.Layout(cp=2)
     at, (inputs, _) = mw.positions(layout, SEQ), batch()
     model = mw.parallelize(foreign("Mistral", sliding_window=16), layout, mw.make_mesh(layout))

@@ -140,3 +140,18 @@ def test_models_without_such_weights_are_no_longer_followed(world):
         model(torch.arange(8)[None])
     assert plain.forward.__func__ is forward
     assert normed.forward.__wrapped__ is not normed.forward
+
+
+@ranks(2)
+def test_blocks_are_recomputed_in_every_step(world):
+    """Also once a model is no longer followed, which a backward may be the first to find."""
+    layout = mw.Layout(tp=2, recompute="full")
+    model = mw.parallelize(foreign("Llama"), layout, mw.make_mesh(layout), plan=PLAN)
+    norms = [layer.post_attention_layernorm for layer in model.model.layers]
+    calls = []
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda module, args: calls.append(module))
+    ids = torch.arange(40).view(2, 20) % 64
+    for step in (1, 2, 3):
+        loss_of(model, ids).backward()
+        assert len(calls) == 2 * len(norms) * step

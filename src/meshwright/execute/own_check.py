@@ -150,6 +150,9 @@ class _BothWays:
             whole[place] = every.narrow(dim, 0, short)
             cut[place] = whole[place].index_select(dim, self._at)
         self._refuse_wrong_cut(found, n)
+        numbered = kwargs.get("position_ids")
+        if isinstance(numbered, Tensor) and numbered.dim() == 2 and numbered.shape[1] == n:
+            self._refuse_documents(self._gathered(numbered, 1))
         return _Both(tree_unflatten(cut, form), tree_unflatten(whole, form))
 
     def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
@@ -181,6 +184,18 @@ class _BothWays:
                 raise ConfigError(
                     f"positions are cut in another order than layout.cp_kind = {kind} has. {_HOW}"
                 )
+
+    def _refuse_documents(self, numbered: Tensor) -> None:
+        """Raise where positions begin anew within a row, which transformers reads as documents.
+
+        A rank's share may be of one document, and give no mask.
+        """
+        if not bool((numbered.diff() == 1).all()):
+            raise ConfigError(
+                f"position_ids begin anew within a row: layout.cp = {self._link.size} attends to "
+                "the whole row, and would not tell packed documents apart. `meshwright train` "
+                "does; or layout.cp = 1"
+            )
 
     def _gathered(self, mine: Tensor, dim: int) -> Tensor:
         """Return the whole of what each rank has its tokens of, in their order."""
