@@ -99,13 +99,9 @@ def read(world, label, folder):
     return [step(model, optimizer, layout, number) for number in (3, 4)], seen
 
 
-WRITERS = [
-    "dp2 mb1",
-    "tp2 mb1",
-    "zero1 cp2-ring mb1",
-    "shard3 zero2 mb1",
-    "zero3 tp2 cp2-ulysses mb1",
-]
+WRITERS = ["zero1 cp2-ring mb1", "zero3 tp2 cp2-ulysses mb1"]
+WRITERS += [pytest.param(one, marks=pytest.mark.slow) for one in ("dp2 mb1", "tp2 mb1")]
+WRITERS += [pytest.param("shard3 zero2 mb1", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
