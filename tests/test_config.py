@@ -35,7 +35,7 @@ REFUSALS = {
     "n_head=3": "unknown name n_head (override n_head=3); nearest legal: n_heads",
     "train.batch=big": "train.batch = 'big' (override train.batch=big) must be an integer",
     "train.batch=1.5": "train.batch = 1.5 (override train.batch=1.5) must be an integer",
-    "train.batch=true": "train.batch = True (override train.batch=true) must be an integer",
+    "train.batch=true": "train.batch = true (override train.batch=true) must be an integer",
     "train.steps=0": "train.steps = 0 (override train.steps=0) must be greater than 0",
     "optimizer.lr=nan": "optimizer.lr = nan (override optimizer.lr=nan) must be a finite number",
     "train.precision=fp8": "train.precision = 'fp8' (override train.precision=fp8) must be 'fp32', "
@@ -64,8 +64,29 @@ REFUSALS = {
     "model.n_layers = 6; nearest legal: layout.pp = 6",
     "layout.dp_shard=2": "layout.dp_shard = 2 shards, but layout.zero = 0 replicates; "
     "nearest legal: layout.zero = 1 or layout.zero = 2 or layout.zero = 3",
+    "optimizer.betas=0.9": "optimizer.betas = 0.9 (override optimizer.betas=0.9) must be a list of "
+    "2 numbers",
+    "optimizer.betas=[0.9]": "optimizer.betas = [0.9] (override optimizer.betas=[0.9]) must be a "
+    "list of 2 numbers",
+    "data.weights=1": "data.weights = 1 (override data.weights=1) must be a list of numbers",
+    "data.source=[5]": "data.source = [5] (override data.source=[5]) must be a string or a list of "
+    "strings",
+    "model.rope_scaling=3": "model.rope_scaling = 3 (override model.rope_scaling=3) must be a "
+    "table",
+    "train.compile=5": "train.compile = 5 (override train.compile=5) must be true, false or 'auto'",
     "layout.zero=4": "layout.zero = 4 (override layout.zero=4) must be 0, 1, 2 or 3",
 }
+
+
+def test_a_wrong_kind_is_told_in_the_words_of_toml():
+    """Of every key, whatever Python calls its type."""
+    for section, spec in SECTIONS.items():
+        for key in spec.model_fields:
+            text = refusal_of(f"{section}.{key}=1999-01-01")
+            assert f"{section}.{key} = 1999-01-01 (override" in text
+            said = text.rpartition(") must be ")[2]
+            words = ("tuple", "dict", "boolean", "instance", "str ", "True")
+            assert not [word for word in words if word in said], text
 
 
 @pytest.mark.case(21)

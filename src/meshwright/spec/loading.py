@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
+from meshwright.spec.kinds import is_of_kind, kind_of, shown
 from meshwright.spec.model import ModelSpec, Spec
 from meshwright.spec.resolve import Value, Values, resolve_model
 from meshwright.spec.training import (
@@ -277,8 +278,13 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     if not error["loc"]:
         return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
     key = str(error["loc"][0])
-    name = ".".join([section, *map(str, error["loc"])])
     given = values.get(key)
+    where = f" ({given.origin})" if given else ""
+    if given and is_of_kind(error):
+        kind = kind_of(SECTIONS[section].model_fields[key].annotation)
+        if kind != "a table" or len(error["loc"]) == 1:  # else it is a key inside
+            return f"{section}.{key} = {shown(given.value)}{where} must be {kind}"
+    name = ".".join([section, *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{name} is missing"
     if error["type"] == "extra_forbidden":
@@ -289,9 +295,7 @@ def _word(error: ErrorDetails, section: str, values: Values) -> str:
     rule = rule.replace("input should be a valid", "must be a").replace(
         "input should be", "must be"
     )
-    rule = rule.replace("must be a integer", "must be an integer")
-    where = f" ({given.origin})" if given else ""
-    return f"{name} = {error['input']!r}{where} {rule}"
+    return f"{name} = {shown(error['input'])}{where} {rule}"
 
 
 def config_schema() -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""What kinds of values keys take, and values themselves, in the words of TOML."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+_WORDS: Final = {str: ("a string", "strings"), int: ("an integer", "integers")}
+_NUMBER: Final = ("a number", "numbers")
+# Of pydantic's errors, besides `..._type`, those that say: a value of another kind.
+_KIND_ERRORS: Final = ("int_from_float", "literal_error", "too_long", "too_short")
+
+
+def is_of_kind(error: ErrorDetails) -> bool:
+    """Whether one of pydantic's errors is about the kind of a value, and not its size."""
+    kind, is_item = error["type"], isinstance(error["loc"][-1], int)
+    return kind.endswith("_type") or kind in _KIND_ERRORS or (kind == "missing" and is_item)
+
+
+def kind_of(annotation: Any) -> str:
+    """Return what a key takes: "an integer", "true, false or 'auto'", "a list of 2 numbers"."""
+    return listed(list(_alternatives(annotation)))
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words with commas, the last one with "or"."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _alternatives(annotation: Any) -> Iterator[str]:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        for one in inner:
+            yield from _alternatives(one)
+    elif origin is Annotated:
+        yield from _alternatives(inner[0])
+    elif origin is Literal:
+        yield from map(shown, inner)
+    elif origin is tuple:
+        count = "" if inner[-1] is Ellipsis else f"{len(inner)} "
+        yield f"a list of {count}{_WORDS.get(inner[0], _NUMBER)[1]}"
+    elif annotation is bool:
+        yield from ("true", "false")
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "a table"
+    elif annotation is not NoneType:
+        yield _WORDS.get(annotation, _NUMBER)[0]
+
+
+def shown(value: Any) -> str:
+    """Return a value as TOML has it, a string between single quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} = {shown(one)}" for key, one in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return repr(value)
