@@ -53,20 +53,24 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def torchrun(*words: str) -> str:
-    """Run a command as two local ranks of torchrun, and return what they print."""
+def torchrun(*words: str, stderr: int = subprocess.PIPE) -> str:
+    """Run a command as two local ranks of torchrun, and return what they print on stdout.
+
+    With `stderr=subprocess.STDOUT` also what they print there.
+    """
     with listen_on_loopback(None) as listener:
         port = listener.getsockname()[1]
     at = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *at, "-m", "meshwright", *words],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**clean_environ(), "OMP_NUM_THREADS": "1"},
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, (done.stderr or done.stdout)[-2000:]
     return done.stdout
 
 

@@ -167,7 +167,9 @@ def test_training_starts_from_a_hugging_face_folder(config, tmp_path):
 def test_torchrun_is_joined(corpus, tmp_path):
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
     words += [f"log.dir={tmp_path / 'runs'}", "log.name=run", "train.steps=2"]
-    assert torchrun("train", *words).count("done after 2 steps") == 1
+    said = torchrun("train", *words, stderr=subprocess.STDOUT)
+    assert said.count("done after 2 steps") == 1
+    assert "rofil" not in said  # the step whose memory is recorded says nothing of it
     job = read_job(tmp_path / "runs" / "run")
     assert job.layout.dp_replicate == 2
 

@@ -7,6 +7,8 @@ What a piece is for, marks in the profile say: `mark` makes one.
 from __future__ import annotations
 
 import bisect
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -281,6 +283,20 @@ def moments_of(pieces: Sequence[Piece], begins: Sequence[int]) -> list[Moment]:
     return [*found, Moment(len(begins) - 1, 0.0, now())]
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Have nothing written to stderr, also by C++, which knows of no Python stream."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 class StepProfile:
     """The memory of one step in the course of a run, as a context around it.
 
@@ -305,11 +321,17 @@ class StepProfile:
                 self._known[storage.data_ptr()] = Piece(storage.nbytes(), 0, None, kind, "")
         self._contexts.enter_context(marked_in_data())
         self._contexts.enter_context(marked_gradients(parallel, shards))
-        self._contexts.enter_context(self._profile)
+        # Under torchrun and Slurm the terminal would have what torch says as a profile begins and
+        # ends, and once in it, of memory from before: a piece of that is freed here.
+        unseen = torch.empty(1)
+        with _silent():
+            self._contexts.enter_context(self._profile)
+            del unseen
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._contexts.close()
+        with _silent():
+            self._contexts.close()
 
     def moments(self) -> list[Moment]:
         """Return what was held as each turn of a `MarkedTape` began, and at its peak."""
