@@ -110,7 +110,9 @@ def test_commands(page, workplace, capsys):
                 continue  # one run a page is enough
             else:
                 words, has_run = overridden(words), True
-        of_a_run = command in ("generate", "eval", "checkpoint") or rest[:1] == ["runs/latest"]
+        of_a_run = command in ("generate", "eval", "checkpoint", "clean") or rest[:1] == [
+            "runs/latest"
+        ]
         if of_a_run and code == 0 and not has_run:
             assert main(overridden(["train", "run.toml"])) == 0
             has_run = True

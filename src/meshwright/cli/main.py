@@ -25,6 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "checkpoint": "list, verify and prune steps; Hugging Face export and import",
     "data": "prepare, inspect and verify corpora",
     "report": "make a page of a run, or of several side by side",
+    "clean": "say what runs and prepared corpora take, and remove old ones",
     "doctor": "examine the machine, a config before its start, or a run",
     "config": "show the resolved config with origins, or its schema; import another system's",
 }

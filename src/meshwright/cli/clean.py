@@ -1,0 +1,128 @@
+"""`meshwright clean`: what runs and prepared data take on the disk, and which of it may go."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.cli.common import add_json, print_json
+from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
+from meshwright.launch.disk import Choice, Entry, forget_gone, prepared_in, remove, runs_of
+from meshwright.launch.measured import user_cache
+from meshwright.units import format_bytes
+
+EXAMPLE = """\
+examples:
+  meshwright clean                              what the runs in runs/ take
+  meshwright clean --keep 5                     what would go if the newest five stayed
+  meshwright clean --keep 5 --delete            remove it
+  meshwright clean --older-than 30d --delete
+  meshwright clean --caches --older-than 30d    prepared corpora and downloads
+
+Nothing is removed without --delete, and nothing at all that is in use.
+"""
+_SECONDS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `clean`."""
+    parser.description = (
+        "Say what runs, or prepared corpora, take on the disk, and remove old ones."
+    )
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "folder", nargs="?", type=Path, metavar="DIR", help="with runs in it (runs), or a cache"
+    )
+    parser.add_argument("--caches", action="store_true", help="prepared corpora and downloads")
+    parser.add_argument("--keep", type=_count, metavar="N", help="the newest N stay")
+    parser.add_argument(
+        "--older-than", type=_age, metavar="AGE", help="what is younger stays: 12h, 30d, 8w"
+    )
+    parser.add_argument("--delete", action="store_true", help="remove what is listed to go")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List what is there and remove what is chosen; returns the exit code."""
+    choice = Choice(args.keep, args.older_than)
+    if args.delete and choice == Choice():
+        raise ConfigError("--delete removes what --keep N or --older-than AGE chooses: give one")
+    folder = args.folder or (user_cache(os.environ) if args.caches else Path("runs"))
+    entries = prepared_in(folder) if args.caches else runs_of(folder)
+    goes = choice.of(entries)
+    if not args.json:
+        _list(entries, goes)
+    problems = {}
+    if args.delete:
+        problems = {entry.path: problem for entry, problem in remove(goes) if problem}
+        forget_gone(folder)
+    if args.json:
+        print_json(_as_json(entries, goes, problems, is_done=args.delete))
+    else:
+        for path, problem in problems.items():
+            print(f"not removed: {path}: {problem}")
+        gone = [one for one in goes if one.path not in problems]
+        print(_summary(entries, gone, chosen=choice != Choice(), is_done=args.delete))
+    return EXIT_CHECK_FAILED if problems else EXIT_DONE
+
+
+def _list(entries: Sequence[Entry], goes: Sequence[Entry]) -> None:
+    for one in entries:
+        fate = "in use" if one.in_use else "remove" if one in goes else "keep"
+        why = f"; {one.in_use}" if one.in_use else ""
+        size, age = format_bytes(one.bytes), format_age(time.time() - one.time)
+        print(f"{fate:6}  {size:>10}  {age:>4}  {one.path}  {one.about}{why}")
+
+
+def _summary(
+    entries: Sequence[Entry], goes: Sequence[Entry], *, chosen: bool, is_done: bool
+) -> str:
+    total = format_bytes(sum(one.bytes for one in entries))
+    if not chosen:
+        return f"{len(entries)} in all, {total}; --keep N or --older-than AGE chooses what goes"
+    what = f"{len(goes)} of {len(entries)}, {format_bytes(sum(one.bytes for one in goes))}"
+    if is_done:
+        return f"removed {what}"
+    return f"would remove {what} of {total}; with --delete it does"
+
+
+def _as_json(
+    entries: Sequence[Entry],
+    goes: Sequence[Entry],
+    problems: dict[Path, str],
+    *,
+    is_done: bool,
+) -> dict[str, Any]:
+    return {
+        "entries": [
+            {**one._asdict(), "path": str(one.path), "chosen": one in goes} for one in entries
+        ],
+        "removed": [str(o.path) for o in goes if is_done and o.path not in problems],
+        "problems": {str(path): problem for path, problem in problems.items()},
+    }
+
+
+def format_age(seconds: float) -> str:
+    """Return an age in the largest unit that it has one of: 5m, 3h, 12d."""
+    for unit in ("d", "h", "m"):
+        if seconds >= _SECONDS[unit]:
+            return f"{seconds // _SECONDS[unit]:.0f}{unit}"
+    return "0m"
+
+
+def _age(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,6})([mhdw])", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is no age: 90m, 12h, 30d or 8w")
+    return int(found[1]) * _SECONDS[found[2]]
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of runs")
+    return int(text)
