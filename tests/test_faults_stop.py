@@ -43,17 +43,18 @@ def test_sigterm_saves_and_exits_with_4(corpus, tmp_path, outcome):
     process = start_train(corpus, tmp_path, *LONG)
     folder = tmp_path / "runs" / "run"
     wait_for_steps(folder, process)
-    assert "stopped on request after" in stop(process, folder, outcome)
+    assert stop(process, folder, outcome).startswith("stopped on request after")
     assert load_model(folder) is not None
 
 
 def stop(process, folder, outcome):
-    """Send SIGTERM and look at what is left; returns all output."""
+    """Send SIGTERM and look at what is left; returns how the run says that it has ended."""
     out, seconds = send(process, signal.SIGTERM)
     assert process.returncode == 4, out
     assert rank_pids(folder) == []
-    outcome.add(process.returncode, out.strip().splitlines()[-1], seconds)
-    return out
+    (said,) = [line for line in out.splitlines() if line.startswith("stopped on request")]
+    outcome.add(process.returncode, said, seconds)
+    return said
 
 
 def assert_saved_where_it_stopped(folder):
@@ -65,25 +66,40 @@ def assert_saved_where_it_stopped(folder):
 @pytest.mark.faults
 @pytest.mark.case(6)
 @pytest.mark.parametrize(
-    ("phase", "overrides"),
+    ("phase", "step", "overrides"),
     [
-        ("start", []),
-        ("load", []),
-        ("update", []),
-        ("eval", ["train.eval_every=1"]),
-        ("save", ["checkpoint.every=1"]),
+        ("update", 2, []),
+        ("eval", 1, ["train.eval_every=1"]),
+        ("save", 1, ["checkpoint.every=1"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_sigterm_saves_the_same_step_on_all_ranks(corpus, tmp_path, phase, overrides, outcome):
+def test_sigterm_saves_the_same_step_on_all_ranks(
+    corpus, tmp_path, phase, step, overrides, outcome
+):
     """The fault sleeps in the phase, so that the signal comes in it."""
-    step = {"start": 0, "load": 0}.get(phase, 1)
-    fault = f"1:{phase}:{step}:sleep=3"
-    process = start_train(corpus, tmp_path, *LONG, *overrides, FAULT=fault)
+    process = start_train(corpus, tmp_path, *LONG, *overrides, FAULT=f"1:{phase}:{step}:sleep=3")
     folder = tmp_path / "runs" / "run"
     wait_for_phase(folder, process, phase)
     stop(process, folder, outcome)
     assert_saved_where_it_stopped(folder)
+
+
+NOTHING_DONE = "stopped on request before the first step was done: there is nothing to save"
+
+
+@pytest.mark.faults
+@pytest.mark.case(6)
+@pytest.mark.parametrize(
+    ("phase", "step"), [("start", 0), ("load", 0), ("data", 1), ("forward", 1), ("reduce", 1)]
+)
+def test_sigterm_before_a_step_is_done_ends_at_once(corpus, tmp_path, phase, step, outcome):
+    process = start_train(corpus, tmp_path, *LONG, FAULT=f"1:{phase}:{step}:sleep=60")
+    folder = tmp_path / "runs" / "run"
+    wait_for_phase(folder, process, phase)
+    started = time.monotonic()
+    assert stop(process, folder, outcome) == NOTHING_DONE
+    assert time.monotonic() - started < 50
 
 
 @pytest.mark.faults
@@ -99,8 +115,7 @@ def test_sigterm_while_a_rank_compiles(corpus, tmp_path, outcome):
         return any("cc1plus" in name for pid in rank_pids(folder) for name in descendants(pid))
 
     wait_for(compiles, "the compiler", process, timeout_s=200)
-    stop(process, folder, outcome)
-    assert_saved_where_it_stopped(folder)
+    assert stop(process, folder, outcome) == NOTHING_DONE
 
 
 def descendants(pid):
@@ -121,7 +136,7 @@ def test_sigterm_while_the_ranks_start_ends_them(corpus, tmp_path, outcome):
     process = start_train(corpus, tmp_path, *LONG)
     folder = tmp_path / "runs" / "run"
     wait_for(lambda: len(rank_pids(folder)) == 2, "two ranks", process)
-    stop(process, folder, outcome)
+    assert stop(process, folder, outcome) == NOTHING_DONE
 
 
 # --- two runs in one folder (case 20) --------------------------------------------------------

@@ -66,7 +66,7 @@ def run_on(world, folder, resume=False, stop_after=None):
 
     def asked():
         done = sum(event["event"] == "step" for event in events)
-        return stop_after is not None and done + 1 >= stop_after
+        return stop_after is not None and done >= stop_after  # once that step is saved
 
     summary = train(job, world, dataset, events.append, asked, resume)
     return summary, [event for event in events if event["event"] != "save"]

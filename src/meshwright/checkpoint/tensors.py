@@ -36,6 +36,7 @@ _DTYPES: Final = {
     torch.bool: "BOOL",
 }
 _PIECE: Final = 8 * MIB  # hashed and written while it is in the processor's cache
+_SYNCED: Final = 512 * MIB  # handed to the disk at once
 
 
 class Chunk(NamedTuple):
@@ -51,12 +52,13 @@ def write_chunks(
 ) -> Fingerprint:
     """Write chunks of different tensors as one safetensors file, synced, and return its hash.
 
-    Of what is on a GPU one chunk at a time comes to the host. `mark` is told "shard" half-way.
-    Raises `CheckpointError` with path and bytes where the disk refuses.
+    Of what is on a GPU one chunk at a time comes to the host. `mark` is told "shard" half-way, and
+    "" whenever another part is on the disk. Raises `CheckpointError` with path and bytes where the
+    disk refuses.
     """
     header = _header(chunks)
     sizes = [chunk.tensor.nbytes for chunk in chunks]
-    total, digest = len(header) + sum(sizes), hashlib.sha256()
+    total, digest, unsynced = len(header) + sum(sizes), hashlib.sha256(), 0
     try:
         with path.open("xb", buffering=0) as file:
             for index, data in enumerate(chain([memoryview(header)], map(_bytes, chunks))):
@@ -66,6 +68,11 @@ def write_chunks(
                     piece = data[start : start + _PIECE]
                     digest.update(piece)
                     _write(file, piece)
+                    unsynced += len(piece)
+                    if unsynced >= _SYNCED:  # so that no wait for the disk is a long one
+                        os.fsync(file.fileno())
+                        mark("")
+                        unsynced = 0
             os.fsync(file.fileno())
     except OSError as error:
         written = path.stat().st_size if path.exists() else 0

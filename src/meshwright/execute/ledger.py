@@ -117,14 +117,19 @@ class Ledger:
         self._enter(name)
 
     def saving(self, place: str, step: int) -> None:
-        """Tell `on_phase` where the save of a step has got to; it may run beside the training."""
-        if self._on_phase is not None:
+        """Enter that a save goes on, perhaps beside the training, and tell `on_phase` where it is.
+
+        `place` is empty where it has only written some more.
+        """
+        self._move()
+        if place and self._on_phase is not None:
             self._on_phase(f"save.{place}", step)
 
     def action(self, kind: str, stage: int, microbatch: int) -> None:
-        """Enter an action of the pipeline; a forward or a backward is its phase, too."""
+        """Enter an action of the pipeline; a forward or a backward is its phase, too, in a step."""
         place = (ACTIONS.index(kind), stage, microbatch)
-        self._enter(_PHASE_OF.get(kind, "backward"), place)
+        is_step = PHASES[self._phase] != "eval"
+        self._enter(_PHASE_OF.get(kind, "backward") if is_step else "eval", place)
 
     def _enter(self, name: str, place: tuple[int, int, int] = (0, 0, 0)) -> None:
         self._phase, self._place = PHASES.index(name), place

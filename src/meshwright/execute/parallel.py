@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -136,7 +136,7 @@ class Parallel:
         return count.clamp(min=1)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
         """Return this rank's share of the summed loss over some batches, and of their targets."""
         total = count = 0.0
         for batch in batches:

@@ -75,6 +75,10 @@ class World:
         """Return the name of a rank's node; empty where all are on this one."""
         return self.nodes[rank * len(self.nodes) // self.size] if self.nodes else ""
 
+    def anyone(self, vote: bool) -> bool:
+        """Return whether any rank votes for something; a collective."""
+        return self.sum_on_host([float(vote)])[0] > 0
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum_on_host([0.0])

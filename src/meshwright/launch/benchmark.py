@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from meshwright.errors import StoppedOnRequest
 from meshwright.launch.rank_environ import rank_environ
+from meshwright.launch.signals import StopSignals
 from meshwright.launch.supervisor import (
     LocalRanks,
-    StopSignals,
     Timing,
     listen_on_loopback,
     supervise,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import MANIFEST, step_name, steps
+from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
 from meshwright.launch.saved import Arrays, above_noise, distance, minus, read_whole
 from meshwright.launch.session import Resume, Run, train
 from meshwright.layout import Layout
@@ -165,7 +166,7 @@ class _Runs:
         self._show(f"run of {STEPS} steps")
         log = self._config.log.model_copy(update={"name": name})
         config = self._config.model_copy(update={"log": log})
-        return train(config, self._environ, io.StringIO())
+        return _whole(train(config, self._environ, io.StringIO()))
 
     def go_on(self, run: Run, after: int, name: str, layout: Layout | None = None) -> Run:
         """Return a copy of a run as if it had ended after a step, resumed to its end."""
@@ -182,7 +183,14 @@ class _Runs:
             cluster = config.cluster.model_copy(update={"devices_per_node": layout.world})
             config = config.model_copy(update={"layout": section, "cluster": cluster})
         self._show(f"resume after step {after}{where}")
-        return train(config, self._environ, io.StringIO(), resume=Resume(copy))
+        return _whole(train(config, self._environ, io.StringIO(), resume=Resume(copy)))
+
+
+def _whole(run: Run) -> Run:
+    """Return a run that came to its end; raises `StoppedOnRequest` for one that was stopped."""
+    if run.exit_code == EXIT_STOPPED:
+        raise StoppedOnRequest("stopped on request: the runs were not compared")
+    return run
 
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def forget(job: Job, at: Rendezvous) -> None:
     _note(job.config, at).unlink(missing_ok=True)
 
 
-def _starter(at: Rendezvous) -> str:
+def starter(at: Rendezvous) -> str:
+    """Return the name of what has started these ranks."""
     kind = (at.job or "").partition("-")[0]
     return {"slurm": "Slurm", "ray": "Ray"}.get(kind, "torchrun")
 
@@ -62,5 +63,5 @@ def restarted(job: Job, at: Rendezvous) -> dict[str, Any]:
         if path.is_file():
             said = json.loads(path.read_text(encoding="utf-8"))
             causes.append((said["time"], f"rank {rank} raised {said['type']}: {said['message']}"))
-    cause = min(causes)[1] if causes else f"{_starter(at)} started the ranks again"
+    cause = min(causes)[1] if causes else f"{starter(at)} started the ranks again"
     return restart_event(job, at.attempt, cause, time.time(), None)

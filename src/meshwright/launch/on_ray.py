@@ -31,7 +31,7 @@ from meshwright.errors import (
     refusal,
 )
 from meshwright.launch.jobs import JobSpec, environment, shell
-from meshwright.launch.supervisor import StopSignals
+from meshwright.launch.signals import StopSignals
 
 _POLL_S: Final = 0.5
 # Nothing that another attempt would change, as in Slurm's script.
@@ -191,7 +191,7 @@ def _watch(nodes: Nodes, grace_s: float, stop: Callable[[], bool]) -> list[int |
         if None not in codes or any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
             return codes
         now = time.monotonic()
-        if asked_at is None and stop():
+        if stop() and asked_at is None:
             asked_at = now
             nodes.ask_to_stop()
         if asked_at is not None and now - asked_at > grace_s:
@@ -271,7 +271,12 @@ def submit(job: JobSpec, address: str, wait_s: float) -> int:
                     raise MeshwrightError(_no_room(ray, job, wait_s))
                 return _RayNodes(ray, job, group, attempt, identity)
 
-            return follow(start, job.restarts, job.grace_s, lambda: signals.asked)
+            def stop() -> bool:
+                if signals.repeats:
+                    raise RankFailed("ended at once, as asked again: steps may not be saved")
+                return signals.asked
+
+            return follow(start, job.restarts, job.grace_s, stop)
     finally:
         ray.shutdown()
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,14 @@ from typing import Any, NamedTuple, TextIO
 from meshwright.checkpoint.commit import read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
 from meshwright.data import Dataset, StreamedDataset, open_data
-from meshwright.errors import EXIT_DONE, CheckpointError, ConfigError, refusal
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    CheckpointError,
+    ConfigError,
+    StoppedOnRequest,
+    refusal,
+)
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.checks import check_device, check_extras, check_memory, check_tokenizer
 from meshwright.launch.compiler import check_compiler, lacks_compiler
@@ -24,23 +30,17 @@ from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.engine import check_engine, check_fp8
 from meshwright.launch.fault import Fault
 from meshwright.launch.gather import hand_over, logged, one_folder
+from meshwright.launch.local import LocalRun
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.measured import user_cache
 from meshwright.launch.notes import run_notes
 from meshwright.launch.planned import predicted, settled
-from meshwright.launch.rank_environ import rank_environ
-from meshwright.launch.restart import append, run_attempts
-from meshwright.launch.supervisor import (
-    LocalRanks,
-    StopSignals,
-    Timing,
-    listen_on_loopback,
-    supervise,
-    worker_command,
-)
-from meshwright.launch.view import EventTail, Room, View, open_view
-from meshwright.launch.watchdog import Watchdog
+from meshwright.launch.restart import append
+from meshwright.launch.signals import StopSignals
+from meshwright.launch.stopping import cut_short, going_on
+from meshwright.launch.supervisor import Timing, listen_on_loopback, worker_command
+from meshwright.launch.view import Lasting, open_view
 from meshwright.layout import resolve_layout
 from meshwright.report.run import write_report
 from meshwright.spec.loading import Config
@@ -108,75 +108,27 @@ def train(
     if at is not None:
         return _train_joined(config, at, environ, resume, quiet=quiet)
     job = prepare_job(config, environ, resume=resume)
-    listener = listen_on_loopback(config.cluster.port)
-    with RunLock(job.folder.lock) as lock:
+    listener, shown = listen_on_loopback(config.cluster.port), Lasting(out)
+    with RunLock(job.folder.lock) as lock, StopSignals() as signals:
         notes = list(run_notes(job))  # before a run that goes on gets its new config
         _create(job)
-        _say(out, f"run folder {job.folder.path}")
+        _say(shown, f"run folder {job.folder.path}")
         if lock.left_by is not None:
-            _say(out, f"note: process {lock.left_by['pid']} had it and is gone without an end")
+            _say(shown, f"note: process {lock.left_by['pid']} had it and is gone without an end")
         for text in notes:
-            _say(out, f"note: {text}")
-        local = _Local(job, environ, lock.descriptor, timing or Timing(), command(job.folder))
+            _say(shown, f"note: {text}")
+        local = LocalRun(job, environ, lock.descriptor, timing or Timing(), command(job.folder))
         try:
-            code = local.train(listener, open_view(out, quiet=quiet))
+            code = local.train(listener, open_view(shown, quiet=quiet), signals)
+        except StoppedOnRequest as stopped:
+            code = stopped.exit_code
+            append(job, cut_short(job))
+            _say(shown, str(stopped))
         finally:
-            _write_report(job, out)
+            _write_report(job, shown)
+        if code == EXIT_STOPPED:
+            _say(Lasting(sys.stderr) if shown.is_lost else shown, going_on(job))
         return Run(job.folder.path, code)
-
-
-class _Local:
-    """The local ranks of a run, attempt after attempt."""
-
-    def __init__(
-        self,
-        job: Job,
-        environ: Mapping[str, str],
-        lock: int,
-        timing: Timing,
-        command: list[str],
-    ) -> None:
-        self._job, self._lock, self._timing, self._command = job, lock, timing, command
-        threads = job.machine.threads(job.layout.world)
-        is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
-        self._environ = rank_environ(environ, threads, keeps_memory=not is_limited)
-
-    def train(self, listener: socket.socket, view: View) -> int:
-        """Train to the end and return the exit code; the first attempt meets at `listener`."""
-        job = self._job
-        tail = EventTail(job.folder.events, only_new=job.resume)
-        room = Room(job.folder.path)
-
-        def look(watchdog: Watchdog) -> None:
-            if (slow := watchdog.slow()) is not None:
-                append(job, slow)
-            for event in (*tail.new(), *room.new()):
-                view.write(event)
-
-        def attempt(number: int) -> int:
-            meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
-            watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
-            with self._ranks(number, meet) as ranks:
-                return supervise(
-                    ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog
-                )
-
-        try:
-            with StopSignals() as signals:
-                return run_attempts(job, attempt, lambda: signals.asked)
-        finally:
-            view.close()
-
-    def _ranks(self, attempt: int, meet: socket.socket) -> LocalRanks:
-        return LocalRanks(
-            self._command,
-            self._job.layout.world,
-            self._job.folder,
-            {**self._environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
-            meet,
-            self._timing,
-            self._lock,
-        )
 
 
 def prepare_job(
@@ -297,10 +249,10 @@ def _train_joined(
         _check_world(job, at)
         job.folder.failure(at.rank).unlink(missing_ok=True)
         world = replace(world, ledger=open_ledger(job.folder, at, environ))
-        is_failure = True
+        is_failure, out = True, Lasting(sys.stdout)
         try:
             with logged(job.folder.log(at.rank), stdout=at.rank != 0):
-                view = open_view(sys.stdout, quiet=quiet) if at.rank == 0 else None
+                view = open_view(out, quiet=quiet) if at.rank == 0 else None
                 code = run_rank(job, world, at.attempt, stop, view=view)
             is_failure = False
         except BaseException as error:
@@ -311,8 +263,10 @@ def _train_joined(
                 gathering.send(at.rank)
             if at.rank == 0:
                 for rank in gathering.collect(is_failure=is_failure):
-                    print(f"note: rank {rank} on {world.node(rank)} has sent no log")
-                _write_report(job, sys.stdout)
+                    _say(out, f"note: rank {rank} on {world.node(rank)} has sent no log")
+                _write_report(job, out)
+        if at.rank == 0 and code == EXIT_STOPPED:
+            _say(out, going_on(job, at))
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
@@ -360,8 +314,9 @@ def _create(job: Job) -> None:
         put_step(job.folder, found)
 
 
-def _say(out: TextIO, text: str) -> None:
-    print(text, file=out, flush=True)
+def _say(out: TextIO | Lasting, text: str) -> None:
+    out.write(f"{text}\n")
+    out.flush()
 
 
 def _progress_to(out: TextIO) -> Progress:
@@ -381,7 +336,7 @@ def summarise(run: Run) -> Mapping[str, Any]:
     }
 
 
-def _write_report(job: Job, out: TextIO) -> None:
+def _write_report(job: Job, out: TextIO | Lasting) -> None:
     """Write the run's page, however the run has ended; without one it is no worse."""
     try:
         _say(out, f"report {write_report([job.folder.path])}")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from meshwright.errors import (
@@ -22,7 +21,6 @@ from meshwright.errors import (
     EXIT_STOPPED,
     ConfigError,
     RankFailed,
-    StoppedOnRequest,
     refusal,
 )
 from meshwright.launch.explain import (
@@ -42,11 +40,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: between looks at the ranks, for others to report after one failed, to save."""
+    """Seconds: between looks at the ranks, and for others to report after one failed."""
 
     poll_s: float = 0.1
     settle_s: float = 1.0
-    save_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -260,30 +257,23 @@ def supervise(
     """Watch started ranks to their end and return the exit code.
 
     `on_poll` is called at every look; when `stop` turns true the ranks are asked to save and end,
-    and get `save_s` for it. Raises `RanksFailed` with the first failing rank's own traceback, or
-    with what the watchdog says of ranks that hang.
+    and have as long for it as they move. Raises `RanksFailed` with the first failing rank's own
+    traceback, or with what the watchdog says of ranks that hang.
     """
-    asked_at: float | None = None
+    is_asked = False
     looked_at = time.monotonic()
     while True:
         on_poll()
         codes, now = ranks.codes(), time.monotonic()
         if any(code not in (None, EXIT_DONE, EXIT_STOPPED) for code in codes):
-            if asked_at is not None and -signal.SIGTERM in codes:  # it did not listen yet
-                raise StoppedOnRequest("stopped on request before training began; nothing is saved")
             _raise_failure(ranks, timing, now - looked_at)
         if None not in codes:
             on_poll()
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
         looked_at = now
-        if asked_at is None and stop():
-            asked_at = now
+        if not is_asked and stop():
+            is_asked = True
             ranks.ask_to_stop()
-        if asked_at is not None and now - asked_at > timing.save_s:
-            running = [rank for rank, code in enumerate(codes) if code is None]
-            raise RankFailed(
-                f"ranks {running} did not stop within {timing.save_s:.0f} s of being asked to"
-            )
         hang = None if watchdog is None else watchdog.look(ranks.pids())
         if hang is not None:
             noticed = time.time()
@@ -312,28 +302,6 @@ def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:
     if len(failures) > 1:
         text += f"\n\n{ranks_text(sorted(f.rank for f in failures[1:]))} failed after it"
     raise RanksFailed(text, first, noticed, detect_s)
-
-
-class StopSignals:
-    """Turns SIGINT and SIGTERM into a request to stop; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __enter__(self) -> StopSignals:
-        self._previous = {
-            number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def worker_command(folder: RunFolder) -> list[str]:

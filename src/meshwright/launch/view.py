@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,6 +30,7 @@ NOTICES: Final = {
     "slow_rank": "rank {rank} is slow: from step {from_step} to {step} all others waited for "
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
+    "stopping": "{text}",
     "disk_full": "the disk of {path} is full: the run goes on without its log, and writes the "
     "events once there is room",
 }
@@ -38,12 +40,44 @@ _CHATTER: Final = ("start", "step", "eval", "save")
 _PACED_BY: Final = 20
 
 
-def open_view(out: TextIO, *, quiet: bool = False) -> View:
+class Lasting:
+    """An output that may be lost while a run lasts, as when its terminal closes.
+
+    What is written from then on goes nowhere, and no write raises for it.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self.is_lost = out, False
+
+    def write(self, text: str) -> int:
+        """Write a text, at once."""
+        if not self.is_lost:
+            try:
+                self._out.write(text)
+                self._out.flush()
+            except (OSError, ValueError):
+                self._lose()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each text was written at once."""
+
+    def _lose(self) -> None:
+        """Let what the stream still holds go nowhere, too: Python writes it as it ends."""
+        self.is_lost = True
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), self._out.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+
+def open_view(out: Lasting, *, quiet: bool = False) -> View:
     """Return the live view where `out` is a terminal, else one that prints lines.
 
     A `quiet` one says what is out of the ordinary, and how it ended.
     """
-    console = Console(file=out, highlight=False)
+    console = Console(file=cast(TextIO, out), highlight=False)
     if quiet:
         return QuietView(console)
     return LiveView(console) if console.is_terminal else View(console)
@@ -98,6 +132,9 @@ class View:
         return float(median(self._pace) * left)
 
     def _end(self, event: Mapping[str, Any]) -> None:
+        if event["stopped"] and event["step"] == self._start.get("from_step"):
+            self._print(f"stopped on request before step {event['step'] + 1}")
+            return
         verb = "stopped on request" if event["stopped"] else "done"
         text = f"{verb} after {event['step']} steps: loss {number(event['loss'])} nats"
         entropy = self._start.get("unigram_entropy")

@@ -38,6 +38,7 @@ from meshwright.execute.recorder import Recorder
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join, leave
 from meshwright.launch.inject import injector
+from meshwright.launch.signals import stop_signals
 from meshwright.layout import broken
 from meshwright.train.events import Event, Sink, open_sinks
 from meshwright.train.loop import train
@@ -56,14 +57,15 @@ REFUSED: Final = (
 
 
 class StopRequest:
-    """Whether this process was asked to stop; SIGTERM asks."""
+    """Whether this process was asked to stop; SIGTERM, SIGINT and SIGHUP ask."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def listen(self) -> None:
-        """Take SIGTERM as the request; Ctrl-C reaches the supervisor, which passes it on."""
-        signal.signal(signal.SIGTERM, self._ask)
+        """Take the signals: our supervisor passes on SIGTERM, torchrun whatever it has got."""
+        for number in stop_signals():
+            signal.signal(number, self._ask)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.asked = True

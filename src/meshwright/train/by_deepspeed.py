@@ -27,7 +27,8 @@ from meshwright.execute.world import World
 from meshwright.models import Transformer, build_model
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.events import Emit
-from meshwright.train.loop import Summary, is_due, keys, share, start_event
+from meshwright.train.interruptible import Interruptible
+from meshwright.train.loop import Summary, held_out_batches, is_due, keys, share, start_event
 from meshwright.train.metrics import StepClock, step_event
 from meshwright.train.optimizer import build_optimizer, set_learning_rate
 from meshwright.train.run import weights_source
@@ -54,8 +55,9 @@ def train(
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
     mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, 0))
-    clock, loss, step, stopped = StepClock(), float("nan"), 0, False
-    for step in range(1, config.train.steps + 1):
+    clock, loss, step, stopped = StepClock(), float("nan"), 0, world.anyone(asked_to_stop())
+    while step < config.train.steps and not stopped:
+        step += 1
         world.ledger.step(step)
         clock.start()
         rows = Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine))
@@ -72,16 +74,19 @@ def train(
         if last or step % config.train.log_every == 0:
             norm = float(engine.get_global_grad_norm())
             emit(step_event(step, loss, norm, lr, 1.0, clock, job, world))
-        if is_due(config.train.eval_every, step, last):
-            started = time.perf_counter()
-            held_out = evaluate(engine, job, world, dataset)
-            seconds = time.perf_counter() - started
-            emit({"event": "eval", "step": step, "loss": held_out, "seconds": seconds})
-        if is_due(config.checkpoint.every, step, last) or last:
+        if saved := last or is_due(config.checkpoint.every, step, last):
             save(engine, job, world, step)
-        if stopped:
-            break
+        if not stopped and is_due(config.train.eval_every, step, last):
+            started = time.perf_counter()
+            held_out = evaluate(engine, job, world, dataset, asked_to_stop)
+            seconds = time.perf_counter() - started
+            if held_out is not None:
+                emit({"event": "eval", "step": step, "loss": held_out, "seconds": seconds})
+            stopped = held_out is None
+        if stopped and not saved:
+            save(engine, job, world, step)
     world.ledger.phase("end")
+    stopped = stopped and (step < config.train.steps or config.train.eval_every > 0)
     emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
     return Summary(step, loss, stopped)
 
@@ -142,22 +147,24 @@ def loss_sum(engine: Any, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(engine: Any, job: Job, world: World, dataset: Dataset) -> float:
-    """Return the loss on the rows of the held-out split that our own engine evaluates."""
-    config, layout = job.config, job.layout
+def evaluate(
+    engine: Any, job: Job, world: World, dataset: Dataset, asked_to_stop: Callable[[], bool]
+) -> float | None:
+    """Return the loss on the rows of the held-out split that our own engine evaluates.
+
+    None, on every rank, where any is asked to stop before the end.
+    """
     world.ledger.phase("eval")
-    wanted = config.train.eval_batches
-    held_out = dataset.held_out(config.train.seq_len, config.train.batch, wanted)
-    mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    batches = Interruptible(held_out_batches(job, world, dataset), world, asked_to_stop)
     engine.eval()
     total = count = 0.0
-    for at in range(min(wanted, max(1, held_out.samples // config.train.batch))):
-        for part in Batch.of(held_out.rows(at, mine)).to(world.device).split(layout.microbatch):
+    for batch in batches:
+        for part in batch.split(job.layout.microbatch):
             total += loss_sum(engine, part).item()
             count += float((part.targets != IGNORE).sum())
     engine.train()
     total, count = world.sum_on_host([total, count])
-    return total / max(count, 1.0)
+    return None if batches.is_broken_off else total / max(count, 1.0)
 
 
 def save(engine: Any, job: Job, world: World, step: int) -> None:

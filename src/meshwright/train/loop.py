@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +18,12 @@ from meshwright.program.parts import flops_per_token, parameter_count
 from meshwright.spec.loading import Config
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.events import Emit
+from meshwright.train.interruptible import Interruptible
 from meshwright.train.optimizer import set_learning_rate
 from meshwright.train.readings import Readings, lag
 from meshwright.train.recording import Recording
 from meshwright.train.replicas import check_replicas
-from meshwright.train.run import Progress, open_run, position_of, save
+from meshwright.train.run import open_run, save
 from meshwright.train.run_folder import Job
 from meshwright.train.update import evaluate, update
 
@@ -45,23 +47,24 @@ def train(
     """Train to the last step, or to the step at which any rank was asked to stop.
 
     With `resume` the run goes on from its newest good step, or begins anew where it has none. It is
-    saved on the way as the config says, and always at the end.
+    saved on the way as the config says, and always at the end. A request to stop waits for the step
+    under way and its save: an evaluation is left out, or broken off.
     """
     config, layout = job.config, job.layout
-    steps, batch_size = config.train.steps, config.train.batch
+    steps = config.train.steps
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
     parallel, shards, optimizer = trained
-    sampler = dataset.sampler("train", config.train.seq_len, batch_size)
-    if progress.position is not None and isinstance(sampler, StreamSampler):
-        sampler.seek(progress.position)
-    mine = share(batch_size, layout.mesh.data_rank(world.rank), layout.dp)
+    sampler = sampler_at(progress.position, dataset, config)
+    mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, progress.step))
 
     scale, clip = progress.scale, config.train.clip_norm
     readings = Readings(job, world, parallel, scale, emit, lag(world.device, scale))
     recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
-    step, stopped = progress.step, False
-    for step in range(progress.step + 1, steps + 1):
+    step, stopped = progress.step, world.anyone(asked_to_stop())
+    keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
+    while step < steps and not stopped:
+        step += 1
         if recording.is_due(step):  # its clock begins on a device that does nothing
             readings.drain()
         recording.begin(step)
@@ -79,23 +82,33 @@ def train(
         pauses = recording.is_on or step == steps or is_pause(config, step)
         stopped = readings.read(asked_to_stop(), everything=pauses)
         recording.end(step)
-        last = stopped or step == steps
-        readings.tell(last=last)
+        readings.tell(last=stopped or step == steps)
         if is_due(config.train.check_every, step, last=False):
             check_replicas(parallel, world)
-        if is_due(config.train.eval_every, step, last):
-            emit(evaluation_event(step, parallel, job, world, dataset))
         saver.poll()
-        if is_due(config.checkpoint.every, step, last) or last:
-            world.ledger.phase("save")
-            position = position_of(sampler, world)
-            save(saver, trained, Progress(step, scale, position), job, dataset)
-        if stopped:
-            break
+        if saved := stopped or is_due(config.checkpoint.every or steps, step, step == steps):
+            keep(step)
+        if not stopped and is_due(config.train.eval_every, step, step == steps):
+            stopped = not evaluated(step, parallel, job, world, dataset, emit, asked_to_stop)
+        elif saved and not stopped and step < steps:  # no step begins that would be saved, too
+            stopped = world.anyone(asked_to_stop())
+        if stopped and not saved:
+            keep(step)
     saver.finish()
     world.ledger.phase("end")
+    stopped = stopped and (step < steps or config.train.eval_every > 0)  # is anything left out?
     emit({"event": "end", "step": step, "loss": readings.loss, "stopped": stopped})
     return Summary(step, readings.loss, stopped)
+
+
+def sampler_at(
+    position: Mapping[str, Any] | None, dataset: Dataset | StreamedDataset, config: Config
+) -> Sampler | BlendSampler | StreamSampler:
+    """Return the sampler of the training split; where it is a stream, at a position."""
+    sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
+    if position is not None and isinstance(sampler, StreamSampler):
+        sampler.seek(position)
+    return sampler
 
 
 def keys(config: Config, step: int, rows: range) -> torch.Tensor | None:
@@ -156,17 +169,33 @@ def start_event(
     }
 
 
-def evaluation_event(
-    step: int, parallel: Parallel, job: Job, world: World, dataset: Dataset | StreamedDataset
-) -> dict[str, object]:
-    """Return the loss on the held-out split; the same rows each time."""
-    config = job.config
+def evaluated(
+    step: int,
+    parallel: Parallel,
+    job: Job,
+    world: World,
+    dataset: Dataset | StreamedDataset,
+    emit: Emit,
+    asked_to_stop: Callable[[], bool],
+) -> bool:
+    """Tell the loss on the held-out split, the same rows each time.
+
+    Returns whether it came to its end: not, on any rank, where one of them is asked to stop.
+    """
     world.ledger.phase("eval")
-    wanted = config.train.eval_batches
-    held_out = dataset.held_out(config.train.seq_len, config.train.batch, wanted)
-    mine = share(config.train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
-    count = min(wanted, max(1, held_out.samples // config.train.batch))
     started = time.perf_counter()
-    batches = [Batch.of(held_out.rows(at, mine)).to(world.device) for at in range(count)]
+    batches = Interruptible(held_out_batches(job, world, dataset), world, asked_to_stop)
     loss = evaluate(parallel, batches, world)
-    return {"event": "eval", "step": step, "loss": loss, "seconds": time.perf_counter() - started}
+    if not batches.is_broken_off:
+        seconds = time.perf_counter() - started
+        emit({"event": "eval", "step": step, "loss": loss, "seconds": seconds})
+    return not batches.is_broken_off
+
+
+def held_out_batches(job: Job, world: World, dataset: Dataset | StreamedDataset) -> Iterator[Batch]:
+    """Yield this rank's rows of the global batches that a run evaluates, on its device."""
+    train = job.config.train
+    held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)
+    mine = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
+    for at in range(min(train.eval_batches, max(1, held_out.samples // train.batch))):
+        yield Batch.of(held_out.rows(at, mine)).to(world.device)

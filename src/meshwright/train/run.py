@@ -114,12 +114,16 @@ def weights_source(job: Job) -> Source:
 def save(
     saver: Saver,
     trained: Trained,
-    progress: Progress,
+    scale: LossScale,
+    sampler: object,
     job: Job,
+    world: World,
     dataset: Dataset | StreamedDataset,
+    step: int,
 ) -> None:
-    """Save a step, or begin to."""
-    config, step = job.config, progress.step
+    """Save a step, or begin to; a collective."""
+    world.ledger.phase("save")
+    config, position = job.config, position_of(sampler, world)
     facts = {
         "layout": job.layout.label,
         "world": job.layout.world,
@@ -127,11 +131,11 @@ def save(
         "tokens": step * config.train.batch * config.train.seq_len,
         "identity": identity_of(config, dataset.identity),
         "tokenizer": config.data.tokenizer,
-        "loss_scale": asdict(progress.scale),
+        "loss_scale": asdict(scale),
         "scalars": scalars_of(trained),
     }
-    if progress.position is not None:
-        facts["position"] = progress.position
+    if position is not None:
+        facts["position"] = position
     saver.save(step, chunks_of(trained), facts, {SPEC: spec_text(config.model)})
 
 

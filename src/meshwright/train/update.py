@@ -6,7 +6,7 @@ Nothing here waits for the device: what a step has computed stays there until so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -110,7 +110,7 @@ def _first_of_all(first: int, parallel: Parallel, world: World) -> str:
     return f"{names[place]} (rank {rank})" if place < len(names) else "the sum of squares"
 
 
-def evaluate(parallel: Parallel, batches: list[Batch], world: World) -> float:
+def evaluate(parallel: Parallel, batches: Iterable[Batch], world: World) -> float:
     """Return the mean loss in nats over the targets of some global batches."""
     set_training(parallel, False)
     total, count = world.sum_on_host(list(parallel.evaluate(batches)))

@@ -1,0 +1,75 @@
+"""`LocalRun`: the ranks of a run on this machine, attempt after attempt. No torch here."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from meshwright.launch.rank_environ import rank_environ
+from meshwright.launch.restart import append, run_attempts
+from meshwright.launch.signals import StopSignals
+from meshwright.launch.stopping import Stopping
+from meshwright.launch.supervisor import LocalRanks, Timing, listen_on_loopback, supervise
+from meshwright.launch.view import EventTail, Room, View
+from meshwright.launch.watchdog import Watchdog
+from meshwright.train.run_folder import Job
+
+
+class LocalRun:
+    """The local ranks of a run, attempt after attempt."""
+
+    def __init__(
+        self,
+        job: Job,
+        environ: Mapping[str, str],
+        lock: int,
+        timing: Timing,
+        command: list[str],
+    ) -> None:
+        self._job, self._lock, self._timing, self._command = job, lock, timing, command
+        threads = job.machine.threads(job.layout.world)
+        is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
+        self._environ = rank_environ(environ, threads, keeps_memory=not is_limited)
+
+    def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
+        """Train to the end and return the exit code; the first attempt meets at `listener`.
+
+        Raises as `Stopping.look` does, too.
+        """
+        job = self._job
+        stopping = Stopping(
+            job, signals, lambda text: view.write({"event": "stopping", "text": text})
+        )
+        tail = EventTail(job.folder.events, only_new=job.resume)
+        room = Room(job.folder.path)
+
+        def look(watchdog: Watchdog) -> None:
+            if (slow := watchdog.slow()) is not None:
+                append(job, slow)
+            for event in (*tail.new(), *room.new()):
+                view.write(event)
+            stopping.look()
+
+        def attempt(number: int) -> int:
+            meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
+            watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
+            with self._ranks(number, meet) as ranks:
+                return supervise(
+                    ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog
+                )
+
+        try:
+            return run_attempts(job, attempt, lambda: signals.asked)
+        finally:
+            view.close()
+
+    def _ranks(self, attempt: int, meet: socket.socket) -> LocalRanks:
+        return LocalRanks(
+            self._command,
+            self._job.layout.world,
+            self._job.folder,
+            {**self._environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            meet,
+            self._timing,
+            self._lock,
+        )
