@@ -56,7 +56,7 @@ def quick(precision: str) -> Effort:
 
     What it leaves out is priced by the shipped constants.
     """
-    return Effort(0.05, (precision,), 4e9, 2**20, depth=2, times=4, steps=5, in_full=False)
+    return Effort(0.2, (precision,), 4e9, 2**20, depth=2, times=4, steps=5, in_full=False)
 
 
 def calibrate(
@@ -155,8 +155,9 @@ def _compute(
     """Return what one rank's computing comes to, and its curves."""
     curves: dict[str, Any] = {}
     budget_s = effort.budget_s
-    shapes = {"": on_blocks.usual(device, is_small=not effort.in_full)}
-    shapes |= {} if own is None else {"blocks.": own}
+    shapes = {} if own is None else {"blocks.": own}
+    if effort.in_full or own is None:
+        shapes = {"": on_blocks.usual(device, is_small=not effort.in_full)} | shapes
     of_blocks = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
     tried = on_device.SIZES[device.type].shapes
     tried = tuple(one for one in tried if PASSES * one.flops < effort.most_flops)
@@ -175,7 +176,8 @@ def _compute(
             parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape, effort.depth)
             rate = on_blocks.attention_flops(shape) / parts.attention
             constants[f"{of}attention.flash2.{precision}"] = rate / best
-            constants[f"{of}overhead.layer.{precision}"] = parts.overhead
+            # A tiny block's, whoever's are measured beside it.
+            constants |= {f"{o}overhead.layer.{precision}": parts.overhead for o in {of, ""}}
             moves = on_blocks.seconds_per_byte(
                 precision, shape, (peak, half), parts, on_cpu=device.type == "cpu"
             )
