@@ -177,7 +177,7 @@ def test_plan_and_train_ask_for_it_and_print_it_beside_their_output(
     monkeypatch.setattr(measuring, "_on_ranks", start.measure)
     assert main(["plan", *CPU, "--json"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["calibration"]["source"].startswith("measured by a start in ")
+    assert json.loads(said.out)["calibration"]["source"].startswith("a start's measurement in ")
     assert said.err.startswith("note: this CPU was measured in ")
     for file in start.files():
         file.unlink()

@@ -118,7 +118,8 @@ def priced_by(config: Config, kept: Kept) -> Config:
 def source_of(machine: Machine, measured: Mapping[str, Any], how: str) -> str:
     """Return where constants are from, in words; a GPU is called as its driver calls it."""
     name = measured["machine"] if machine.device == "cuda" else machine.name
-    return f"{how}: {name}, {measured['ranks']} ranks, torch {measured['torch']}"
+    ranks = "1 rank" if measured["ranks"] == 1 else f"{measured['ranks']} ranks"
+    return f"{how}: {name}, {ranks}, torch {measured['torch']}"
 
 
 def calibration_in_use(

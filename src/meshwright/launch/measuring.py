@@ -76,7 +76,7 @@ def _measured(
         say(f"note: this CPU could not be measured: {_WITHOUT}: {error}")
         return None
     took, date = time.monotonic() - began, datetime.datetime.now(datetime.UTC).date()
-    source = source_of(machine, found, f"measured by a start in {format_seconds(took)}")
+    source = source_of(machine, found, f"a start's measurement in {format_seconds(took)}")
     blocks = blocks_of(config.model, config.train.seq_len)
     text = as_toml({"cpu": found["constants"]}, date.isoformat(), source, blocks, found["had_core"])
     if not keep(text, path):
