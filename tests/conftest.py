@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from forking import Forks, Server
 from meshwright.execute.products import take_route
+from meshwright.launch.measured import VARIABLE
+from meshwright.predict.calibration import SHIPPED
 from meshwright.spec.loading import load_config
 from outcomes import Outcomes
 from ranks import close_pools
@@ -30,6 +32,7 @@ def caches(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("caches")
         patch.setenv("XDG_CACHE_HOME", str(folder / "session"))
+        patch.setenv(VARIABLE, SHIPPED)  # no start measures this machine unless a test wants it to
         yield folder
 
 

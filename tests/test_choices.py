@@ -17,6 +17,10 @@ from meshwright.spec.loading import load_config
 MACHINE = Machine("cpu", 2, 2, "two cores", is_fixed=False)
 MEASURED = {
     "matmul.gain": 1.25,
+    "products.fp32": 0.9,
+    "products.half.fp32": 40.0,
+    "products.fp32.torch": 0.6,
+    "products.half.fp32.torch": 10.0,
     "compile.gain.fp32": 1.1,
     "blocks.allocator.fp32": 1.5,
     "blocks.rows.1.fp32": 3e-6,
@@ -80,8 +84,13 @@ def test_products_that_take_the_slower_library_are_told_and_priced_so(here):
         setting_of(load_config(None, [*here, *words])).kernels()
         for words in ([], ["train.matmul=torch"])
     )
-    assert own.peak == pytest.approx(0.8 * auto.peak)
-    assert own.head_peak == pytest.approx(0.8 * auto.head_peak)
+    assert own.peak == own.head_peak == pytest.approx(0.6 / 0.9 * auto.peak)
+    assert auto.head_peak == auto.peak
+    assert (auto.half, own.half) == (40, 10)
+    onednn = setting_of(load_config(None, [*here, "train.matmul=onednn"])).kernels()
+    assert (onednn.peak, onednn.half) == (auto.peak, 40)  # as auto, where it was not told apart
+    bf16 = [*here, "train.matmul=torch", "train.precision=bf16"]
+    assert setting_of(load_config(None, bf16)).kernels().half != 10
 
 
 def test_plan_prints_and_hands_on_what_is_chosen(here, capsys):
@@ -102,8 +111,9 @@ def test_the_allocator_is_compared_where_ranks_are_started_with_it(monkeypatch):
     assert ALLOCATOR not in str(rank_environ({}, keeps_memory=False))
     asked = []
 
-    def measure(request, ranks, environ, show, *, keeps_memory):
+    def measure(request, ranks, environ, show, *, threads, keeps_memory):
         asked.append((request["what"], ranks, keeps_memory))
+        assert threads == 1
         show({"seconds": 1.0 if keeps_memory else 1.5})
 
     monkeypatch.setattr(bench, "measure_on_ranks", measure)

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from meshwright.bench import blocks, calibrate, device
+from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
+from meshwright.execute.processor import fingerprint
 from meshwright.launch import measured
 from meshwright.launch.machine import detect
-from meshwright.launch.measured import as_measured_here, keep, kept_at, user_cache
+from meshwright.launch.measured import VARIABLE, as_measured_here, keep, kept_at, user_cache
 from meshwright.layout import Layout
 from meshwright.predict.calibration import (
     as_toml,
@@ -30,18 +32,21 @@ from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
 
 CPU = ["cluster.device=cpu"]
+SHIPPED = ["cluster.calibration=shipped"]
 
 
 @pytest.fixture
 def environ(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(VARIABLE)
     return {"XDG_CACHE_HOME": str(tmp_path)}
 
 
-def keep_one(environ, constants, *words, blocks=""):
-    config = load_config(None, [*CPU, *words])
-    text = as_toml({"cpu": constants}, "2026-01-01", "a test", blocks)
-    return keep(text, config, detect(config.cluster, environ), environ)
+def keep_one(environ, constants, *, blocks="", precision=""):
+    """Keep a calibration as `bench device` does, or a start for a precision; returns its file."""
+    config = load_config(None, CPU)
+    path = kept_at(detect(config.cluster, environ), environ, precision)
+    return path if keep(as_toml({"cpu": constants}, "2026-01-01", "a test", blocks), path) else None
 
 
 def test_the_cache_is_the_users():
@@ -57,7 +62,8 @@ def test_what_is_kept_is_found_where_nothing_else_is_named(environ, tmp_path):
     assert found.cluster.calibration == str(path)
     assert found.origins["cluster.calibration"] == "measured here, 2026-01-01: a test"
     assert setting_of(found).cluster.device.peaks["fp32"] == 3e11
-    for words in (["cluster.preset=h100-sxm"], ["cluster.calibration=own.toml"]):
+    assert as_measured_here(config, {**environ, VARIABLE: "shipped"}) is config
+    for words in (["cluster.preset=h100-sxm"], ["cluster.calibration=own.toml"], SHIPPED):
         other = load_config(None, words)
         assert as_measured_here(other, environ) is other
     path.write_text("no TOML")
@@ -73,8 +79,28 @@ def test_it_is_of_the_processor_its_cores_and_torch(environ, monkeypatch):
     assert kept_at(cuda, environ).name.startswith("NVIDIA-H200-torch")
 
 
-def test_other_than_the_default_ranks_are_not_kept(environ):
-    assert keep_one(environ, {"peak.fp32": 1.0}, "cluster.devices_per_node=4") is None
+def test_other_than_the_default_ranks_are_not_kept(environ, tmp_path):
+    machine = detect(load_config(None, CPU).cluster, environ)
+    other = load_config(None, [*CPU, "cluster.devices_per_node=4"])
+    bench._keep("[cpu]", other, machine, environ)
+    assert not kept_at(machine, environ).exists()
+    bench._keep("[cpu]", load_config(None, CPU), machine, environ)
+    assert kept_at(machine, environ).exists()
+
+
+def test_a_processor_of_the_same_name_is_another(environ, monkeypatch, tmp_path):
+    said = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model name": "AMD EPYC", "flags": "a"}
+    found = []
+    for change in ({}, {"cpu family": "26"}, {"flags": "a b"}, {"cpu MHz": "2596.12"}):
+        file = tmp_path / "cpuinfo"
+        file.write_text("".join(f"{k}\t: {v}\n" for k, v in {**said, **change}.items()))
+        found.append(fingerprint(file))
+    assert found[3] == found[0]  # the clock is none of it
+    assert len(set(found)) == 3
+    assert fingerprint(tmp_path / "none") == fingerprint(tmp_path / "nothing")
+    machine = detect(load_config(None, CPU).cluster, environ)
+    monkeypatch.setattr(measured, "fingerprint", lambda: found[0])
+    assert found[0] in kept_at(machine, environ).name
 
 
 def test_what_is_of_other_blocks_is_left_out(environ):
@@ -128,7 +154,9 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(environ, tmp_path):
 
 def test_without_a_home_or_one_that_may_be_read_nothing_is_kept_or_found(environ, monkeypatch):
     config, nowhere = load_config(None, CPU), {"HOME": "~nobody-of-this-name"}
-    assert keep_one(nowhere, {"peak.fp32": 1.0}) is None
+    with pytest.raises(RuntimeError, match="home"):
+        keep_one(nowhere, {"peak.fp32": 1.0})
+    bench._keep("[cpu]", config, detect(config.cluster, nowhere), nowhere)
     assert as_measured_here(config, nowhere) is config
     keep_one(environ, {"peak.fp32": 3e11})
 
@@ -146,7 +174,8 @@ def test_without_a_home_or_one_that_may_be_read_nothing_is_kept_or_found(environ
         ("[cpu]\nmoves = true", "cpu.moves = True must be a number"),
         ("moves = 1", "moves = 1 is in no table of a kind"),
         ("about = 3", "about = 3 is in no table"),
-        ("[about]\ndate = 2026-01-01", "must have strings alone"),
+        ("[about]\ndate = 2026-01-01", "must have strings"),
+        ("[about]\nhad_core = 'most'", "about.had_core = 'most' must be a number"),
         ("[cpu", "cannot be read"),
     ],
 )
@@ -163,17 +192,23 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     shape, peak, half = blocks.usual(torch.device("cpu")), 2e11, 16
     parts = blocks.Parts(whole=0.05, attention=0.004, overhead=0.001)
     monkeypatch.setattr(blocks, "seconds_of_parts", lambda *_: parts)
+    monkeypatch.setattr(calibrate, "take_route", lambda matmul, _: matmul)
     monkeypatch.setattr(device, "copy_rate", lambda *_: 1e10)
     monkeypatch.setattr(device, "loss_rate", lambda *_: 4e9)
     monkeypatch.setattr(device, "optimizer_rate", lambda *_: 5e9)
 
-    def products(where, precision, budget_s, own):
-        shares = [math.prod(side / (side + half) for side in one.sides) for one in own]
-        of = zip(own, shares, strict=True)
-        return [(one, one.flops / (peak * share)) for one, share in of]
+    routes = []
+
+    def products(where, precision, budget_s, shapes):
+        routes.append(precision)
+        # Each way of fp32 products that is not auto's: half, and a quarter, of its rate.
+        rate = peak / 2 ** (len(routes) - 1) if precision == "fp32" else peak
+        shares = [math.prod(side / (side + half) for side in one.sides) for one in shapes]
+        of = zip(shapes, shares, strict=True)
+        return [(one, one.flops / (rate * share)) for one, share in of]
 
     monkeypatch.setattr(device, "products", products)
-    constants, _ = calibrate._compute(torch.device("cpu"), 0.1, None)
+    constants, _ = calibrate._compute(torch.device("cpu"), calibrate.Effort(0.1), None)
     found = parse_calibration(as_toml({"cpu": constants}, "", ""))
     every = replace(found, constants={**shipped_calibration().constants, **found.constants})
     words = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 1024}
@@ -186,6 +221,11 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     seconds = kernels.layer(work_of(setting, layout), 1, 1, "ring", "none").total
     assert seconds == pytest.approx(parts.whole, rel=1e-3)
     assert kernels.optimizer_bandwidth == pytest.approx(5e9)
+    assert constants["matmul.gain"] == pytest.approx(2)
+    for count, matmul in ((2, "torch"), (4, "onednn")):
+        other = setting_of(load_config(None, [*given, f"train.matmul={matmul}"]), every).kernels()
+        assert other.peak == pytest.approx(kernels.peak / count, rel=1e-4)
+        assert other.half == kernels.half == half
 
 
 def test_own_blocks_come_before_usual_ones_and_lanes_only_where_there_are_any(environ, tmp_path):

@@ -41,7 +41,7 @@ def gpu(monkeypatch):
     """A machine of one GPU, whose ranks say what they are asked to."""
     asked = []
 
-    def measure(request, count, environ, take):
+    def measure(request, count, environ, take, *, threads):
         asked.append(request)
         take({"case": 0, "seconds": [1.0], "peak_bytes": [2**30]})
 

@@ -40,8 +40,11 @@ class Shape(NamedTuple):
     rows: int
 
 
-def usual(device: torch.device) -> Shape:
+def usual(device: torch.device, *, is_small: bool = False) -> Shape:
     """Return a block that says something of others; a GPU's has enough to do for its kernels."""
+    if is_small:
+        spec = model_spec(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=512)
+        return Shape(spec, 256, 1)
     if device.type == "cuda":
         spec = model_spec(dim=2048, n_layers=1, n_heads=16, n_kv_heads=4, ffn_dim=8192)
         return Shape(spec, 4096, 1)
@@ -49,14 +52,15 @@ def usual(device: torch.device) -> Shape:
     return Shape(spec, 512, 1)
 
 
-def own(device: torch.device, case: Case) -> Shape | None:
+def own(device: torch.device, case: Case, most_flops: float = math.inf) -> Shape | None:
     """Return a case's blocks with its microbatch, but for dropout.
 
-    None where a pass of them takes too long to be repeated.
+    None where a pass of one takes more FLOPs, or too long to be repeated.
     """
     spec = case.model.model_copy(update={"dropout": 0.0})
     shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
-    if _flops(shape) > _MOST_FLOPS[device.type] or weights_of(spec) > _MOST_WEIGHTS:
+    most = min(most_flops, _MOST_FLOPS[device.type])
+    if _flops(shape) > most or weights_of(spec) > _MOST_WEIGHTS:
         return None
     return shape
 
@@ -67,10 +71,10 @@ def weights_of(spec: ModelSpec) -> int:
     return parameter_count(two) - parameter_count(one)
 
 
-def _depth(device: torch.device, shape: Shape) -> int:
+def _depth(device: torch.device, shape: Shape, most: int = _DEPTH) -> int:
     """Return how many blocks are timed together."""
     enough = -(-_UNCACHED // weights_of(shape.spec))
-    return max(1, min(_DEPTH, enough, int(_MOST_FLOPS[device.type] / _flops(shape))))
+    return max(1, min(most, enough, int(_MOST_FLOPS[device.type] / _flops(shape))))
 
 
 def _flops(shape: Shape) -> float:
@@ -103,22 +107,29 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
     return seconds_of(work, budget_s, device) / depth
 
 
-def seconds_of_parts(device: torch.device, precision: str, budget_s: float, shape: Shape) -> Parts:
-    """Return what a block takes, and what parts of it do, all of them in turns."""
+def seconds_of_parts(
+    device: torch.device, precision: str, budget_s: float, shape: Shape, depth: int = _DEPTH
+) -> Parts:
+    """Return what a block takes, and what parts of it do, all of them in turns.
+
+    Up to `depth` blocks are timed together.
+    """
     tiny = model_spec(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=32)
-    whole, depth = _pass(device, precision, shape)
+    whole, depth = _pass(device, precision, shape, depth)
     small, tiny_depth = _pass(device, precision, Shape(tiny, 8, 1))
     works = (whole, _attention(device, precision, shape), small)
     found = seconds_in_turns(works, budget_s, device)
     return Parts(found[0] / depth, found[1], found[2] / tiny_depth)
 
 
-def _pass(device: torch.device, precision: str, shape: Shape) -> tuple[Callable[[], object], int]:
+def _pass(
+    device: torch.device, precision: str, shape: Shape, most: int = _DEPTH
+) -> tuple[Callable[[], object], int]:
     """Return a forward and backward of blocks, and their number.
 
-    So many that caches have forgotten a block when its backward comes.
+    So many that caches have forgotten a block when its backward comes, but not more than `most`.
     """
-    depth = _depth(device, shape)
+    depth = _depth(device, shape, most)
     blocks = stack(device, precision, shape.spec, shape.length, depth)
     size = (shape.rows, shape.length, shape.spec.dim)
     x = torch.randn(size, device=device, dtype=DTYPES[precision], requires_grad=True)

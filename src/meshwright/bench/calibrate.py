@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
+import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -16,42 +18,81 @@ from meshwright.bench.links import collectives, overlap, shared, sums_both_ways
 from meshwright.bench.overheads import overheads
 from meshwright.execute.products import take_route
 from meshwright.execute.world import World
+from meshwright.predict.calibration import QUIET
+from meshwright.predict.kernels import PASSES
 from meshwright.predict.network import through_lane
 from meshwright.predict.step import OPTIMIZER_BYTES
+from meshwright.predict.work import Product
 from meshwright.program.operations import ELEMENT_BYTES
+from meshwright.program.target import Matmul
 from meshwright.prove.case import Case
 
-_PRECISIONS: Final = ("fp32", "bf16")
+# Other ways of fp32 products than "auto": where they differ from it, they have constants.
+_WAYS: Final[tuple[Matmul, ...]] = ("torch", "onednn")
+
+
+class Effort(NamedTuple):
+    """How much of a device is measured.
+
+    `budget_s` is about what each of the measurements takes. Products and blocks of more than
+    `most_flops` are left out, as are messages of more than `most_bytes`; up to `depth` blocks are
+    timed together; a message is sent `times` and a tiny model makes `steps`. With `in_full` also
+    what automatic choices gain is measured, every kind of collective, and what of one hides behind
+    products.
+    """
+
+    budget_s: float = 3.0
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    most_flops: float = math.inf
+    most_bytes: float = math.inf
+    depth: int = 6
+    times: int = 12
+    steps: int = 12
+    in_full: bool = True
+
+
+def quick(precision: str) -> Effort:
+    """Return the effort of about two seconds: what a CPU's predictions of a precision need most.
+
+    What it leaves out is priced by the shipped constants.
+    """
+    return Effort(0.2, (precision,), 4e9, 2**20, depth=2, times=4, steps=5, in_full=False)
 
 
 def calibrate(
-    world: World, budget_s: float = 3.0, case: Case | None = None, *, compiles: bool = False
+    world: World, effort: Effort, case: Case | None = None, *, compiles: bool = False
 ) -> dict[str, Any]:
     """Return constants by name, without the kind of the device, and the curves behind them.
 
-    `budget_s` is about what each of the measurements takes; `case` has blocks that are measured
-    beside some usual ones, unless they take too long (`is_own` says which), and `compiles` says
-    whether to measure what compiling them gains. All ranks call it; constants are medians over
-    them.
+    `case` has blocks that are measured beside some usual ones, unless they take too long
+    (`is_own` says which), and `compiles` says whether to measure what compiling them gains. All
+    ranks call it; constants are medians over them. `had_core` is the share of the time in which a
+    rank was computing, and no other process in its place, of the rank with the least.
     """
-    own = None if case is None else on_blocks.own(world.device, case)
-    constants, curves = _compute(world.device, budget_s, own)
-    if case is not None and own is not None:
-        constants |= _of_blocks(world, budget_s, case, own)
+    began, own = time.perf_counter(), None
+    if case is not None:
+        own = on_blocks.own(world.device, case, effort.most_flops)
+    busy = time.perf_counter(), time.thread_time()
+    constants, curves = _compute(world.device, effort, own)
+    share = (time.thread_time() - busy[1]) / (time.perf_counter() - busy[0])
+    share = 1.0 if world.device.type == "cuda" else share  # whose host waits for it
+    had_core = min(row[0] for row in world.gather_on_host([share]))
+    if effort.in_full and case is not None and own is not None:
+        constants |= _of_blocks(world, effort.budget_s, case, own)
     if case is not None and compiles:
-        constants |= compiling(world.device, case, budget_s)
+        constants |= compiling(world.device, case, effort.budget_s)
         take_route("auto", world.device)
-    cost = overheads(world)
-    constants |= {f"overhead.{name}": seconds for name, seconds in cost._asdict().items()}
-    if world.size > 1:
-        sent, by_lane = collectives(world), shared(world)
-        constants |= _links(sent, world.size) | _lane(by_lane, world.size)
-        constants["overlap"] = overlap(world)
-        curves |= sent | {f"lane.{kind}": points for kind, points in by_lane.items()}
+    # On a machine that is busy otherwise, what ranks wait for is mostly what others do.
+    if effort.in_full or had_core >= QUIET:
+        waits, points = _waiting(world, effort)
+        constants |= waits
+        curves |= points
     everyone = world.gather_on_host(list(constants.values()))
     medians = [statistics.median(row) for row in zip(*everyone, strict=True)]
     return {
         "constants": dict(zip(constants, medians, strict=True)),
+        "had_core": had_core,
+        "seconds": time.perf_counter() - began,
         "curves": curves,
         "torch": torch.__version__,
         "machine": _name(world.device),
@@ -76,6 +117,21 @@ def block_seconds(world: World, budget_s: float, case: Case) -> float:
     return statistics.median(row[0] for row in world.gather_on_host([seconds]))
 
 
+def _waiting(world: World, effort: Effort) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what ranks wait for, the engine's steps and messages, and the curves behind it."""
+    cost = overheads(world, effort.steps, has_units=effort.in_full)._asdict()
+    constants = {f"overhead.{name}": cost[name] for name in cost if cost[name] is not None}
+    if world.size == 1:
+        return constants, {}
+    kinds = () if effort.in_full else ("all_gather", "all_reduce")
+    sent = collectives(world, kinds, effort.most_bytes, effort.times)
+    by_lane = shared(world, effort.times)
+    constants |= _links(sent, world.size) | _lane(by_lane, world.size)
+    if effort.in_full:
+        constants["overlap"] = overlap(world)
+    return constants, sent | {f"lane.{kind}": points for kind, points in by_lane.items()}
+
+
 def _of_blocks(
     world: World, budget_s: float, case: Case, shape: on_blocks.Shape
 ) -> dict[str, float]:
@@ -94,34 +150,34 @@ def _of_blocks(
 
 
 def _compute(
-    device: torch.device, budget_s: float, own: on_blocks.Shape | None
+    device: torch.device, effort: Effort, own: on_blocks.Shape | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return what one rank's computing comes to, and its curves."""
-    constants: dict[str, float] = {}
     curves: dict[str, Any] = {}
-    shapes = {"": on_blocks.usual(device)} | ({} if own is None else {"blocks.": own})
-    take_route("torch", device)
-    more = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
-    plain = sum(seconds for _, seconds in on_device.products(device, "fp32", budget_s / 2, more))
-    take_route("auto", device)
+    budget_s = effort.budget_s
+    shapes = {} if own is None else {"blocks.": own}
+    if effort.in_full or own is None:
+        shapes = {"": on_blocks.usual(device, is_small=not effort.in_full)} | shapes
+    of_blocks = [one for shape in shapes.values() for one in on_blocks.products_of("fp32", shape)]
+    tried = on_device.SIZES[device.type].shapes
+    tried = tuple(one for one in tried if PASSES * one.flops < effort.most_flops)
     bandwidth = on_device.copy_rate(device, budget_s / 3)
     # What moves bytes is told as a share of a copy's rate, which is all that there is.
-    constants |= {"bandwidth": bandwidth, "memory": 1.0}
-    for precision in _PRECISIONS:
-        found = on_device.products(device, precision, budget_s, more)
-        peak, half = on_device.saturation(found)
-        best = max(shape.flops / seconds for shape, seconds in found)
-        constants[f"peak.{precision}"] = best
-        if precision == "fp32" and device.type == "cpu":
-            constants["matmul.gain"] = plain / sum(seconds for _, seconds in found)
-        constants[f"products.{precision}"] = peak / best
-        constants[f"products.half.{precision}"] = half
+    constants = {"bandwidth": bandwidth, "memory": 1.0}
+    for precision in effort.precisions:
+        rates, found = _products(
+            device, precision, budget_s, list(dict.fromkeys([*tried, *of_blocks]))
+        )
+        constants |= rates
+        best = rates[f"peak.{precision}"]
+        peak, half = best * rates[f"products.{precision}"], rates[f"products.half.{precision}"]
         curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
         for of, shape in shapes.items():
-            parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape)
+            parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape, effort.depth)
             rate = on_blocks.attention_flops(shape) / parts.attention
             constants[f"{of}attention.flash2.{precision}"] = rate / best
-            constants[f"{of}overhead.layer.{precision}"] = parts.overhead
+            # A tiny block's, whoever's are measured beside it.
+            constants |= {f"{o}overhead.layer.{precision}": parts.overhead for o in {of, ""}}
             moves = on_blocks.seconds_per_byte(
                 precision, shape, (peak, half), parts, on_cpu=device.type == "cpu"
             )
@@ -131,6 +187,35 @@ def _compute(
     rate = on_device.optimizer_rate(device, budget_s / 3, OPTIMIZER_BYTES)
     constants["optimizer"] = rate / bandwidth
     return constants, curves
+
+
+def _products(
+    device: torch.device, precision: str, budget_s: float, shapes: Sequence[Product]
+) -> tuple[dict[str, float], list[tuple[Product, float]]]:
+    """Return the constants of products, and their seconds by shape, as "auto" takes them.
+
+    Other ways of fp32 products have constants of their own.
+    """
+    taken = take_route("auto", device)
+    found = on_device.products(device, precision, budget_s, shapes)
+    peak, half = on_device.saturation(found)
+    best = max(shape.flops / seconds for shape, seconds in found)
+    name = f"products.{precision}", f"products.half.{precision}"
+    constants = {f"peak.{precision}": best, name[0]: peak / best, name[1]: half}
+    if precision != "fp32" or device.type != "cpu":
+        return constants, found
+    constants["matmul.gain"] = 1.0
+    for matmul in _WAYS:
+        if take_route(matmul, device) == taken:
+            continue
+        other = on_device.products(device, precision, budget_s / 2, shapes)
+        peak, half = on_device.saturation(other)
+        constants |= {f"{name[0]}.{matmul}": peak / best, f"{name[1]}.{matmul}": half}
+        if matmul == "torch":
+            whole = sum(seconds for _, seconds in found)
+            constants["matmul.gain"] = sum(seconds for _, seconds in other) / whole
+    take_route("auto", device)
+    return constants, found
 
 
 def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
@@ -148,6 +233,8 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
         ("rows", (ranks - 1) / ranks),
         ("send", 1.0),
     ):
+        if kind not in sent:
+            continue
         base, per_byte = _line(sent[kind])
         found[f"times.{kind}"] = per_byte * rate / times
         turns = {"all_reduce": 2 * (ranks - 1), "send": 2}.get(kind, ranks - 1)

@@ -75,14 +75,10 @@ SIZES: Final[Mapping[str, Sizes]] = {
 
 
 def products(
-    device: torch.device, precision: str, budget_s: float, own: Sequence[Product]
+    device: torch.device, precision: str, budget_s: float, shapes: Sequence[Product]
 ) -> list[tuple[Product, float]]:
-    """Return the seconds of a pass of a product by its shape: a third of forward and backward.
-
-    Of usual shapes, and of a model's `own`.
-    """
-    dtype = DTYPES[precision]
-    works, shapes = [], [*SIZES[device.type].shapes, *dict.fromkeys(own)]
+    """Return the seconds of a pass of products by shape: a third of forward and backward."""
+    dtype, works = DTYPES[precision], []
     for shape in shapes:
         x = torch.randn(shape.rows, shape.inner, dtype=dtype, device=device, requires_grad=True)
         weight = torch.randn(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -31,24 +32,33 @@ _SIDE: Final = 640  # of the matrix that is multiplied between two messages
 _BESIDE: Final = {"cpu": (768, 2**21), "cuda": (4096, 2**26)}
 
 
-def collectives(world: World) -> dict[str, list[tuple[int, float]]]:
+def collectives(
+    world: World, kinds: Collection[str] = (), most_bytes: float = math.inf, times: int = _TIMES
+) -> dict[str, list[tuple[int, float]]]:
     """Return the seconds of each kind of collective at several sizes; all ranks call it.
+
+    `kinds` are those to measure, all of them unless given, each so many `times`, with messages of
+    `most_bytes` at most.
 
     Sizes are what the program counts: the whole of what is gathered, reduced or exchanged. Between
     two messages ranks compute, as they do in training: so they come neither at the same moment
     nor with the message in their caches. A rank's seconds are its own, its waiting included.
     """
-    sizes = _SIZES[world.device.type]
-    return {kind: _seconds(world, sizes, partial(make, world)) for kind, make in _KINDS.items()}
+    sizes = [size for size in _SIZES[world.device.type] if size <= most_bytes]
+    return {
+        kind: _seconds(world, sizes, partial(make, world), times)
+        for kind, make in _KINDS.items()
+        if not kinds or kind in kinds
+    }
 
 
-def shared(world: World) -> dict[str, list[tuple[int, float]]]:
+def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float]]]:
     """Return the same of messages through shared memory; none where ranks can't have it."""
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared:
         return {}
     return {
-        kind: _seconds(world, _SHARED_SIZES, partial(make, link))
+        kind: _seconds(world, _SHARED_SIZES, partial(make, link), times)
         for kind, make in _SHARED_KINDS.items()
     }
 
@@ -68,12 +78,15 @@ def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
 
 
 def _seconds(
-    world: World, sizes: Sequence[int], make: Callable[[int], Callable[[], object]]
+    world: World,
+    sizes: Sequence[int],
+    make: Callable[[int], Callable[[], object]],
+    times: int = _TIMES,
 ) -> list[tuple[int, float]]:
     """Return the seconds of messages of some bytes; `make` gets the number of fp32 elements."""
     factor = torch.randn(_SIDE, _SIDE, device=world.device)
     return [
-        (size, seconds_between(lambda: factor @ factor, make(size // 4), _TIMES, world.device))
+        (size, seconds_between(lambda: factor @ factor, make(size // 4), times, world.device))
         for size in sizes
     ]
 

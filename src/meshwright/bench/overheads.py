@@ -20,31 +20,34 @@ _MORE: Final = 6
 
 
 class Overheads(NamedTuple):
-    """Seconds of a step, of a microbatch, and of gathering and reducing a layer."""
+    """Seconds of a step, of a microbatch, and of gathering and reducing a layer, if measured."""
 
     step: float
     microbatch: float
-    unit: float
+    unit: float | None
 
 
-def overheads(world: World) -> Overheads:
-    """Return the engine's costs; all ranks call it."""
-    base = _seconds(world, layers=1, microbatches=1, zero=0)
-    deep = _seconds(world, layers=1 + _MORE, microbatches=1, zero=0)
-    long = _seconds(world, layers=1, microbatches=1 + _MORE, zero=0)
+def overheads(world: World, steps: int = _STEPS, *, has_units: bool = True) -> Overheads:
+    """Return the engine's costs, of so many steps each; all ranks call it.
+
+    Without `has_units` a unit's is not measured.
+    """
+
+    def seconds(layers: int, microbatches: int, zero: int = 0) -> float:
+        return _seconds(world, layers, microbatches, zero, steps)
+
+    base, deep, long = seconds(1, 1), seconds(1 + _MORE, 1), seconds(1, 1 + _MORE)
     layer = max(0.0, (deep - base) / _MORE)
     microbatch = max(0.0, (long - base) / _MORE - layer)
-    unit = 0.0
-    if world.size > 1:
-        one = _seconds(world, layers=1, microbatches=1, zero=3)
-        many = _seconds(world, layers=1 + _MORE, microbatches=1, zero=3)
-        unit = max(0.0, (many - one) / _MORE - layer)
+    unit = 0.0 if has_units else None
+    if has_units and world.size > 1:
+        unit = max(0.0, (seconds(1 + _MORE, 1, zero=3) - seconds(1, 1, zero=3)) / _MORE - layer)
     return Overheads(max(0.0, base - microbatch - layer), microbatch, unit)
 
 
-def _seconds(world: World, layers: int, microbatches: int, zero: int) -> float:
+def _seconds(world: World, layers: int, microbatches: int, zero: int, steps: int) -> float:
     model = model_spec(dim=16, n_layers=layers, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=64)
     train = TrainSpec(batch=world.size * microbatches, seq_len=8)
     axis = "dp_shard" if zero else "dp_replicate"
     layout = Layout.model_validate({axis: world.size, "zero": zero, "microbatch": 1})
-    return statistics.median(timed(world, Case(model, train, layout), _STEPS).seconds)
+    return statistics.median(timed(world, Case(model, train, layout), steps).seconds)

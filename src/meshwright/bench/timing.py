@@ -30,18 +30,21 @@ def seconds_in_turns(
     """Return the seconds of some calls that take turns for about `budget_s`, three times at least.
 
     The median of each. What else a machine does comes in bursts, longer than a call: in turns they
-    hit all calls alike, and not those of one. On CUDA each turn is as many calls as take some
-    milliseconds, after which the device is waited for: the host runs ahead of it, as in training.
-    One call of each before does not count.
+    hit all calls alike, and not those of one. A CPU's calls take what their thread computed, if
+    they have but one: not what other processes, or ranks beyond the cores, took of its core, for
+    which predictions have a term of their own (`launch.planned.slower`). On CUDA each turn is as
+    many calls as take some milliseconds, after which the device is waited for: the host runs ahead
+    of it, as in training. One call of each before does not count.
     """
     is_cuda = device is not None and device.type == "cuda"
+    clock = time.perf_counter if is_cuda or torch.get_num_threads() > 1 else time.thread_time
 
     def call(work: Callable[[], object], times: int = 1) -> float:
-        started = time.perf_counter()
+        started = clock()
         for _ in range(times):
             work()
         _wait(device)
-        return (time.perf_counter() - started) / times
+        return (clock() - started) / times
 
     first = [call(work) for work in works]
     times = [1] * len(works)

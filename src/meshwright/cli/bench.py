@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -24,7 +25,7 @@ from meshwright.execute.processor import processor
 from meshwright.launch.benchmark import measure_on_ranks
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machine import detect
-from meshwright.launch.measured import keep
+from meshwright.launch.measured import keep, kept_at, source_of
 from meshwright.launch.planned import on_machine
 from meshwright.launch.rank_environ import sets_allocator
 from meshwright.layout import Layout, Machine, broken, resolve_layout
@@ -104,19 +105,17 @@ def _device(args: argparse.Namespace) -> int:
         "compiles": _compiles(config, machine),
     }
     found: list[dict[str, Any]] = []
-    measure_on_ranks(request, machine.devices, os.environ, found.append)
+    threads = machine.threads(machine.devices)
+    measure_on_ranks(request, machine.devices, os.environ, found.append, threads=threads)
     (measured,) = found
     gain = _allocator_gain(request, machine) if measured["is_own"] else None
     if gain is not None:
         measured["constants"][f"blocks.allocator.{config.train.precision}"] = gain
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    source = (
-        f"meshwright bench device: {_name(machine, measured)}, {measured['ranks']} ranks, "
-        f"torch {measured['torch']}"
-    )
+    source = source_of(machine, measured, "meshwright bench device")
     blocks = blocks_of(config.model, config.train.seq_len)
     kind = _kind(config, machine, measured["machine"])
-    text = as_toml({kind: measured["constants"]}, date, source, blocks)
+    text = as_toml({kind: measured["constants"]}, date, source, blocks, measured["had_core"])
     if args.out:
         write_atomic(args.out, text.encode())
     if args.json:
@@ -125,15 +124,18 @@ def _device(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         _print_device(measured["constants"], source)
-    kept = keep(text, config, machine, os.environ)
-    if kept is not None:
-        print(f"note: plan, train and others on this machine read {kept}", file=sys.stderr)
+    _keep(text, config, machine, os.environ)
     return EXIT_DONE
 
 
-def _name(machine: Machine, measured: Mapping[str, Any]) -> str:
-    """Return what the machine's device is called: a GPU as its driver calls it."""
-    return str(measured["machine"]) if machine.device == "cuda" else machine.name
+def _keep(text: str, config: Config, machine: Machine, environ: Mapping[str, str]) -> None:
+    """Keep a calibration for this machine, unless it is of other than the default ranks."""
+    if config.cluster.devices_per_node is not None:
+        return
+    with contextlib.suppress(RuntimeError):  # no home at all
+        path = kept_at(machine, environ)
+        if keep(text, path):
+            print(f"note: plan, train and others on this machine read {path}", file=sys.stderr)
 
 
 def _kind(config: Config, machine: Machine, name: str) -> str:
@@ -173,6 +175,7 @@ def _allocator_gain(request: Mapping[str, Any], machine: Machine) -> float | Non
             machine.devices,
             os.environ,
             lambda said, keeps=keeps: seconds[keeps].append(said["seconds"]),  # type: ignore[misc]
+            threads=machine.threads(machine.devices),
             keeps_memory=keeps,
         )
     return statistics.median(seconds[False]) / statistics.median(seconds[True])
@@ -273,7 +276,8 @@ def _layouts(args: argparse.Namespace) -> int:
         row.peak_bytes = said.get("peak_bytes", row.peak_bytes)
         row.shares = said.get("shares", row.shares)
 
-    measure_on_ranks(request, layouts[0].world, os.environ, take)
+    world = layouts[0].world
+    measure_on_ranks(request, world, os.environ, take, threads=machine.threads(world))
     rows.sort(key=lambda row: row.median)
     tokens = config.train.batch * config.train.seq_len
     document = {"machine": machine.name, "rows": [row.as_dict(tokens) for row in rows]}

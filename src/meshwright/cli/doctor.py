@@ -18,6 +18,7 @@ from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.diagnosis import Diagnosis, diagnose
 from meshwright.launch.doctor import examine_config, examine_machine
 from meshwright.launch.finding import Finding
+from meshwright.launch.measured import calibration_in_use
 from meshwright.spec.loading import Config
 from meshwright.units import format_seconds
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if at is not None:
         return _examine_nodes(config, at, as_json=args.json)
     found = list(examine_machine(os.environ, Path(config.log.dir)))
+    found.append(calibration_in_use(config, os.environ))
     if args.words:
         found += examine_config(config, os.environ)
     is_well = all(finding.state != "bad" for finding in found)

@@ -25,6 +25,7 @@ from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
 from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
+from meshwright.launch.measuring import measured_first
 from meshwright.launch.planned import on_machine, slower
 from meshwright.layout import Layout
 from meshwright.predict.calibration import read_calibration, shipped_calibration
@@ -99,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
     calibration = read_calibration(args.calibration) if args.calibration else None
     lacks, shared = None, 1.0
+    if calibration is None:
+        config = measured_first(config, os.environ)
     if config.cluster.preset == "local":
         machine = detect(config.cluster, os.environ)
         lacks = lacks_compiler(machine.device, os.environ)

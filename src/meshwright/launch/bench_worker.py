@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from meshwright.bench.calibrate import block_seconds, calibrate
+from meshwright.bench.calibrate import Effort, block_seconds, calibrate, quick
 from meshwright.bench.layouts import side_by_side
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join
@@ -22,8 +23,9 @@ TIMEOUT_S: Final = 300.0
 def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]]:
     """Yield what a request asks for, as it is found; all ranks of the world do."""
     if request["what"] == "device":
-        case = Case.from_json(request["case"])
-        yield calibrate(world, request["budget_s"], case, compiles=request["compiles"])
+        case, budget_s = Case.from_json(request["case"]), request["budget_s"]
+        effort = quick(case.train.precision) if budget_s is None else Effort(budget_s)
+        yield calibrate(world, effort, case, compiles=request["compiles"])
         return
     if request["what"] == "blocks":
         case = Case.from_json(request["case"])
@@ -45,7 +47,7 @@ def measure_all(path: Path, at: Rendezvous) -> None:
 
 def main() -> None:
     """Run one rank of the measurement whose folder is named on the command line."""
-    run_process(measure_all)
+    run_process(measure_all, int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 if __name__ == "__main__":

@@ -34,11 +34,12 @@ def measure_on_ranks(
     environ: Mapping[str, str],
     show: Callable[[dict[str, Any]], None],
     *,
+    threads: int = 1,
     keeps_memory: bool = True,
 ) -> None:
     """Have local ranks measure what a request asks for; `show` gets each line of rank 0.
 
-    `keeps_memory` as in `rank_environ`.
+    `threads` and `keeps_memory` as in `rank_environ`.
     Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     timing = Timing()
@@ -57,7 +58,7 @@ def measure_on_ranks(
             [sys.executable, "-m", "meshwright.launch.bench_worker", path],
             ranks,
             RunFolder(folder),
-            rank_environ(environ, keeps_memory=keeps_memory),
+            rank_environ(environ, threads, keeps_memory=keeps_memory),
             listen_on_loopback(None),
             timing,
         )

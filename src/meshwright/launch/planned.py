@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from meshwright.errors import ConfigError
 from meshwright.execute.processor import processor
 from meshwright.launch.machine import CPU_RANKS, gpu_name
+from meshwright.launch.measured import CALIBRATION
 from meshwright.layout import Layout, Machine, resolve_layout
+from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:  # `config show` has no use for what they bring
@@ -38,6 +40,8 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
             setting = setting_on(config, machine, layout)
         except ConfigError as error:  # a run with a layout needs no device that is known
             return decided(config, Choice(False, str(error)))
+        if setting.compile_gain is None and config.origins[CALIBRATION].startswith(MEASURED_HERE):
+            return config  # nobody has asked for what is not measured
         return decided(config, choose(setting, layout, lacks))
     return config
 

@@ -17,11 +17,11 @@ from meshwright.launch.worker import follow_parent, record_failure
 from meshwright.train.run_folder import RunFolder
 
 
-def run_process(work: Callable[[Path, Rendezvous], None]) -> None:
+def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> None:
     """Do a rank's work for the folder that the command line names, and end the process.
 
-    `work` gets the folder and where the ranks meet, and joins them. An error is left in the folder,
-    as that of a rank in training is.
+    `work` gets the folder and where the ranks meet, joins them, and computes with so many
+    `threads`. An error is left in the folder, as that of a rank in training is.
     """
     environ = os.environ
     follow_parent(environ)
@@ -31,7 +31,7 @@ def run_process(work: Callable[[Path, Rendezvous], None]) -> None:
         at = Rendezvous.from_environment(environ)
         if at is None:
             raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         work(path, at)
         leave()
     except BaseException as error:

@@ -34,6 +34,7 @@ from meshwright.launch.local import LocalRun
 from meshwright.launch.lock import RunLock
 from meshwright.launch.machine import detect, on_nodes
 from meshwright.launch.measured import user_cache
+from meshwright.launch.measuring import measured_first
 from meshwright.launch.notes import run_notes
 from meshwright.launch.planned import predicted, settled
 from meshwright.launch.restart import append
@@ -144,6 +145,7 @@ def prepare_job(
     """
     machine = detect(config.cluster, environ, at)
     check_device(config, machine)
+    config = measured_first(config, environ)
     lacks = lacks_compiler(machine.device, environ)
     if resume is not None:
         config = compiled_as(config, resumed_folder(resume.run))

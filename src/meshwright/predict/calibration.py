@@ -10,13 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from meshwright.errors import ConfigError
 from meshwright.spec.model import ModelSpec
 
 # What stands in for a device or a stack that has not been measured.
 ANY = "any"
+# The share of the time in which ranks have their cores, below which a machine is busy otherwise.
+QUIET: Final = 0.8
+# Names the calibration that comes with the package, where a file could be named.
+SHIPPED: Final = "shipped"
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,19 @@ class Calibration:
 
     KIND is the kind of a device, the name of a stack, or "any". A kind such as "h100-500w" stands
     back to "h100". `blocks` names the model whose blocks were measured, see `blocks_of`.
+    `had_core` is the share of the time in which the ranks that measured had their cores.
     """
 
     constants: Mapping[str, float]
     date: str = ""
     source: str = ""
     blocks: str = ""
+    had_core: float = 1.0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the machine did little else while it was measured."""
+        return self.had_core >= QUIET
 
     def of(self, model: ModelSpec, seq_len: int) -> Calibration:
         """Return it without what was measured of other blocks than a model's.
@@ -71,8 +82,12 @@ def parse_calibration(text: str) -> Calibration:
     about = content.pop("about", {})
     said = [about.get(key, "") for key in ("date", "source", "blocks")]
     if not all(isinstance(one, str) for one in said):
-        raise ValueError("[about] must have strings alone")
-    return Calibration(dict(_flat(content)), *said)
+        raise ValueError("[about] must have strings as date, source and blocks")
+    had_core = about.get("had_core", 1.0)
+    if isinstance(had_core, bool) or not isinstance(had_core, int | float):
+        raise ValueError(f"about.had_core = {had_core!r} must be a number")
+    date, source, blocks = said
+    return Calibration(dict(_flat(content)), date, source, blocks, had_core)
 
 
 def blocks_of(model: ModelSpec, seq_len: int) -> str:
@@ -111,7 +126,15 @@ def read_calibration(path: Path) -> Calibration:
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
         # Where links were measured and no lanes, there are none.
         shipped = {name: shipped[name] for name in shipped if not name.startswith(f"{kind}.lane.")}
-    return Calibration({**shipped, **known}, own.date, own.source, own.blocks)
+    return replace(own, constants={**shipped, **known})
+
+
+def calibration_named(name: str | None) -> Calibration:
+    """Return what `cluster.calibration` names: a file, or the shipped one; `ConfigError` as above.
+
+    The shipped one where it names nothing.
+    """
+    return shipped_calibration() if name in (None, SHIPPED) else read_calibration(Path(name))
 
 
 def _of_blocks(name: str) -> bool:
@@ -119,11 +142,16 @@ def _of_blocks(name: str) -> bool:
 
 
 def as_toml(
-    constants: Mapping[str, Mapping[str, float]], date: str, source: str, blocks: str = ""
+    constants: Mapping[str, Mapping[str, float]],
+    date: str,
+    source: str,
+    blocks: str = "",
+    had_core: float = 1.0,
 ) -> str:
     """Return constants by kind as a TOML text that `parse_calibration` reads."""
     lines = ["[about]", f"date = {json.dumps(date)}", f"source = {json.dumps(source)}"]
     lines += [f"blocks = {json.dumps(blocks)}"] if blocks else []
+    lines += [f"had_core = {had_core:.3g}"] if had_core < 1 else []
     for kind, values in constants.items():
         lines += ["", f"[{kind}]"]
         # A name may be the beginning of another: quoted, it is a key of its own.

@@ -10,6 +10,7 @@ from meshwright.predict.network import Network
 from meshwright.predict.stacks import CAUSAL, Stack
 from meshwright.predict.work import LayoutWork, Product, Work
 from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD, loss_rows
+from meshwright.program.target import Matmul
 
 # Kernels that a pass of a layer launches beside its products: norms, rotation, residuals, casts.
 _SMALL_KERNELS = 10
@@ -53,7 +54,7 @@ class Kernels:
     Products take the roofline of their peak and their bytes (Williams et al., 2009), the peak
     lowered by `d / (d + half)` for each dimension d, since tiles at the edges are not full; below
     a host's launch time the device waits for the host. `compile_gain` divides what a layer
-    computes, `products_gain` what products take.
+    computes. `matmul` names the way of fp32 products that has constants of its own.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Kernels:
         precision: str,
         products: str,
         compile_gain: float = 1.0,
-        products_gain: float = 1.0,
+        matmul: Matmul = "auto",
     ) -> None:
         kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
         find = calibration.find
@@ -77,11 +78,11 @@ class Kernels:
 
         self.network, self.stack, self.compile_gain = network, stack, compile_gain
         self.on_cpu = device.kind == "cpu"
-        share = products_gain * find(f"products.{products}", *kinds)
+        share = find(f"products.{products}.{matmul}", *kinds)
         self.peak = device.peaks[products.split("-")[0]] * share
-        share = products_gain * find(f"products.{precision}", *kinds)
+        share = find(f"products.{precision}.{matmul}", *kinds)
         self.head_peak = device.peaks[precision] * share
-        self.half = find(f"products.half.{precision}", *kinds)
+        self.half = find(f"products.half.{precision}.{matmul}", *kinds)
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)
         self.moves = own(f"moves.{precision}")

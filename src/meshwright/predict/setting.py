@@ -58,14 +58,6 @@ class Setting:
         return self.measured(f"compile.gain.{self.train.precision}")
 
     @property
-    def products_gain(self) -> float:
-        """How many times as fast products are as measured: 1, less where torch's own are taken."""
-        gain = self.measured("matmul.gain")
-        if gain is None or self.train.matmul != "torch" or self.products != "fp32":
-            return 1.0
-        return 1 / gain
-
-    @property
     def compile_seconds(self) -> float:
         """What compiling was measured to take at the start; 0 where it was not."""
         return self.measured(f"compile.seconds.{self.train.precision}") or 0.0
@@ -85,7 +77,7 @@ class Setting:
             self.train.precision,
             self.products,
             (self.compile_gain or 1.0) if self.train.is_compiled else 1.0,
-            self.products_gain,
+            self.train.matmul,
         )
 
 

@@ -6,17 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import Layout, broken
 from meshwright.layout.rules import nearest_legal
-from meshwright.predict.calibration import (
-    Calibration,
-    read_calibration,
-    shipped_calibration,
-)
+from meshwright.predict.calibration import Calibration, calibration_named
 from meshwright.predict.catalogue import resolve_cluster, slowed
 from meshwright.predict.price import Memory, Prediction, memory, price
 from meshwright.predict.setting import Setting, as_measured
@@ -103,8 +98,7 @@ def setting_of(
     a device is than the catalogue's, as where many ranks share a CPU.
     """
     if calibration is None:
-        own = config.cluster.calibration
-        calibration = shipped_calibration() if own is None else read_calibration(Path(own))
+        calibration = calibration_named(config.cluster.calibration)
     calibration = calibration.of(config.model, config.train.seq_len)
     found = resolve_cluster(config.cluster, local_devices, processor)
     cluster = as_measured(found, calibration)

@@ -232,11 +232,11 @@ class ClusterSpec(Spec):
     `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
     more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
     its libraries. `links` are names of the catalogue, within a node and across; left out, those
-    that usually come with the device. `calibration` is a file of `bench device`: what was measured
-    of this machine. `port` is the rendezvous port of local ranks; left out, a
-    free one is taken. `timeout` is how many seconds a collective may take. Where no rank does
-    anything for `hang` seconds, the supervisor says which one the others wait for, and ends them;
-    0: it never does.
+    that usually come with the device. `calibration` is a file of `bench device`, or "shipped";
+    left out, what was measured of this machine. `port` is the rendezvous port of local ranks; left
+    out, a free one is taken. `timeout` is how many seconds a collective may take. Where no rank
+    does anything for `hang` seconds, the supervisor says which one the others wait for, and ends
+    them; 0: it never does.
     """
 
     preset: str = "local"
