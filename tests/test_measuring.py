@@ -242,11 +242,28 @@ def test_a_start_measures_both_ways_of_products_and_what_its_blocks_do(tmp_path)
 @pytest.mark.perf
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
 def test_the_demo_is_predicted_on_a_machine_that_was_never_measured(matmul, tmp_path):
-    """Its layout and model, by a first start: the step within 10%, the memory within 3%."""
-    environ = {**clean_environ(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    """By three first starts: the step within 10% in the median, the memory within 3% in each.
+
+    A virtual machine's neighbours take up to a quarter of its speed from one second to the next,
+    so what is predicted is the fastest of the logged tens of steps.
+    """
+    errors = []
+    for number in range(3):
+        run = first_start(matmul, tmp_path / str(number))
+        fastest = min(event["step_time_s"] for event in run.steps[1:])
+        errors.append(run.planned.step_time_s / fastest - 1)
+        measured = run.measured.worst.peak.total
+        assert run.planned.worst.peak.total == pytest.approx(measured, rel=0.03)
+        assert run.layout == Layout.parse(run.planned.label)
+    assert abs(statistics.median(errors)) < 0.10, errors
+
+
+def first_start(matmul, folder):
+    """Train the demo for 100 steps with an empty cache, and return the run."""
+    environ = {**clean_environ(), "XDG_CACHE_HOME": str(folder / "cache")}
     environ.pop(VARIABLE, None)
     words = [f"train.matmul={matmul}", "train.steps=100", "train.eval_every=0"]
-    words += [f"log.dir={tmp_path}", "log.name=run"]
+    words += [f"log.dir={folder}", "log.name=run"]
     done = subprocess.run(
         [sys.executable, "-m", "meshwright", "train", str(DEMO), *words],
         env=environ,
@@ -258,8 +275,4 @@ def test_the_demo_is_predicted_on_a_machine_that_was_never_measured(matmul, tmp_
     assert done.returncode == 0, done.stderr
     assert "this CPU was measured in" in done.stderr
     assert "other processes" not in done.stderr, "this test needs a machine that does nothing else"
-    run = read_run(tmp_path / "run")
-    measured = statistics.median(event["step_time_s"] for event in run.steps[1:])
-    assert run.planned.step_time_s == pytest.approx(measured, rel=0.10)
-    assert run.planned.worst.peak.total == pytest.approx(run.measured.worst.peak.total, rel=0.03)
-    assert run.layout == Layout.parse(run.planned.label)
+    return read_run(folder / "run")
