@@ -45,6 +45,17 @@ def own_cache(caches, request, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches / f"{id(request.node):x}"))
 
 
+@pytest.fixture(autouse=True)
+def no_measurement(request, monkeypatch):
+    """No test measures this machine but those that say so."""
+    if request.node.get_closest_marker("perf") is None:
+        monkeypatch.setattr("meshwright.launch.measuring._on_ranks", _not_here)
+
+
+def _not_here(*_):
+    pytest.fail(f"this test measures the machine: give it an environment with {VARIABLE}={SHIPPED}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Workers that share the cores compute with one thread each: waiting threads spin."""

@@ -15,6 +15,7 @@ from meshwright.program.ledger import (
 from meshwright.program.lower import lower
 from meshwright.program.timing import end_times
 from meshwright.train.run_folder import create
+from runs import clean_environ
 
 SECONDS = {"F": 0.010, "I": 0.011, "W": 0.008, "B": 0.019}
 MIB = 2**20
@@ -112,7 +113,7 @@ def events_of(config, world, steps=40):
 
 def write_run(config, *, ledger=True, events=None, more=(), slower=1.2):
     """Write a run folder as a finished run leaves it and return its path."""
-    job = prepare_job(config, {})
+    job = prepare_job(config, clean_environ())
     create(job)
     path = job.folder.path
     said = list(events_of(config, job.layout.world)) if events is None else list(events)

@@ -11,6 +11,7 @@ from meshwright.data import load_tokenizer, train_bpe
 from meshwright.data.byte_level import byte_characters, byte_level_json
 from meshwright.data.hf_tokenizer import hf_tokenizer
 from meshwright.data.tokenizers import BYTES_EOS
+from runs import clean_environ
 
 
 @pytest.fixture
@@ -78,7 +79,8 @@ def test_a_run_keeps_what_lies_beside_its_tokenizer(tmp_path, config):
     from meshwright.launch.session import prepare_job
     from meshwright.train.run_folder import create, tokenizer_of
 
-    job = prepare_job(config(f"data.tokenizer={hf_folder(tmp_path)}", "train.batch=2"), {})
+    own = config(f"data.tokenizer={hf_folder(tmp_path)}", "train.batch=2")
+    job = prepare_job(own, clean_environ())
     create(job)
     name, eos = tokenizer_of(job.folder.path)
     files = hf_tokenizer(load_tokenizer(name, eos), 64).files

@@ -26,6 +26,7 @@ from meshwright.spec.loading import load_config
 from runs import TINY, clean_environ
 
 CPU = ["cluster.device=cpu"]
+ON_RANKS = measuring._on_ranks  # which no other test may call: tests/conftest.py
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
 
 
@@ -222,7 +223,7 @@ def test_a_start_measures_both_ways_of_products_and_what_its_blocks_do(tmp_path)
     environ = {**clean_environ(), "XDG_CACHE_HOME": str(tmp_path)}
     del environ[VARIABLE]
     config, said = load_config(None, TINY), []
-    found = measured_first(config, environ, said.append)
+    found = measured_first(config, environ, said.append, measure=ON_RANKS)
     own = parse_calibration(Path(found.cluster.calibration).read_text()).constants
     for name in ("bandwidth", "peak.fp32", "products.fp32", "matmul.gain", "optimizer"):
         assert own[f"cpu.{name}"] > 0

@@ -371,6 +371,6 @@ def test_a_page_that_cannot_be_written_is_a_note(config, monkeypatch):
 
     monkeypatch.setattr(session, "write_report", refuse)
     said = io.StringIO()
-    job = session.prepare_job(config("layout.dp_replicate=1"), {})
+    job = session.prepare_job(config("layout.dp_replicate=1"), clean_environ())
     session._write_report(job, said)
     assert said.getvalue() == "note: no report was written: OSError: disk full\n"

@@ -51,7 +51,8 @@ def test_a_stored_model_brings_its_tokenizer(tmp_path, here):
     assert config.origins["data.tokenizer"] == f"model.init_from {folder}"
     assert any("as model.init_from has it" in text for text in config_notes(config))
     where = f"log.dir={tmp_path / 'runs'}"
-    job = prepare_job(load_config(None, [f"model.init_from={folder}", where, *here]), {})
+    config = load_config(None, [f"model.init_from={folder}", where, *here])
+    job = prepare_job(config, clean_environ())
     assert job.tokenizer.file == str(folder / "tokenizer.json")
 
 
@@ -72,7 +73,7 @@ def test_a_stored_model_without_a_tokenizer_is_not_trained_on_bytes(tmp_path, he
     folder = hf_folder(tmp_path / "hf", tokenizer=False)
     config = load_config(None, [f"model.init_from={folder}", f"log.dir={tmp_path / 'runs'}", *here])
     with pytest.raises(ConfigError, match="does not say which tokenizer it was trained with"):
-        prepare_job(config, {})
+        prepare_job(config, clean_environ())
     assert not (tmp_path / "runs").exists()
     states = {one.name: one for one in examine_config(config, clean_environ())}
     assert states["data"].state == "bad"
@@ -271,6 +272,7 @@ def test_the_lowest_rate_stays_after_the_schedule():
 
 def test_more_ranks_than_cores_are_noted(config):
     cores = len(os.sched_getaffinity(0))
-    job = prepare_job(config(f"layout.dp_replicate={2 * cores}", f"train.batch={2 * cores}"), {})
+    own = config(f"layout.dp_replicate={2 * cores}", f"train.batch={2 * cores}")
+    job = prepare_job(own, clean_environ())
     (told,) = [text for text in run_notes(job) if "cores" in text]
     assert told.endswith(f"has {2 * cores} ranks on this machine, which share {cores} cores")
