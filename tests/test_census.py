@@ -223,7 +223,7 @@ def attended(world, case):
     return attention_flops(program, groups.at["pp"], packed=case.packed), work.attention
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_whole_table_adds_up(world):
     """Products are six FLOPs per weight and token, and what is sent is received."""
     for case in matrix(world):

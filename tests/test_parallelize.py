@@ -45,9 +45,9 @@ def alone():
     ("processes", "words"),
     [
         (2, ["--tp", "2"]),
-        (2, ["--zero", "3"]),
+        pytest.param(2, ["--zero", "3"], marks=pytest.mark.slow),
         (2, ["--cp", "2"]),
-        (4, ["--tp", "2", "--cp", "2", "--zero", "2"]),
+        pytest.param(4, ["--tp", "2", "--cp", "2", "--zero", "2"], marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

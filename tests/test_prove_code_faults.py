@@ -265,7 +265,7 @@ def failed(world, name, case):
     return [verdict.claim for verdict in verdicts if not verdict.passed]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*CODE, *MODEL])
 def test_a_fault_is_caught(name, precision):
     assert on_ranks(2, verdicts_with, name=name, precision=precision)[0]
