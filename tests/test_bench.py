@@ -63,7 +63,7 @@ def test_what_was_measured_takes_the_place_of_the_catalogue(tmp_path):
 
 @pytest.mark.slow
 def test_bench_device_writes_what_plan_reads(tmp_path, capsys):
-    """That the command runs and `plan` reads its file: the page of `bench` in tests/test_docs.py."""
+    """The command and `plan` with its file are run by the docs: docs/commands/bench.md."""
     path = tmp_path / "here.toml"
     command = ["bench", "device", "--budget", "0.01", "--out", str(path), "--json"]
     assert main([*command, "train.compile=false"]) == 0

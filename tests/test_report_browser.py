@@ -1,5 +1,6 @@
 """Pages opened from disk in a browser: quiet, offline, complete, and usable by hand and by keys."""
 
+import functools
 import json
 import shutil
 
@@ -24,6 +25,12 @@ pytestmark = [
 KINDS = (
     *("run", "interleaved", "zero-bubble", "plain", "several", "plan", "layouts", "simulation"),
 )
+RUNS = {
+    "1f1b": ["layout.pp=4"],
+    "zbv": ["layout.pp=4", "layout.schedule=zbv", "layout.virtual_stages=2"],
+    "loop": ["layout.pp=4", "layout.schedule=interleaved_1f1b", "layout.virtual_stages=2"],
+    "tp": ["layout.tp=2", "layout.dp_shard=2", "layout.zero=3"],
+}
 
 
 def some_slow(others):
@@ -43,8 +50,8 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory, corpus):
-    """Every kind of page, as files."""
+def page_of(tmp_path_factory, corpus):
+    """Return a function from a kind of page to its file, which it makes when first asked."""
     root = tmp_path_factory.mktemp("pages")
     fixed = [*TINY, f"data.source={corpus}", f"data.cache={root / 'cache'}", f"log.dir={root}"]
     fixed += [
@@ -55,39 +62,49 @@ def pages(tmp_path_factory, corpus):
         "layout.microbatch=1",
     ]
 
-    def run(name, *overrides):
-        return write_run(load_config(None, [*fixed, *overrides, f"log.name={name}"]))
+    @functools.cache
+    def run(name):
+        return write_run(load_config(None, [*fixed, *RUNS[name], f"log.name={name}"]))
 
-    one = run("1f1b", "layout.pp=4")
-    two = run("zbv", "layout.pp=4", "layout.schedule=zbv", "layout.virtual_stages=2")
-    looped = run(
-        "loop", "layout.pp=4", "layout.schedule=interleaved_1f1b", "layout.virtual_stages=2"
-    )
-    three = run("tp", "layout.tp=2", "layout.dp_shard=2", "layout.zero=3")
-    large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
-    made = plan(load_config(None, [*large, "train.batch=1024", "train.precision=bf16"]), 5)
-    row = {"step_time_s": 0.5, "step_times_s": [0.4, 0.6], "tokens_per_s": 100.0}
-    row |= {"predicted_step_time_s": 0.45}
-    labels = ("dp2 mb1", "shard2 zero3 mb1", "tp2 sp mb1", "cp2-ring mb1", "pp2 1f1b mb1")
-    rows = [{**row, "layout": label} for label in (*labels, "pp2 zbv v2 mb1 recompute-full")]
-    simulation = root / "simulation.html"
-    assert main(["simulate", *fixed, "layout.pp=2", "--html", str(simulation)]) == 0
-    html = {
-        "run": report([one]),
-        "interleaved": report([looped]),
-        "zero-bubble": report([two]),
-        "plain": report([three]),
-        "several": report([one, two, three]),
-        "plan": plan_page(made).html(),
-        "layouts": layouts_page({"machine": "two cores", "rows": rows}).html(),
+    def planned():
+        large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
+        config = load_config(None, [*large, "train.batch=1024", "train.precision=bf16"])
+        return plan_page(plan(config, 5)).html()
+
+    def measured():
+        row = {"step_time_s": 0.5, "step_times_s": [0.4, 0.6], "tokens_per_s": 100.0}
+        row |= {"predicted_step_time_s": 0.45}
+        labels = ("dp2 mb1", "shard2 zero3 mb1", "tp2 sp mb1", "cp2-ring mb1", "pp2 1f1b mb1")
+        rows = [{**row, "layout": label} for label in (*labels, "pp2 zbv v2 mb1 recompute-full")]
+        return layouts_page({"machine": "two cores", "rows": rows}).html()
+
+    def simulated():
+        path = root / "simulated.html"
+        assert main(["simulate", *fixed, "layout.pp=2", "--html", str(path)]) == 0
+        return path.read_text()
+
+    makers = {
+        "run": lambda: report([run("1f1b")]),
+        "interleaved": lambda: report([run("loop")]),
+        "zero-bubble": lambda: report([run("zbv")]),
+        "plain": lambda: report([run("tp")]),
+        "several": lambda: report([run("1f1b"), run("zbv"), run("tp")]),
+        "plan": planned,
+        "layouts": measured,
+        "simulation": simulated,
     }
-    for name, text in html.items():
-        (root / f"{name}.html").write_text(text)
-    return root
+
+    @functools.cache
+    def made(kind):
+        path = root / f"{kind}.html"
+        path.write_text(makers[kind]())
+        return path
+
+    return made
 
 
 @pytest.fixture
-def show(browser, pages):
+def show(browser, page_of):
     """Return a function that opens a page and returns it with what it said and asked for."""
     contexts = []
 
@@ -99,7 +116,7 @@ def show(browser, pages):
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto((pages / f"{kind}.html").as_uri())
+        page.goto(page_of(kind).as_uri())
         page.wait_for_selector(READY, timeout=30_000, state="attached")
         return page, said, asked
 
@@ -136,7 +153,7 @@ EMPTY = """() => [...document.querySelectorAll('.plot')].filter((plot) =>
 
 
 @pytest.mark.parametrize("kind", some_slow(("run", "plan", "layouts")))
-def test_a_page_opens_quietly_offline_and_whole(show, pages, kind):
+def test_a_page_opens_quietly_offline_and_whole(show, page_of, kind):
     page, said, asked = show(kind)
     assert said == []
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
@@ -144,7 +161,7 @@ def test_a_page_opens_quietly_offline_and_whole(show, pages, kind):
     assert page.evaluate(EMPTY) == []
     assert page.evaluate(CLIPPED) == []
     assert page.evaluate(OVERLAPS) == []
-    assert (pages / f"{kind}.html").stat().st_size < 6 * 2**20
+    assert page_of(kind).stat().st_size < 6 * 2**20
 
 
 @pytest.mark.parametrize("kind", some_slow(("run",)))
