@@ -80,9 +80,9 @@ def test_a_stop_leaves_an_evaluation_and_says_how_to_go_on(long_corpus, tmp_path
     step = saved_where_it_stopped(folder)
     (answer,) = [line for line in lines if line.startswith("stopping: ")]
     assert answer.startswith(f"stopping: leaving the evaluation, saving step {step}; Ctrl-C again")
-    assert lines[-1] == f"to go on: meshwright train --resume {folder}"
+    assert lines[-1] == f"to resume: meshwright train --resume {folder}"
     if number == "SIGINT":  # the last line is a command, and does it
-        command, *rest = shlex.split(lines[-1].removeprefix("to go on: "))
+        command, *rest = shlex.split(lines[-1].removeprefix("to resume: "))
         more = [f"train.steps={step + 1}", "train.eval_every=0"]
         assert (command, main([*rest, *more])) == ("meshwright", 0)
         assert f"done after {step + 1} steps" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_a_second_ctrl_c_in_a_step_says_what_is_lost(corpus, tmp_path):
     assert lines[-2:] == [
         "meshwright train: ended at once, as asked again: step 2 is the newest that is saved, "
         "steps lost: 1",
-        f"to go on: meshwright train --resume {folder}",
+        f"to resume: meshwright train --resume {folder}",
     ]
     assert rank_pids(folder) == []
 
@@ -238,7 +238,7 @@ def test_a_stop_before_the_first_step_is_done_ends_at_once(corpus, tmp_path):
     lines = end(process, timeout_s=40.0)
     assert process.returncode == EXIT_STOPPED, lines
     assert "stopped on request before the first step was done: there is nothing to save" in lines
-    assert lines[-1] == f"to begin anew: meshwright train {folder}/config.toml log.name=NEW"
+    assert lines[-1] == f"to start over: meshwright train {folder}/config.toml log.name=NEW"
     assert verdict(read_run(folder))[0] == "Stopped on request after step 0 of 100000."
     assert diagnose(folder).state == "stopped"
     assert rank_pids(folder) == []
@@ -266,7 +266,7 @@ def test_a_reader_that_goes_does_not_end_the_run(corpus, tmp_path):
     error = process.stderr.read()
     assert process.wait(100) == EXIT_STOPPED, error
     saved_where_it_stopped(folder)
-    assert error.splitlines()[-1] == f"to go on: meshwright train --resume {folder}"
+    assert error.splitlines()[-1] == f"to resume: meshwright train --resume {folder}"
 
 
 @pytest.mark.faults
@@ -321,7 +321,7 @@ def test_ctrl_c_under_torchrun_saves(corpus, tmp_path):
     process.send_signal(signal.SIGINT)
     lines = end(process)
     saved_where_it_stopped(folder)
-    go_on = f"to go on: torchrun --nproc-per-node 2 -m meshwright train --resume {folder}"
+    go_on = f"to resume: torchrun --nproc-per-node 2 -m meshwright train --resume {folder}"
     assert go_on in lines
 
 

@@ -103,7 +103,7 @@ def cut_short(job: Job) -> dict[str, Any]:
 
 
 def going_on(job: Job, at: Rendezvous | None = None) -> str:
-    """Return the command that goes on with a run that has ended before its time.
+    """Return the command that resumes a run that ended before its last step.
 
     With `at` it is for the launcher that has started the ranks.
     """
@@ -116,8 +116,8 @@ def going_on(job: Job, at: Rendezvous | None = None) -> str:
     if saved >= config.train.steps:
         return f"all {saved} steps are saved; to evaluate: meshwright eval {run}"
     if config.train.engine == "deepspeed":
-        return f"DeepSpeed's engine keeps no state to go on from; {run} has its weights"
+        return f"DeepSpeed's engine keeps no state to resume from; {run} has its weights"
     if saved:
-        return f"to go on: {launcher} train --resume {run}"
+        return f"to resume: {launcher} train --resume {run}"
     name = "" if config.log.name is None else " log.name=NEW"
-    return f"to begin anew: {launcher} train {run}/config.toml{name}"
+    return f"to start over: {launcher} train {run}/config.toml{name}"
