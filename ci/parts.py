@@ -69,9 +69,9 @@ ALWAYS: Final = (
     Part(
         "test", tests("-n", "auto", *(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 12
     ),
-    Part("faults", of_marks("faults and not perf"), 6),
+    Part("faults", of_marks("faults and not perf"), 14),
     Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 2),
-    Part("perf", of_marks("perf"), 1),
+    Part("perf", of_marks("perf"), 4),
 )
 
 
