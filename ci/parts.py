@@ -63,15 +63,15 @@ def of_marks(marks: str, *words: str) -> tuple[str, ...]:
 
 
 ALWAYS: Final = (
-    Part("setup", ("make", "setup"), 3, needs=frozenset()),
-    Part("lint", ("make", "lint"), 0.2),
-    Part("types", ("make", "types"), 1),
+    Part("setup", ("make", "setup"), 1.2, needs=frozenset()),
+    Part("lint", ("make", "lint"), 0.1),
+    Part("types", ("make", "types"), 0.5),
     Part(
-        "test", tests("-n", "auto", *(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 12
+        "test", tests("-n", "auto", *(f"--may-skip={one}" for one in (*OF_EXTRAS, *MAY_SKIP))), 11.5
     ),
-    Part("faults", of_marks("faults and not perf"), 14),
-    Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 2),
-    Part("perf", of_marks("perf"), 4),
+    Part("faults", of_marks("faults and not perf"), 9),
+    Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 1.5),
+    Part("perf", of_marks("perf"), 3),
 )
 
 
