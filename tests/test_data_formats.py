@@ -121,13 +121,15 @@ def test_a_preparation_counts_and_names_what_it_skips(tmp_path):
     (corpus / "good.txt").write_text("good text")
     (corpus / "paper.pdf").write_bytes(b"%PDF")
     (corpus / "Makefile").write_text("all:")
+    (corpus / "rows.parquet.gz").write_bytes(b"PAR1")  # Parquet compresses by itself
     said = []
     spec = DataSpec(source=str(corpus), on_error="skip", validation=0.0)
     data = open_data(spec, tmp_path / "cache", progress=said.append)
     assert data.documents("train") == 3  # of b.jsonl, of g.json, and the good one
     left, skipped = said
     assert left == (
-        f"{corpus}: left out 2 file(s) that are not text (no suffix 1, .pdf 1): Makefile, paper.pdf"
+        f"{corpus}: left out 3 file(s) that are not text (no suffix 1, .pdf 1, .gz 1): "
+        "Makefile, paper.pdf, rows.parquet.gz"
     )
     assert skipped.startswith(f"{corpus}: skipped {len(BAD)}, listed in ")
     names = (data.folders[0] / "skipped.txt").read_text().splitlines()

@@ -30,7 +30,8 @@ JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 TABLE_SUFFIXES: Final = (".json", ".csv", ".tsv", ".parquet")
 PACKED_SUFFIXES: Final = (".gz", ".zst")
 _INSIDE: Final = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, *TABLE_SUFFIXES)
-SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _INSIDE for packed in PACKED_SUFFIXES))
+_PACKABLE: Final = tuple(one for one in _INSIDE if one != ".parquet")  # it compresses by itself
+SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _PACKABLE for packed in PACKED_SUFFIXES))
 # Fields of rows that have a question in one field and its answer in another.
 _DIALOGUES: Final = (
     ("prompt", "response"),
