@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from filecmp import cmp
 from pathlib import Path
 
 from meshwright.checkpoint.commit import steps
@@ -36,9 +37,10 @@ def tokenizer_note(config: Config) -> str | None:
     """Return a note if a stored model gets another tokenizer than its own."""
     init_from, given = config.model.init_from, config.data.tokenizer
     own = None if init_from is None else stored_tokenizer(Path(init_from))
-    if own is None or given == own[0] or Path(given).resolve() == Path(own[0]).resolve():
+    if own is None or given == own[0]:
         return None
-    if Path(given).is_dir() and Path(given).resolve() == Path(own[0]).resolve().parent:
+    file = Path(given) / Path(own[0]).name if Path(given).is_dir() else Path(given)
+    if file.is_file() and Path(own[0]).is_file() and cmp(file, own[0], shallow=False):
         return None
     return (
         f"data.tokenizer = {given!r}, but model.init_from was trained with {own[0]}: its ids mean "
