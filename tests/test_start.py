@@ -71,6 +71,21 @@ def test_another_tokenizer_than_the_models_is_noted_by_train_and_doctor(tmp_path
         assert not any("other texts" in text for text in config_notes(own))
 
 
+def test_sizes_that_change_a_preset_are_noted_by_train_and_plan(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text("[model]\ndim = 64\nn_layers = 2\n")
+    config = load_config(tmp_path / "run.toml", ["model.preset=llama-3-8b"])
+    told = (
+        "not the whole of model.preset = llama-3-8b: "
+        "model.dim = 64 (run.toml:2), model.n_layers = 2 (run.toml:3)"
+    )
+    assert told in list(config_notes(config))
+    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "--top", "1"]
+    assert main(["plan", str(tmp_path / "run.toml"), *words]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    plain = load_config(None, ["model.preset=llama-3-8b"])
+    assert not any("not the whole" in text for text in config_notes(plain))
+
+
 def test_a_stored_model_without_a_tokenizer_is_not_trained_on_bytes(tmp_path, here):
     folder = hf_folder(tmp_path / "hf", tokenizer=False)
     config = load_config(None, [f"model.init_from={folder}", f"log.dir={tmp_path / 'runs'}", *here])

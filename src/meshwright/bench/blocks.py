@@ -110,7 +110,7 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
 def seconds_of_parts(
     device: torch.device, precision: str, budget_s: float, shape: Shape, depth: int = _DEPTH
 ) -> Parts:
-    """Return what a block takes, and what parts of it do, all of them in turns.
+    """Return the time of a block and of its parts, measured in turns.
 
     Up to `depth` blocks are timed together.
     """

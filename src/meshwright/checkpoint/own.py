@@ -64,7 +64,7 @@ class Checkpoints:
         *,
         keep: int = 2,
     ) -> None:
-        """Remove what interrupted saves have left. Raises `ConfigError` for a foreign optimizer."""
+        """Remove remains of interrupted saves; raises for an optimizer of another model."""
         self._root, self._layout = Path(folder), layout
         self._model, self._optimizer = model, optimizer
         device = next(model.parameters()).device
@@ -108,7 +108,7 @@ class Checkpoints:
         return path
 
     def load(self) -> Loaded | None:
-        """Bring model and optimizer to the newest step that is whole; None where there is none.
+        """Load the newest complete step into model and optimizer; None if there is none.
 
         A step that is corrupt is set aside with a warning. Raises `CheckpointError` where none is
         whole, or where the step is of another model or optimizer: then nothing has changed.
@@ -156,7 +156,7 @@ class Checkpoints:
             _take(group, found)
 
     def _leaves(self) -> list[Leaf]:
-        """Return what this rank holds of the model; raises where the optimizer's is none of it."""
+        """Return what this rank holds of the model; raises if the optimizer holds others."""
         reshard(self._model)  # a forward without backward may have left whole weights
         leaves = list(_parameters(self._model, self._layout))
         known = {leaf.tensor for leaf in leaves}
@@ -184,7 +184,7 @@ def _parameters(model: nn.Module, layout: Layout) -> Iterator[Leaf]:
 
 
 def _sharding(name: str, parameter: Tensor, layout: Layout) -> Sharding:
-    """Return how a parameter lies on the mesh, as `parallelize` has left it."""
+    """Return how `parallelize` has placed a parameter on the mesh."""
     tp_dim, is_sharded = None, False
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or ()
@@ -200,7 +200,7 @@ def _sharding(name: str, parameter: Tensor, layout: Layout) -> Sharding:
 
 
 def _buffers(model: nn.Module, *, is_mine: bool) -> Iterator[Leaf]:
-    """Yield what a model's state has beside parameters; all ranks are taken to hold the same."""
+    """Yield a model's persistent buffers, which all ranks are assumed to hold alike."""
     for prefix, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
@@ -209,7 +209,7 @@ def _buffers(model: nn.Module, *, is_mine: bool) -> Iterator[Leaf]:
 
 
 def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | None]]:
-    """Yield what an optimizer keeps of a parameter; raises for what has no region of it."""
+    """Yield an optimizer's state of a parameter; raises for state of another shape."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == leaf.tensor.shape:
             yield key, None
@@ -224,7 +224,7 @@ def _kept(leaf: Leaf, state: Mapping[str, Any]) -> Iterable[tuple[str, float | N
 
 
 def _refuse_other(leaves: Iterable[Leaf], stored: Stored, folder: Path) -> None:
-    """Raise where a step is not of this model."""
+    """Raise if a step is of another model."""
     shapes = {leaf.name: tuple(stop for _, stop in whole(leaf.tensor.shape)) for leaf in leaves}
     missing, more = sorted(set(shapes) - set(stored.names)), sorted(set(stored.names) - set(shapes))
     if missing or more:
@@ -250,7 +250,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take(group: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Give a group of parameters the settings that a step has kept."""
+    """Restore the settings of a parameter group from a step."""
     for key, value in found.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
@@ -264,7 +264,7 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def _as_json(what: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON makes of a value; raises `ConfigError` where it takes none."""
+    """Return a value as JSON restores it; raises `ConfigError` if it cannot be stored."""
     try:
         return dict(json.loads(json.dumps(value)))
     except (TypeError, ValueError) as error:

@@ -73,7 +73,7 @@ def chunks_of(trained: Trained) -> Chunks:
 
 @torch.no_grad()
 def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
-    """Return what this rank writes of some leaves and of what an optimizer keeps of them."""
+    """Return what this rank writes of some leaves and of their optimizer state."""
     found = Chunks([], [])
     for leaf in leaves:
         if not leaf.is_mine or leaf.shard.numel() == 0:
@@ -113,7 +113,7 @@ def fill_state(
     kept: Kept,
     scalars_on: torch.device,
 ) -> None:
-    """Give an optimizer what a step has kept of a parameter, its numbers on a device."""
+    """Restore an optimizer's state of a parameter, its scalars on a device."""
     state: dict[str, Any] = {}
     for key, value in kept.items():
         if value is not None:

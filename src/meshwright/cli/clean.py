@@ -1,4 +1,4 @@
-"""`meshwright clean`: what runs and prepared data take on the disk, and which of it may go."""
+"""`meshwright clean`: disk use of runs and prepared data, and their removal."""
 
 from __future__ import annotations
 

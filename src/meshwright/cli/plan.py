@@ -26,6 +26,7 @@ from meshwright.execute.processor import processor
 from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.measuring import measured_first
+from meshwright.launch.notes import preset_note
 from meshwright.launch.planned import on_machine, slower
 from meshwright.layout import Layout
 from meshwright.predict.calibration import read_calibration, shipped_calibration
@@ -219,7 +220,8 @@ def _print_plan(made: Plan, seconds: float) -> None:
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
-    for text in _defaults(made.config):
+    other = preset_note(made.config)
+    for text in [*([] if other is None else [other]), *_defaults(made.config)]:
         say(f"note: {text}")
     known = setting.calibration
     if known is not shipped_calibration():

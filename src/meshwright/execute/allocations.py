@@ -285,7 +285,7 @@ def moments_of(pieces: Sequence[Piece], begins: Sequence[int]) -> list[Moment]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Have nothing written to stderr, also by C++, which knows of no Python stream."""
+    """Silence stderr, including what C++ writes to it."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

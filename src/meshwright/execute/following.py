@@ -1,4 +1,4 @@
-"""Operators of torch that do something else while the modules of a foreign model compute."""
+"""A base for modes that change torch operators while a user's own model computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Following(TorchFunctionMode):
-    """Is in force from the outermost forward of the modules that it follows until that returns.
+    """A torch function mode that is active during the outermost forward of the modules it follows.
 
     A module that is computed again in the backward is one of its own then.
     """
@@ -20,7 +20,7 @@ class Following(TorchFunctionMode):
         self._depth = 0
 
     def follow(self, module: nn.Module) -> None:
-        """Be in force whenever a module computes."""
+        """Be active whenever a module computes."""
         forward = module.forward
 
         @functools.wraps(forward)
@@ -41,7 +41,7 @@ class Following(TorchFunctionMode):
         module.forward = followed
 
     def begin(self) -> None:
-        """Take note that an outermost forward begins."""
+        """Called when an outermost forward begins."""
 
     def is_done(self) -> bool:
         """Whether the outermost forward has shown that its module need not be followed."""

@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 class Watch(Protocol):
-    """Stands between a call and what carries it out."""
+    """What sees a call of attention before it is carried out, and may replace it."""
 
     def __call__(self, call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
         """Return the attention of a call."""
@@ -65,7 +65,7 @@ class OwnAttention(Following):
         self.watch: Watch | None = None
 
     def follow_all(self, model: nn.Module) -> None:
-        """Follow each module, since any may be computed again by itself; raises for torch's own."""
+        """Follow each module: recomputation may run any alone. Raises for torch's own."""
         for name, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 raise ConfigError(
@@ -77,7 +77,7 @@ class OwnAttention(Following):
                 self.follow(module)
 
     def begin(self) -> None:
-        """Take note of whether a backward is to come."""
+        """Note whether a backward will follow."""
         self._has_gradients = torch.is_grad_enabled()
 
     def __torch_function__(
@@ -87,7 +87,7 @@ class OwnAttention(Following):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute an operator, attention over all ranks."""
+        """Compute an operator; attention runs over all ranks of cp."""
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         call = Call(*args, **(kwargs or {}))
@@ -142,7 +142,7 @@ class OwnAttention(Following):
 
 
 def _operator(query: Tensor, key: Tensor, value: Tensor, core: Callable[..., Tensor]) -> Tensor:
-    """Return the attention of a core: one operator to whoever follows operators, as tp does."""
+    """Return the attention of a core, as a single operator to other modes such as tp's."""
     if has_torch_function((query, key, value)):
         found: Tensor = handle_torch_function(
             _operator, (query, key, value), query, key, value, core
@@ -153,7 +153,7 @@ def _operator(query: Tensor, key: Tensor, value: Tensor, core: Callable[..., Ten
 
 
 class _Marked(torch.autograd.Function):
-    """A tensor as it is, which keeps one tensor more for the backward.
+    """The identity, which keeps one more tensor for the backward.
 
     A recomputation that reaches attention outside of any module that is followed would attend to
     its own rank's tokens. Torch refuses it, since it then keeps fewer tensors than the forward did.

@@ -1,4 +1,4 @@
-"""The first forward under cp: a foreign model computes the same with a row cut as with it whole.
+"""The first forward under cp: a user's model must compute the same on cut rows as on whole ones.
 
 Attention is not all that looks along a row. A model may number its tokens by itself, convolve over
 them, shift its labels, or attend by code of its own; with a row cut, each of these is wrong without
@@ -25,7 +25,7 @@ from meshwright.execute.groups import Link
 from meshwright.execute.own_attention import Call, OwnAttention
 from meshwright.layout import Layout
 
-TOKENS: Final = 512  # of one row are computed both ways, at most
+TOKENS: Final = 512  # at most so many tokens of one row are computed both ways
 _HOW = (
     "Cut each row by at = meshwright.positions(layout, seq_len): model(inputs[:, at], "
     "position_ids=at[None]), targets[:, at]"
@@ -101,7 +101,7 @@ class _BothWays:
                 ("queries", "keys", "values", "output"), mine, (*call[:3], out), strict=True
             ):
                 self._compare(f"the {what} of attention {place + 1}", cut, whole, dim=2)
-            # What one layer rounds is not to add up: the next begins with the same.
+            # Rounding errors of layers must not add up: the next layer gets the same input.
             return self._gathered(outs[place], 2)
 
         given = list[Tensor]()
@@ -120,14 +120,14 @@ class _BothWays:
             reshard(self._model)  # no backward does
 
     def _refuse_together(self, wrong: str | None, device: torch.device) -> None:
-        """Raise on every rank of the world where one has a reason: none is left waiting for it."""
+        """Raise on all ranks if any rank has a reason, so that none waits for it."""
         flag = torch.tensor(int(wrong is not None), device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if flag.item():
             raise ConfigError(wrong or "another rank was refused: its own error says why")
 
     def _short_row(self, args: Any, kwargs: Any) -> _Both:
-        """Return the first tokens of the batch's first row; raises where it is cut wrongly."""
+        """Return the first tokens of the batch's first row; raises if it is cut wrongly."""
         leaves, form = tree_flatten((args, kwargs))
         tokens = next((one for one in leaves if isinstance(one, Tensor) and one.dim() > 1), None)
         if tokens is None:
@@ -156,7 +156,7 @@ class _BothWays:
         return _Both(tree_unflatten(cut, form), tree_unflatten(whole, form))
 
     def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
-        """Raise where ranks have other numbers of rows or tokens."""
+        """Raise if ranks have different numbers of rows or tokens."""
         mine = torch.tensor([rows, n, -rows, -n], device=device)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._link.group)
         most, least = mine[:2].tolist(), [-x for x in mine[2:].tolist()]
@@ -167,7 +167,7 @@ class _BothWays:
             )
 
     def _refuse_wrong_cut(self, found: list[Tensor], n: int) -> None:
-        """Raise where all ranks have the same tokens, or positions in another order."""
+        """Raise if all ranks have the same tokens, or positions in a wrong order."""
         cp, kind = self._link.size, self._layout.cp_kind
         shares = [
             torch.stack([x.flatten()[positions(kind, n * cp, cp, rank)] for rank in range(cp)])
@@ -186,7 +186,7 @@ class _BothWays:
                 )
 
     def _refuse_documents(self, numbered: Tensor) -> None:
-        """Raise where positions begin anew within a row, which transformers reads as documents.
+        """Raise if positions restart within a row, which transformers takes for packed documents.
 
         A rank's share may be of one document, and give no mask.
         """
@@ -198,7 +198,7 @@ class _BothWays:
             )
 
     def _gathered(self, mine: Tensor, dim: int) -> Tensor:
-        """Return the whole of what each rank has its tokens of, in their order."""
+        """Gather a tensor whose tokens are spread over the ranks, in their order."""
         cp, kind, n = self._link.size, self._layout.cp_kind, mine.shape[dim]
         every = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(cp)]
         dist.all_gather(every, mine.contiguous(), group=self._link.group)
@@ -206,7 +206,7 @@ class _BothWays:
         return torch.cat(every, dim).index_select(dim, order.argsort().to(mine.device))
 
     def _compare(self, what: str, cut: Tensor, whole: Tensor, dim: int) -> None:
-        """Enter by how much of its size a token differs at most."""
+        """Record the largest relative difference of any token."""
         wide = torch.promote_types(cut.dtype, torch.float32)
         own = whole.index_select(dim, self._at).to(wide).movedim(dim, 0).flatten(1)
         size = own.norm(dim=1).mean().clamp(min=torch.finfo(wide).tiny)
@@ -234,7 +234,7 @@ class _BothWays:
         self._off[what] = torch.nan_to_num(off.double(), nan=float("inf"))
 
     def _judge(self) -> None:
-        """Raise on every rank of the world where one has found a difference."""
+        """Raise on all ranks if any has found a difference."""
         if not self._off:
             return
         worst = torch.stack(list(self._off.values()))
@@ -261,7 +261,7 @@ def _token_dim(leaf: Any, n: int) -> int | None:
 
 
 def _refuse_by_length(model: nn.Module, whole: int) -> None:
-    """Raise for a transformers model that does another thing from some length on.
+    """Raise for a transformers model whose behaviour changes from some length on.
 
     By a rank's share it cannot tell how long the row is.
     """
@@ -295,7 +295,7 @@ def _words(value: Any) -> Iterator[str]:
 
 @contextmanager
 def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """Compute without dropout and gradients, and leave modes and buffers as they were."""
+    """Compute without dropout and gradients; restore modes and buffers afterwards."""
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     model.eval()

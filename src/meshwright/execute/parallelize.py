@@ -70,7 +70,7 @@ def parallelize(
     if layout.cp > 1:
         cp = _link(mesh["cp"])
         attention = OwnAttention(layout, cp)
-        attention.follow_all(model)  # inside of tp's, to whom attention is an operator
+        attention.follow_all(model)  # within tp's mode, which sees attention as one operator
     if layout.tp > 1:
         parts = _cut(model, parameters["tp"], _plan_of(model, plan))
         for module in (*blocks, model):

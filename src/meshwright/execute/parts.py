@@ -63,11 +63,11 @@ class Parts(Following):
         mark(out, part=part)
 
     def begin(self) -> None:
-        """Count anew."""
+        """Reset the count."""
         self._sums = 0
 
     def is_done(self) -> bool:
-        """Whether none met: following costs some microseconds an operator."""
+        """Whether nothing had to be summed: following costs microseconds per operator."""
         return torch.is_grad_enabled() and not self._sums
 
     def __torch_function__(

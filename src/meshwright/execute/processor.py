@@ -35,7 +35,7 @@ def processor(file: Path = _FILE) -> Processor:
 
 
 def fingerprint(file: Path = _FILE) -> str:
-    """Return eight hex digits that are others for another kind of processor, if it is told."""
+    """Return eight hex digits that identify the kind of processor."""
     found = processor_facts(file)
     told = json.dumps([found.get(name, "") for name in _TELLING])
     return hashlib.sha256(told.encode()).hexdigest()[:8]

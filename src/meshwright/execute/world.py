@@ -76,7 +76,7 @@ class World:
         return self.nodes[rank * len(self.nodes) // self.size] if self.nodes else ""
 
     def anyone(self, vote: bool) -> bool:
-        """Return whether any rank votes for something; a collective."""
+        """Return whether any rank votes yes; a collective."""
         return self.sum_on_host([float(vote)])[0] > 0
 
     def barrier(self) -> None:

@@ -187,7 +187,7 @@ class _Runs:
 
 
 def _whole(run: Run) -> Run:
-    """Return a run that came to its end; raises `StoppedOnRequest` for one that was stopped."""
+    """Return a run that reached its last step; raises `StoppedOnRequest` if it was stopped."""
     if run.exit_code == EXIT_STOPPED:
         raise StoppedOnRequest("stopped on request: the runs were not compared")
     return run

@@ -1,4 +1,4 @@
-"""What runs and prepared data take on the disk, and removing them. No torch here."""
+"""Disk use of runs and prepared data, and their removal. No torch here."""
 
 from __future__ import annotations
 

@@ -28,9 +28,28 @@ def config_notes(config: Config) -> Iterator[str]:
     for key in ("batch", "seq_len", "precision"):
         if (where := config.origins.get(f"train.{key}", "")).startswith("derived"):
             yield f"train.{key} = {getattr(config.train, key)}, {where}"
-    for text in (tokenizer_note(config), beyond_context(config.train.seq_len, config.model)):
+    beyond = beyond_context(config.train.seq_len, config.model)
+    for text in (preset_note(config), tokenizer_note(config), beyond):
         if text is not None:
             yield text
+
+
+# Keys of the model whose value makes it another one than its preset.
+_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+
+
+def preset_note(config: Config) -> str | None:
+    """Return a note if given sizes make the model another one than its preset."""
+    of_preset = ("preset ", "derived", "default", "data.tokenizer")
+    origins = {key: config.origins[f"model.{key}"] for key in _SIZES}
+    given = [
+        f"model.{key} = {getattr(config.model, key)} ({where})"
+        for key, where in origins.items()
+        if not where.startswith(of_preset)
+    ]
+    if config.model.preset is None or not given:
+        return None
+    return f"not the whole of model.preset = {config.model.preset}: {', '.join(given)}"
 
 
 def tokenizer_note(config: Config) -> str | None:
