@@ -3,8 +3,7 @@
 #   make test   the tests
 #   make perf   the tests that measure seconds, for an idle machine
 #   make faults ranks killed, stopped and cut off in every way
-#   make gate   what a change must pass
-#   make ci     what CI runs for this commit, in 45 minutes
+#   make ci     what a change must pass, in 45 minutes
 #   make everything  all parts that CI takes turns with, in hours
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
@@ -22,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: gate ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove \
+.PHONY: ci everything setup docs gpu gpu-wheels demo test test-all perf faults fault-table mutants prove \
 	check lint types bench clean
 
 demo: $(VENV)/.base
@@ -52,11 +51,7 @@ prove: $(VENV)/.base
 mutants: $(VENV)/.dev
 	PYTHONPATH=src $(BIN)/python -m benchmarks.mutants --page docs/mutants.md
 
-# All set up the environments themselves, with the system's Python. `gate` is what a change must pass:
-# the parts of `ci` that have passed as a whole on two cores.
-gate:
-	$(PYTHON) -m ci --only setup lint types test matrix-2
-
+# Both set up the environments themselves, with the system's Python.
 ci:
 	$(PYTHON) -m ci
 

@@ -128,7 +128,16 @@ def main(arguments: Sequence[str]) -> int:
     compiled = ENVS / args.name / "torch-extensions"
     shutil.rmtree(compiled, ignore_errors=True)
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(compiled)}
-    words = ["-m", "pytest", "-p", "ci.plugin", "--no-skips", "-m", "", *EXTRAS[args.name].tests]
+    words = [
+        "-m",
+        "pytest",
+        "-p",
+        "ci.plugin",
+        "--no-skips",
+        "-m",
+        "not perf",
+        *EXTRAS[args.name].tests,
+    ]
     return subprocess.run([python, *words, *more], cwd=ROOT, env=environ, check=False).returncode
 
 
