@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention --rounds 15 --out docs/benchmarks/attention.json
 
-Forward and backward of both take turns in one process with one thread, started as a rank is;
+Forward and backward of both alternate in one process with one thread, started as a rank is;
 medians in milliseconds, and the median of the rounds' ratios.
 """
 

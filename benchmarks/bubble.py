@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from meshwright.execute.batch import Batch
 from meshwright.execute.deferred import Deferral
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.groups import Link
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.pipeline import Pipeline, Scale
 from meshwright.execute.world import World
 from meshwright.program.schedule import (
@@ -88,7 +88,7 @@ class SleepingStages:
 
     def __init__(self, ranks_of_stage: tuple[int, ...], pp: Link, unit_s: float) -> None:
         self.stage_ranks, self.pp = ranks_of_stage, pp
-        self.deferral, self.ledger = Deferral(), Ledger()
+        self.deferral, self.recorder = Deferral(), FlightRecorder()
         mine = [stage for stage, rank in enumerate(ranks_of_stage) if rank == pp.rank]
         self.modules: dict[int, nn.Module] = {stage: nn.Module() for stage in mine}
         self.sleep = Sleeper(unit_s / len(mine))

@@ -33,6 +33,7 @@ from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.execute.build import Source, build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
+from meshwright.execute.products import target_of
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
@@ -59,7 +60,12 @@ PIECE: Final = 8 * MIB
 
 
 def opened(model: ModelSpec, world: World, source: Source) -> Trained:
-    parallel = build(lower(model, TRAIN, LAYOUT), open_groups(LAYOUT, world), world.device, source)
+    parallel = build(
+        lower(model, TRAIN, LAYOUT, target_of(TRAIN, world.device)),
+        open_groups(LAYOUT, world),
+        world.device,
+        source,
+    )
     shards = Shards(parallel.held, on_host=False)
     return Trained(parallel, shards, build_optimizer(shards.leaves, OptimizerSpec()))
 

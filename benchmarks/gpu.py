@@ -30,6 +30,7 @@ from meshwright.predict.price import price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.program.parts import flops_per_token
+from meshwright.program.target import Target
 from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
 
@@ -141,8 +142,8 @@ def layers_within(room: float, shape: Shape, words: Sequence[str], label: str) -
     config, layout = load_config(None, [*shape.words(shape.layers), *words]), Layout.parse(label)
     for layers in range(shape.layers, 1, -1):
         model = config.model.model_copy(update={"n_layers": layers})
-        program = lower(model, config.train, layout)
-        if timeline(program, 0, on_host=False).peak.total <= room:
+        program = lower(model, config.train, layout, Target("gpu"))
+        if timeline(program, 0).peak.total <= room:
             return layers
     return 1
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.bench.memory import Held, measure
+from meshwright.bench.memory import HeldMemory, measure
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import Program, lower
@@ -61,7 +61,7 @@ ACTIVATIONS: Final = Setting(
 )
 
 
-def theory(program: Program, pp_rank: int) -> Held:
+def theory(program: Program, pp_rank: int) -> HeldMemory:
     """Return what a rank of a fp32 Llama holds at its peak after the papers, in bytes.
 
     States: 4 bytes per weight, 4 per gradient and K = 8 for AdamW, of which ZeRO cuts as much as
@@ -88,7 +88,7 @@ def theory(program: Program, pp_rank: int) -> Held:
     kept = in_flight * layer * sum(len(stage.layers) for stage in stages)
     if stages[-1].is_last:  # the last norm; softmax, its gradient and that of the logits
         kept += 2 * model.dim / stream_ranks + 3 * model.vocab_size / layout.tp
-    return Held(
+    return HeldMemory(
         parameters=4 * weights / cuts[0],
         gradients=4 * weights / cuts[1],
         optimizer=8 * weights / cuts[2],

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead --rounds 3 --out docs/benchmarks/overhead.json
 
-Runs take turns, so that the machine's noise hits all alike; prints medians of tokens/s and their
+Runs alternate, so that the machine's noise hits all alike; prints medians of tokens/s and their
 ratios to the faster plain loop. The last line is the command to repeat it.
 """
 
@@ -95,7 +95,7 @@ def _python(module: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def measure(rounds: int, steps: int, precision: str) -> dict[str, list[float]]:
-    """Return all step times by what was run; the runs take turns, after a search of the loops."""
+    """Return all step times by what was run; the runs alternate, after a search of the loops."""
     runs = {loop.name: partial(plain, loop, precision, steps) for loop in best_loops(precision)}
     runs["train, 1 rank"] = partial(trained, 1, precision, steps)
     runs["train, 1 rank, compiled"] = partial(trained, 1, precision, steps, compiled=True)

@@ -78,10 +78,10 @@ def rows_of(ranks: int, every: int, matmul: str, folder: Path) -> list[dict[str,
     for line in (folder / "peaks.jsonl").read_text().splitlines():
         number, peaks = json.loads(line)
         case = cases[number]
-        target = Target(route(case.train.matmul, Processor()))
+        target = Target("cpu", route(case.train.matmul, Processor()), case.packed)
         program = lower(case.model, case.train, case.layout, target)
         for rank, measured in enumerate(peaks):
-            peak = timeline(program, rank, packed=case.packed).peak
+            peak = timeline(program, rank).peak
             rows.append(
                 {
                     "case": case.label,

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.published_fit import constants_toml, fit, fit_memory
 from meshwright.predict.calibration import ANY, Calibration, read_calibration, shipped_calibration
 from meshwright.predict.price import memory, price, worst_memory
-from meshwright.predict.rows import Case, RowError, read_row
+from meshwright.predict.rows import PricedRow, RowError, read_row
 from meshwright.units import GIB
 
 # Predictions against a limit that the verdict may miss by before it is dangerous.
@@ -35,7 +35,7 @@ class Measured:
     """A row with what it asks and what was measured; seconds and GiB, None where unknown."""
 
     row: Mapping[str, Any]
-    case: Case
+    case: PricedRow
     seconds: float | None
     gib: float | None
 
@@ -64,7 +64,7 @@ def read(path: Path, calibration: Calibration) -> tuple[list[Measured], dict[str
     return found, dict(refused)
 
 
-def _seconds(row: Mapping[str, Any], case: Case) -> float | None:
+def _seconds(row: Mapping[str, Any], case: PricedRow) -> float | None:
     """Return the measured step time, from FLOP/s where a row states only these."""
     if row.get("status") != "ok":
         return None
@@ -80,7 +80,7 @@ def _seconds(row: Mapping[str, Any], case: Case) -> float | None:
     return None
 
 
-def with_calibration(found: Measured, calibration: Calibration) -> Case:
+def with_calibration(found: Measured, calibration: Calibration) -> PricedRow:
     """Return a row's case with another calibration."""
     case = found.case
     return replace(case, setting=replace(case.setting, calibration=calibration))
@@ -165,7 +165,7 @@ def rankings(rows: Iterable[Measured], errors: Mapping[str, float]) -> list[Rank
         if found.name in errors:
             row = found.row
             key = (row.get("group"), row.get("gbs"), row.get("seq"), row.get("precision"))
-            groups[key][found.case.layout.label, found.case.setting.stack].append(found)
+            groups[key][found.case.layout.label, found.case.setting.system].append(found)
     rankings = []
     for key, layouts in groups.items():
         if len(layouts) < MIN_GROUP:

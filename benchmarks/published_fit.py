@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.predict.calibration import ANY, Calibration
 from meshwright.predict.price import worst_memory
-from meshwright.predict.stacks import CAUSAL
 from meshwright.predict.step import step_time
+from meshwright.predict.systems import CAUSAL
 from meshwright.units import GIB
 
 # Constants that are fitted, with the step in their logarithm and the bounds: by what they are of.
@@ -46,7 +46,7 @@ _SOFT = 0.02
 def free_constants(rows: Sequence[Any]) -> dict[str, tuple[tuple[float, float, float], list[int]]]:
     """Return the constants that rows say something about: step, bounds, and the rows' places.
 
-    A constant of a device or a stack needs five rows.
+    A constant of a device or a system needs five rows.
     """
     found: dict[str, tuple[tuple[float, float, float], list[int]]] = {}
 
@@ -55,9 +55,9 @@ def free_constants(rows: Sequence[Any]) -> dict[str, tuple[tuple[float, float, f
 
     for place, row in enumerate(rows):
         setting, layout = row.case.setting, row.case.layout
-        kind, stack = setting.cluster.device.kind, setting.stack
+        kind, system = setting.cluster.device.kind, setting.system
         add(f"{kind}.products.{setting.products}", PRODUCTS, place)
-        add(f"{kind}.attention.{stack.attention}", ATTENTION, place)
+        add(f"{kind}.attention.{system.attention}", ATTENTION, place)
         for what, how in OF_DEVICE.items():
             if what == "outer.share" and setting.cluster.nodes == 1:
                 continue
@@ -67,11 +67,11 @@ def free_constants(rows: Sequence[Any]) -> dict[str, tuple[tuple[float, float, f
                 continue
             if what in ("exposed.pp", "idle") and layout.pp == 1:
                 continue
-            if what == "data.latency" and (stack.overlaps_data or layout.zero == 3):
+            if what == "data.latency" and (system.overlaps_data or layout.zero == 3):
                 continue
-            if what == "overlap" and (layout.world == 1 or not stack.overlaps_data):
+            if what == "overlap" and (layout.world == 1 or not system.overlaps_data):
                 continue
-            add(f"{stack.name}.{what}", how, place)
+            add(f"{system.name}.{what}", how, place)
     return {name: value for name, value in found.items() if len(value[1]) >= 5}
 
 
@@ -98,15 +98,15 @@ def free_memory_constants(rows: Sequence[Any]) -> Free:
         found.setdefault(name, (how, []))[1].append(place)
 
     for place, row in enumerate(rows):
-        layout, stack = row.case.layout, row.case.setting.stack
+        layout, system = row.case.layout, row.case.setting.system
         for what, how in OF_MEMORY.items():
-            if what == "gathered_loss_bytes" and (stack.splits_loss or layout.tp == 1):
+            if what == "gathered_loss_bytes" and (system.splits_loss or layout.tp == 1):
                 continue
-            if what == "score_bytes" and CAUSAL[stack.attention]:
+            if what == "score_bytes" and CAUSAL[system.attention]:
                 continue
             if what == "kept_bytes" and layout.recompute == "full":
                 continue
-            add(f"{stack.name}.{what}", how, place)
+            add(f"{system.name}.{what}", how, place)
     return {name: value for name, value in found.items() if len(value[1]) >= 5}
 
 

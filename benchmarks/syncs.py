@@ -23,6 +23,7 @@ import torch.distributed as dist
 from meshwright.execute.build import build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
+from meshwright.execute.products import target_of
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
@@ -33,7 +34,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.readings import Numbers
+from meshwright.train.readings import ArrivingNumbers
 from meshwright.train.update import update
 
 
@@ -78,7 +79,10 @@ def run(world: World, of: Steps) -> None:
     model = model_spec(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=512)
     spec = TrainSpec(batch=4, seq_len=of.length, precision=of.precision, compile=of.compiled)  # type: ignore[arg-type]
     layout = Layout.parse(of.label)
-    program, source = lower(model, spec, layout), seeded(model, 0)
+    program, source = (
+        lower(model, spec, layout, target_of(spec, world.device, packed=of.packed)),
+        seeded(model, 0),
+    )
     groups = open_groups(layout, world)
     parallel = build(program, groups, world.device, source, compiled=of.compiled)
     shards = Shards(parallel.held, on_host=False)
@@ -91,7 +95,7 @@ def run(world: World, of: Steps) -> None:
             torch.cuda.set_sync_debug_mode("error")
         try:
             done = update(parallel, batch, world, shards, made, scale, spec.clip_norm)
-            numbers = Numbers(done.numbers())
+            numbers = ArrivingNumbers(done.numbers())
         finally:
             if world.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

@@ -3,7 +3,7 @@
     python -m benchmarks.tracing --blocks 40 --out docs/benchmarks/tracing.json
 
 Two ranks train the model of examples/demo.toml at its sizes, with one thread each. Blocks of steps
-that are all recorded and blocks of steps that are not take turns in the same processes (one, other,
+that are all recorded and blocks of steps that are not alternate in the same processes (one, other,
 other, one), so that the machine's noise hits both alike; the first step of a block does not count.
 A recorded step includes gathering what all ranks have of it and writing `ledger.json`. The cost of
 one is the median over pairs of blocks of the difference of their median steps, with a 95% interval
@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.ledger import DEMO, RANKS, STEPS, Training, interval
+from benchmarks.flight_recorder import DEMO, RANKS, STEPS, Training, interval
 from meshwright.checkpoint.state import Trained
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.recorder import Recorder
+from meshwright.execute.collective_recorder import CollectiveRecorder
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.world import World
 from meshwright.launch.machine import detect
 from meshwright.spec.loading import Config, load_config
 from meshwright.train.recording import MEMORY_AFTER, Recording
-from meshwright.train.run_folder import Job, RunFolder, TokenizerRecord
+from meshwright.train.run_folder import Job, RunFolder, RunTokenizer
 
 PROFILES: Final = 5
 
@@ -54,7 +54,7 @@ class Traced(Training):
         """Return one that has yet to see a step, and records each from the third."""
         config: Config = load_config(DEMO, ["log.trace=1"])
         machine, folder = detect(config.cluster, {}), RunFolder(self.folder)
-        none = TokenizerRecord("bytes", "", None)
+        none = RunTokenizer("bytes", "", None)
         job = Job(config, self.layout, machine, self.folder, folder, none)
         return Recording(job, self.world, self.trained, 0)
 
@@ -86,10 +86,10 @@ def run_rank(rank: int, folder: str, blocks: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    ledger = Ledger.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
-    with Recorder(ledger):
+    recorder = FlightRecorder.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
+    with CollectiveRecorder(recorder):
         training = Traced(
-            World(rank, RANKS, torch.device("cpu"), store, ledger=ledger), Path(folder)
+            World(rank, RANKS, torch.device("cpu"), store, recorder=recorder), Path(folder)
         )
         training.median(None)  # warms up
         profiles = [training.profile_seconds() for _ in range(PROFILES)]

@@ -1,9 +1,9 @@
-"""What the ledger and the recorder of collectives cost a real training step.
+"""What the flight recorder and the recorder of collectives cost a real training step.
 
-    python -m benchmarks.ledger --blocks 60 --out docs/benchmarks/ledger.json
+    python -m benchmarks.flight_recorder --blocks 60 --out docs/benchmarks/flight_recorder.json
 
 Two ranks train the model of examples/demo.toml at its sizes, with one thread each. Blocks of steps
-with both and with neither take turns in the same processes (one, other, other, one), so that the
+with both and with neither alternate in the same processes (one, other, other, one), so that the
 machine's noise hits both alike; the first step of a block does not count. The cost is the median
 over pairs of blocks of the difference of their median steps, with a 95% interval from resampled
 pairs. Beside it stands what the entries of a step take by themselves, in a loop. The last line is
@@ -30,10 +30,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.execute.build import build, seeded
+from meshwright.execute.collective_recorder import CollectiveRecorder
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.groups import open_groups
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.optimize import Shards
-from meshwright.execute.recorder import Recorder
+from meshwright.execute.products import target_of
 from meshwright.execute.world import World
 from meshwright.launch.machine import detect
 from meshwright.layout import resolve_layout
@@ -51,8 +52,8 @@ STEPS: Final = 6  # of a block, of which the first does not count
 DEMO: Final = Path(__file__).parents[1] / "examples" / "demo.toml"
 
 
-class Silent(Ledger):
-    """A ledger that enters nothing."""
+class Silent(FlightRecorder):
+    """A flight recorder that enters nothing."""
 
     def step(self, step: int) -> None:
         pass
@@ -84,7 +85,7 @@ class Training:
     def __init__(self, world: World) -> None:
         config = load_config(DEMO, [])
         layout = resolve_layout(config, detect(config.cluster, {}))
-        program = lower(config.model, config.train, layout)
+        program = lower(config.model, config.train, layout, target_of(config.train, world.device))
         source = seeded(config.model, config.train.seed)
         self.world, self.layout = world, layout
         self.parallel = build(program, open_groups(layout, world), world.device, source)
@@ -99,7 +100,7 @@ class Training:
         """Do one step as the training loop does, and return its seconds."""
         started = time.perf_counter()
         self.done += 1
-        self.world.ledger.step(self.done)
+        self.world.recorder.step(self.done)
         batch = self.batches[self.done % len(self.batches)]
         found = update(
             self.parallel,
@@ -115,9 +116,9 @@ class Training:
 
     def block(self, *, recorded: bool) -> float:
         """Return the median step of a block."""
-        # The ledger is held in many places: it changes its kind in all of them at once.
-        self.world.ledger.__class__ = Ledger if recorded else Silent
-        with Recorder(self.world.ledger) if recorded else contextlib.nullcontext():
+        # The flight recorder is held in many places: it changes its kind in all of them at once.
+        self.world.recorder.__class__ = FlightRecorder if recorded else Silent
+        with CollectiveRecorder(self.world.recorder) if recorded else contextlib.nullcontext():
             return statistics.median([self.step() for _ in range(STEPS)][1:])
 
 
@@ -127,35 +128,35 @@ def run_rank(rank: int, folder: str, blocks: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    ledger = Ledger.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
-    training = Training(World(rank, RANKS, torch.device("cpu"), store, ledger=ledger))
+    recorder = FlightRecorder.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
+    training = Training(World(rank, RANKS, torch.device("cpu"), store, recorder=recorder))
     for recorded in (True, False):
         training.block(recorded=recorded)  # warms up
     pairs = []
-    entries, moves = ledger._number, ledger._moves
+    entries, moves = recorder._number, recorder._moves
     for number in range(blocks):
         order = (True, False) if number % 2 == 0 else (False, True)
         times = {recorded: training.block(recorded=recorded) for recorded in order}
         pairs.append((times[True], times[False]))
     steps = blocks * STEPS
     if rank == 0:
-        entries, moves = (ledger._number - entries) / steps, (ledger._moves - moves) / steps
+        entries, moves = (recorder._number - entries) / steps, (recorder._moves - moves) / steps
         result = {"layout": training.layout.label, "entries": entries, "moves": moves}
-        result |= {"pairs": pairs, "alone_s": alone(ledger)}
+        result |= {"pairs": pairs, "alone_s": alone(recorder)}
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
-def alone(ledger: Ledger, count: int = 20_000) -> dict[str, float]:
+def alone(recorder: FlightRecorder, count: int = 20_000) -> dict[str, float]:
     """Return the seconds that an entry takes from begin to end, and that a phase takes."""
-    group = ledger.group("a group", (0, 1), "replicate")
+    group = recorder.group("a group", (0, 1), "replicate")
     started = time.perf_counter()
     for _ in range(count):
-        ledger.end(ledger.begin("all_reduce", group, 1 << 20, waits=True))
+        recorder.end(recorder.begin("all_reduce", group, 1 << 20, waits=True))
     entry = (time.perf_counter() - started) / count
     started = time.perf_counter()
     for _ in range(count):
-        ledger.phase("update")
+        recorder.phase("update")
     return {"entry": entry, "phase": (time.perf_counter() - started) / count}
 
 
@@ -177,10 +178,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     without = statistics.median(pair[1] for pair in found["pairs"])
     costs = [(pair[0] - pair[1]) / pair[1] for pair in found["pairs"]]
     low, high = interval(costs)
-    # Each entry moves the ledger twice, when it begins and when it ends; the rest are phases.
+    # Each entry moves the recorder twice, when it begins and when it ends; the rest are phases.
     phases = max(0.0, found["moves"] - 2 * found["entries"])
     own = found["entries"] * found["alone_s"]["entry"] + phases * found["alone_s"]["phase"]
-    command = f"python -m benchmarks.ledger --blocks {args.blocks}"
+    command = f"python -m benchmarks.flight_recorder --blocks {args.blocks}"
     result = {
         "command": command,
         "torch": torch.__version__,

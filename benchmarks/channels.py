@@ -1,9 +1,9 @@
-"""Steps with messages through shared memory beside steps with gloo's, taking turns in one process.
+"""Steps with messages through shared memory beside steps with gloo's, alternating in one process.
 
-    python -m benchmarks.lanes --out docs/benchmarks/lanes.json
+    python -m benchmarks.channels --out docs/benchmarks/channels.json
 
 Two CPU ranks with a core each train the model of `examples/peers.toml`. The ratio is the median of
-the pairs' ratios: above 1, lanes are faster.
+the pairs' ratios: above 1, channels are faster.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ def serve(rank: int, folder: str, precision: str, label: str, pairs: int) -> Non
     take_route(config.train.matmul, device)
     world = World(rank, RANKS, device, store)
     case = Case(config.model, config.train, Layout.parse(label))
-    lane = Stepper(world, case)
+    channel = Stepper(world, case)
     with mock.patch.object(groups, "share", return_value=None):
         gloo = Stepper(world, case)
-    found: dict[Stepper, list[float]] = {gloo: [], lane: []}
+    found: dict[Stepper, list[float]] = {gloo: [], channel: []}
     for step in found:
         seconds(step)
     for turn in range(pairs):
         for step in list(found)[:: -1 if turn % 2 else 1]:
             found[step].append(seconds(step))
     if rank == 0:
-        gloo_s, lane_s = found.values()
-        ratios = [before / after for before, after in zip(gloo_s, lane_s, strict=True)]
+        gloo_s, channel_s = found.values()
+        ratios = [before / after for before, after in zip(gloo_s, channel_s, strict=True)]
         row = {
             "precision": precision,
             "layout": label,
             "gloo_s": round(statistics.median(gloo_s), 3),
-            "lane_s": round(statistics.median(lane_s), 3),
+            "channel_s": round(statistics.median(channel_s), 3),
             "ratio": round(statistics.median(ratios), 3),
             "least": round(min(ratios), 2),
             "most": round(max(ratios), 2),
