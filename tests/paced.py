@@ -16,10 +16,10 @@ from torch import nn
 
 from meshwright.execute.batch import Batch
 from meshwright.execute.deferred import Deferral
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.groups import Link
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.pipeline import Pipeline, Scale
-from meshwright.program.ledger import RankLedger, Span
+from meshwright.program.profile import RankProfile, Span
 
 
 class Carried:
@@ -84,7 +84,7 @@ class PacedStages:
 
     def __init__(self, ranks_of_stage, pp, seconds, clock):
         self.stage_ranks, self.pp, self.seconds, self.clock = ranks_of_stage, pp, seconds, clock
-        self.deferral, self.ledger = Deferral(), Ledger()
+        self.deferral, self.recorder = Deferral(), FlightRecorder()
         self.modules = {
             at: nn.Module() for at, rank in enumerate(ranks_of_stage) if rank == pp.rank
         }
@@ -122,11 +122,11 @@ def performed(world, tables, ranks_of_stage, microbatches, seconds, clock):
     world.barrier()
     batches = [nothing] * microbatches
     Pipeline(stages, tables[world.rank], batches, Scale(torch.ones(()))).run(observe)
-    return RankLedger(world.rank, {"pp": world.rank}, tuple(stages.modules), tuple(spans))
+    return RankProfile(world.rank, {"pp": world.rank}, tuple(stages.modules), tuple(spans))
 
 
 def idle(ranks):
     """Return the share of the ranks' time, from the first start to the last end, without work."""
-    spans = [span for one in ranks for span in one.spans if span.lane == "compute"]
+    spans = [span for one in ranks for span in one.spans if span.track == "compute"]
     length = max(span.end for span in spans) - min(span.start for span in spans)
     return 1 - sum(span.end - span.start for span in spans) / length / len(ranks)

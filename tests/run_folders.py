@@ -4,15 +4,15 @@ import json
 import math
 
 from meshwright.launch.session import prepare_job
-from meshwright.program.ledger import (
+from meshwright.program.lower import lower
+from meshwright.program.profile import (
     MemoryPoint,
-    RankLedger,
+    RankProfile,
     Span,
-    StepLedger,
+    StepProfile,
     Traffic,
     to_json,
 )
-from meshwright.program.lower import lower
 from meshwright.program.timing import end_times
 from meshwright.train.run_folder import create
 from runs import clean_environ
@@ -21,8 +21,8 @@ SECONDS = {"F": 0.010, "I": 0.011, "W": 0.008, "B": 0.019}
 MIB = 2**20
 
 
-def step_ledger(config, layout, source="predicted", slower=1.0, limit=64 * MIB):
-    """A ledger whose actions follow the program's table, each taking a fixed time."""
+def step_profile(config, layout, source="predicted", slower=1.0, limit=64 * MIB):
+    """A profile whose actions follow the program's table, each taking a fixed time."""
     program = lower(config.model, config.train, layout)
     costs = {kind: seconds * slower for kind, seconds in SECONDS.items()}
     done = end_times(program.compute_tables, program.stage_ranks, costs)
@@ -46,7 +46,7 @@ def step_ledger(config, layout, source="predicted", slower=1.0, limit=64 * MIB):
         spans.append(Span("host", "reduce", 0.001 + finish, 0.003 + finish))
         spans.append(Span("host", "update", 0.003 + finish, 0.006 + finish))
         memory.append(MemoryPoint("update", 0.006 + finish, {**kinds, "optimizer": 16 * MIB}))
-        work = sum(span.seconds for span in spans if span.lane == "compute")
+        work = sum(span.seconds for span in spans if span.track == "compute")
         causes = {"compute": work, "optimizer": 0.003, "input": 0.001, "data": 0.002}
         causes["bubble"] = finish - work
         traffic = [Traffic("all_reduce", "world", 8, 1, 0.001)]
@@ -57,9 +57,9 @@ def step_ledger(config, layout, source="predicted", slower=1.0, limit=64 * MIB):
         held_stages = tuple(stage.index for stage in program.held(place))
         at = dict(layout.mesh.coordinates(rank))
         ranks.append(
-            RankLedger(rank, at, held_stages, tuple(spans), tuple(memory), tuple(traffic), causes)
+            RankProfile(rank, at, held_stages, tuple(spans), tuple(memory), tuple(traffic), causes)
         )
-    return StepLedger(
+    return StepProfile(
         source,
         layout.model_dump(mode="json"),
         layout.label,
@@ -111,7 +111,7 @@ def events_of(config, world, steps=40):
     yield {"event": "end", "step": steps, "loss": 2.5, "stopped": False}
 
 
-def write_run(config, *, ledger=True, events=None, more=(), slower=1.2):
+def write_run(config, *, profile=True, events=None, more=(), slower=1.2):
     """Write a run folder as a finished run leaves it and return its path."""
     job = prepare_job(config, clean_environ())
     create(job)
@@ -119,10 +119,10 @@ def write_run(config, *, ledger=True, events=None, more=(), slower=1.2):
     said = list(events_of(config, job.layout.world)) if events is None else list(events)
     lines = [json.dumps(event) for event in [*said, *more]]
     job.folder.events.write_text("".join(f"{line}\n" for line in lines))
-    if ledger:
-        ledgers = [
-            step_ledger(config, job.layout),
-            step_ledger(config, job.layout, "measured", slower),
+    if profile:
+        profiles = [
+            step_profile(config, job.layout),
+            step_profile(config, job.layout, "measured", slower),
         ]
-        (path / "ledger.json").write_text(json.dumps(to_json(ledgers)))
+        (path / "ledger.json").write_text(json.dumps(to_json(profiles)))
     return path

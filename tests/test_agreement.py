@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.predict.ledger import predicted_ledger
-from meshwright.program.ledger import RankLedger, StepLedger
+from meshwright.predict.profile import predicted_profile
 from meshwright.program.lower import lower
+from meshwright.program.profile import RankProfile, StepProfile
 from meshwright.report.agreement import agreement
 from meshwright.report.terminal import summary
 from meshwright.search.plan import on_cluster, setting_of
@@ -27,7 +27,7 @@ LENGTH_S = 2.5
 def planned(label):
     layout = Layout.parse(label)
     found = on_cluster(setting_of(load_config(None, WORDS)), layout)
-    return predicted_ledger(found, layout), lower(found.model, found.train, layout)
+    return predicted_profile(found, layout), lower(found.model, found.train, layout)
 
 
 def as_planned(world, label, seconds=None):
@@ -38,7 +38,7 @@ def as_planned(world, label, seconds=None):
     plan, program = planned(label)
     scale = 1.0 if seconds is None else seconds / plan.step_time_s
     mine = plan.ranks[world.rank].spans
-    took = {(s.name, s.stage): scale * s.seconds for s in mine if s.lane == "compute"}
+    took = {(s.name, s.stage): scale * s.seconds for s in mine if s.track == "compute"}
     sent = max(span.seconds for span in mine if span.name in ("SEND_F", "SEND_B"))
     clock = Carried(sent) if seconds is None else Slept()
     return performed(world, program.tables, program.stage_ranks, program.microbatches, took, clock)
@@ -51,7 +51,7 @@ LABELS = ("pp4 1f1b mb1", "pp4 interleaved_1f1b v2 mb1", "pp4 interleaved_zero_b
 def test_four_stages_go_as_planned(label):
     plan, _ = planned(label)
     ranks = tuple(on_ranks(4, as_planned, label=label))
-    found = agreement(plan, StepLedger("measured", {}, label, "cpu", ranks))
+    found = agreement(plan, StepProfile("measured", {}, label, "cpu", ranks))
     assert found.difference is None
     assert 0.05 < found.planned < 0.4
     assert abs(found.points) < POINTS
@@ -64,7 +64,7 @@ def test_four_stages_that_sleep_go_as_planned(label):
     plan, _ = planned(label)
     on_ranks(4, as_planned, label=label, seconds=0.05)  # connects the ranks
     ranks = tuple(on_ranks(4, as_planned, label=label, seconds=LENGTH_S))
-    found = agreement(plan, StepLedger("measured", {}, label, "cpu", ranks))
+    found = agreement(plan, StepProfile("measured", {}, label, "cpu", ranks))
     assert found.difference is None
     assert abs(found.points) < POINTS_SLEPT
     works = [span for one in ranks for span in one.spans]
@@ -77,7 +77,7 @@ def test_the_first_difference_is_named():
     measured = replace(plan, source="measured", step=3)
     assert agreement(plan, measured).words.startswith("every rank did its actions in the planned")
     second = plan.ranks[1]
-    work = [span for span in second.spans if span.lane == "compute"]
+    work = [span for span in second.spans if span.track == "compute"]
     swapped = [work[1]._replace(start=work[0].start), work[0]._replace(start=work[1].start)]
     changed = replace(second, spans=(*swapped, *work[2:]))
     found = agreement(plan, replace(measured, ranks=(plan.ranks[0], changed, *plan.ranks[2:])))
@@ -101,4 +101,4 @@ def test_what_agrees_is_said_beside_the_charts():
     text = summary([plan, measured]).plain
     assert "0.0 points more" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
-    assert agreement(plan, replace(measured, ranks=(RankLedger(0, {"pp": 0}),))) is None
+    assert agreement(plan, replace(measured, ranks=(RankProfile(0, {"pp": 0}),))) is None

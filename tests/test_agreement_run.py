@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from meshwright.launch.session import train
-from meshwright.program.ledger import from_json, of_source
+from meshwright.program.profile import from_json, of_source
 from meshwright.report.agreement import agreement
 from meshwright.report.trace import chrome_trace
 from meshwright.spec.loading import load_config
@@ -25,11 +25,11 @@ def came_in_time(measured):
         (span.name, span.stage, span.microbatch): span.end
         for one in measured.ranks
         for span in one.spans
-        if span.lane == "compute"
+        if span.track == "compute"
     }
     last = max(stage for _, stage, _ in ended)
     for one in measured.ranks:
-        work = sorted((s for s in one.spans if s.lane == "compute"), key=lambda span: span.start)
+        work = sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
         for before, after in pairwise(work):  # a rank does one thing at a time
             assert before.end <= after.start + 1e-6
         for span in work:
@@ -53,12 +53,12 @@ def test_four_ranks_do_their_actions_in_the_planned_order(tmp_path, monkeypatch,
         f"layout.virtual_stages={virtual}",
     ]
     run = train(load_config(None, words), clean_environ(), io.StringIO())
-    ledgers = from_json(json.loads((run.folder / "ledger.json").read_text()))
-    planned, measured = of_source(ledgers, "predicted"), of_source(ledgers, "measured")
+    profiles = from_json(json.loads((run.folder / "ledger.json").read_text()))
+    planned, measured = of_source(profiles, "predicted"), of_source(profiles, "measured")
     found = agreement(planned, measured)
     assert found.difference is None
     assert [one.rank for one in measured.ranks] == [0, 1, 2, 3]
     assert found.measured == pytest.approx(idle(measured.ranks))
     came_in_time(measured)
-    events = [event for event in chrome_trace(ledgers)["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == sum(len(one.spans) for each in ledgers for one in each.ranks)
+    events = [event for event in chrome_trace(profiles)["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == sum(len(one.spans) for each in profiles for one in each.ranks)

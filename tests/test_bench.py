@@ -14,8 +14,8 @@ from meshwright.bench import shares
 from meshwright.bench.device import saturation
 from meshwright.cli.main import main
 from meshwright.execute import shared
-from meshwright.execute.borders import all_reduce
 from meshwright.execute.groups import open_groups
+from meshwright.execute.tp_regions import all_reduce
 from meshwright.execute.world import World, exchange
 from meshwright.layout import Layout
 from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
@@ -121,7 +121,7 @@ def test_an_operation_is_of_the_kind_of_what_called_it():
     assert kind("Optimizer.step#AdamW.step", "aten::lerp_") == "optimizer"
     assert kind("AddBackward0", "aten::sum") == "other operations"
     assert kind("_Gather", "c10d::allgather_", "aten::empty") is None
-    assert kind("_LossBackward", "meshwright_lane::wait_tensor", "aten::add") is None
+    assert kind("_LossBackward", "meshwright_channel::wait_tensor", "aten::add") is None
 
 
 def seconds_by_kind(world, *, in_parts):
@@ -131,9 +131,9 @@ def seconds_by_kind(world, *, in_parts):
     """
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     link = open_groups(Layout.parse("tp2"), fresh).tp
-    lane = shared.lane_of(link.required)
+    channel = shared.channel_of(link.required)
     numbers, took = torch.rand(1 << 21), []
-    key, wait = exchange(uuid.uuid4().hex, dist.group.WORLD)[0], fresh.ledger.wait
+    key, wait = exchange(uuid.uuid4().hex, dist.group.WORLD)[0], fresh.recorder.wait
 
     def waits(*entries):
         wait(*entries)
@@ -145,20 +145,20 @@ def seconds_by_kind(world, *, in_parts):
         took.append(time.perf_counter() - began)
 
     def step():
-        fresh.ledger.step(1)
+        fresh.recorder.step(1)
         if world.rank == 1:
             fresh.store.wait([f"{key}/0"])
             time.sleep(LATE_S)
         x = torch.ones(8)
         if in_parts:
             entry = shared.enter("all_reduce", 32, link.required)
-            number = lane.leave_pieces([x], x.dtype, [8, 8], compute)
+            number = channel.leave_pieces([x], x.dtype, [8, 8], compute)
             shared.Left(link.required, number, [entry]).wait()
         else:
             with mock.patch.object(shared, "_sum", compute):
                 all_reduce(x, link)
 
-    fresh.ledger.wait = waits
+    fresh.recorder.wait = waits
     step()
     key += "/again"
     return shares.shares(fresh, step, pp=1, dp=1), took[-1]

@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from meshwright.cli.main import main
 from meshwright.data import open_data
 from meshwright.launch.match import Entrant, line_up, random_tokens, table
-from meshwright.launch.peers.catalogue import PEERS, Sizes, ranks_of
+from meshwright.launch.peers.catalogue import PEERS, PeerSizes, ranks_of
 from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Task
 from meshwright.launch.peers.llama import Llama
 from meshwright.launch.peers.native import train
 from meshwright.spec.training import DataSpec
 from ranks import on_ranks
 
-TINY = Sizes(vocab=64, dim=16, layers=2, heads=2, ffn=32, seq=16, batch=8)
+TINY = PeerSizes(vocab=64, dim=16, layers=2, heads=2, ffn=32, seq=16, batch=8)
 
 
 STEPS = 4
@@ -87,6 +87,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow  # every mode's losses, the table and the line-up are tested above
 def test_peers_run_side_by_side(tmp_path, capsys):
     out, earlier = tmp_path / "peers.json", tmp_path / "earlier.json"
     chosen = {"mode": "single", "system": "native", "microbatch": 2}

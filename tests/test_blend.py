@@ -128,8 +128,8 @@ def test_other_weights_are_another_run(sources, tmp_path):
     for then, now in ((0, 1), (1, 2), (1, 0)):
         manifest = {"step": 3, "identity": found[then]}
         with pytest.raises(CheckpointError, match=r"weights was .*--allow-changed weights"):
-            refuse_changed(manifest, found[now], ())
-        refuse_changed(manifest, found[now], ("weights",))
+            refuse_changed(manifest, found[now], "", ())
+        refuse_changed(manifest, found[now], "", ("weights",))
 
 
 def test_a_run_tells_how_often_it_reads_each_source(sources, config, tmp_path, capsys):

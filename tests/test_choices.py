@@ -10,7 +10,7 @@ from meshwright.launch.rank_environ import ALLOCATOR, rank_environ, sets_allocat
 from meshwright.layout import Layout, Machine
 from meshwright.predict.calibration import as_toml
 from meshwright.search.choices import choices, rows_of
-from meshwright.search.compiling import Choice
+from meshwright.search.compiling import CompileChoice
 from meshwright.search.plan import setting_of
 from meshwright.spec.loading import load_config
 
@@ -29,7 +29,7 @@ MEASURED = {
     "blocks.rows.8.bf16": 1e-6,
     "blocks.message": 2.0**20,
     "blocks.sum.gloo": 3e-3,
-    "blocks.sum.lane": 1e-3,
+    "blocks.sum.channel": 1e-3,
 }
 
 
@@ -43,7 +43,9 @@ def here(tmp_path):
 def test_each_choice_has_its_gain_and_what_changes_it(here):
     config = load_config(None, here)
     setting, layout = setting_of(config), Layout.parse("tp2 mb8")
-    found = {one.what: one for one in choices(config, setting, layout, Choice(True, "it pays"))}
+    found = {
+        one.what: one for one in choices(config, setting, layout, CompileChoice(True, "it pays"))
+    }
     gains = {what: one.gain for what, one in found.items()}
     expected = {"products": 1.25, "blocks": 1.1, "memory": 1.5, "microbatch": 1.2, "messages": 3}
     assert gains == pytest.approx(expected)
@@ -57,7 +59,7 @@ def test_each_choice_has_its_gain_and_what_changes_it(here):
 
 def told_of(words, layout):
     config = load_config(None, words)
-    choice = Choice(False, "as asked for")
+    choice = CompileChoice(False, "as asked for")
     found = choices(config, setting_of(config), Layout.parse(layout), choice)
     return {one.what: one for one in found}
 

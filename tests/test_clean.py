@@ -9,7 +9,8 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.cli.clean import format_age
-from meshwright.launch.disk import Choice, Entry, size_of
+from meshwright.launch.disk import DiskEntry, DiskSelection, size_of
+from meshwright.launch.elastic import Word
 from meshwright.launch.lock import RunLock
 
 DAY = 86400
@@ -30,8 +31,13 @@ def runs(tmp_path, monkeypatch):
     (tmp_path / "runs" / "latest").symlink_to("old")
     (tmp_path / "runs" / "notes").mkdir()
     (tmp_path / "runs" / "notes" / "plan.md").write_text("mine")
-    (tmp_path / "runs" / ".job-1").write_text(str(tmp_path / "runs" / "old"))
+    (tmp_path / "runs" / ".job-1").write_text(word_of(tmp_path / "runs" / "old"))
     return tmp_path / "runs"
+
+
+def word_of(folder):
+    """What a job that is to come back leaves of its run."""
+    return json.dumps(Word(str(folder), "", "", [], None, [])._asdict())
 
 
 def left(runs):
@@ -96,7 +102,9 @@ def test_links_are_not_followed(runs, tmp_path, capsys):
     (runs / "linked").symlink_to(runs / "new")
     code, lines = clean(capsys, "--keep", "0", "--delete")
     assert code == 1
-    assert lines[-2] == "not removed: runs/mid: runs/mid/lock is a link"
+    assert lines[-2] == (
+        "not removed: runs/mid: runs/mid/lock is a link, and nothing is written through it"
+    )
     assert (kept / "file").read_text() == "mine"
     assert "old" not in left(runs)
 
@@ -139,11 +147,11 @@ def test_json_says_what_went(runs, capsys):
 
 
 def test_both_choices_have_to_agree(tmp_path):
-    made = [Entry(tmp_path / str(days), 1, -days * DAY, "") for days in range(5)]
-    assert Choice(keep=3).of(made, now=0.0) == made[3:]
-    assert Choice(age_s=2 * DAY).of(made, now=0.0) == made[2:]
-    assert Choice(keep=1, age_s=3 * DAY).of(made, now=0.0) == made[3:]
-    assert Choice().of(made, now=0.0) == []
+    made = [DiskEntry(tmp_path / str(days), 1, -days * DAY, "") for days in range(5)]
+    assert DiskSelection(keep=3).of(made, now=0.0) == made[3:]
+    assert DiskSelection(age_s=2 * DAY).of(made, now=0.0) == made[2:]
+    assert DiskSelection(keep=1, age_s=3 * DAY).of(made, now=0.0) == made[3:]
+    assert DiskSelection().of(made, now=0.0) == []
 
 
 def test_sizes_and_ages(tmp_path):

@@ -229,6 +229,6 @@ def test_what_a_forward_keeps_is_counted():
 def test_blocks_are_compiled_to_be_measured():
     found = compiling(torch.device("cpu"), small_case(), 0.01)
     assert list(found) == [f"compile.{what}.bf16" for what in ("gain", "memory", "seconds")]
-    assert 0.1 < found["compile.memory.bf16"] < 1
+    assert 0.1 < found["compile.memory.bf16"] <= 1  # a Xeon with AMX keeps all of it
     assert found["compile.gain.bf16"] > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -72,9 +72,26 @@ def errors(core, kind, tensors, segments=None, expected=None, group=None):
     return [(w / b.double().abs().max()).item() for w, b in zip(worst, expected, strict=True)]
 
 
-def check(core, kind, tensors, segments=None, below=1e-6, **rest):
-    for name, error in zip(NAMES, errors(core, kind, tensors, segments, **rest), strict=True):
-        assert error < below, f"{name} is off by {error:.2e}"
+def of_one_device(tensors, segments=None):
+    """The exact result and gradients, and what one device's in the tensors' dtype are off by."""
+    exact = whole(*(x.double() for x in tensors), segments)
+    alone = whole(*tensors, segments)
+    off = [(a - b).abs().max() / b.abs().max() for a, b in zip(alone, exact, strict=True)]
+    return exact, [x.item() for x in off]
+
+
+def check(core, kind, tensors, segments=None, group=None):
+    """In fp32 about as far from the exact values as one device, in fp64 next to nothing.
+
+    A rank adds up other partial sums than one device: which of the two is farther off differs by
+    processor.
+    """
+    exact, alone = of_one_device(tensors, segments)
+    found = errors(core, kind, tensors, segments, exact, group)
+    is_exact = tensors[0].dtype == torch.float64
+    few = 1e-12 if is_exact else 8 * torch.finfo(tensors[0].dtype).eps
+    for name, error, one in zip(NAMES, found, alone, strict=True):
+        assert error < one + few, f"{name} is off by {error:.2e}, one device's by {one:.2e}"
 
 
 # Documents of a row of 64 tokens. With 4 ranks the chunks are of 8 and 16 tokens, with 2 of 16 and
@@ -116,7 +133,7 @@ def equals_whole_attention(world, kind, heads, kv_heads):
         tensors = draw(1, batch=4, heads=heads, kv_heads=kv_heads)
         check(core, kind, tensors, segments)
         wide = draw(1, batch=4, heads=heads, kv_heads=kv_heads, dtype=torch.float64)
-        check(core, kind, wide, segments, below=1e-12)
+        check(core, kind, wide, segments)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -130,7 +147,7 @@ def plain_block_in_the_ring(world, packed):
     segments = PACKED if packed else None
     for kv_heads in (1, 2, 8):
         check(core, "ring", draw(2, batch=4, kv_heads=kv_heads), segments)
-    check(core, "ring", draw(2, batch=4, dtype=torch.float64), segments, below=1e-12)
+    check(core, "ring", draw(2, batch=4, dtype=torch.float64), segments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -167,9 +184,8 @@ def test_random_segments_and_shapes(world):
         rate = torch.rand((), generator=make)
         starts = torch.rand(batch, 8 * chunk, generator=make) < rate * rate
         segments = starts.int().cumsum(1)
-        expected = whole(*tensors, segments)
         for kind, core in (*cores.items(), ("ring", plain)):
-            check(core, kind, tensors, segments, expected=expected)
+            check(core, kind, tensors, segments)
 
 
 @ranks(2)
@@ -184,7 +200,7 @@ def test_large_scores_merge_stably(world):
     tensors = draw(5, dtype=torch.float64)
     tensors[0] = tensors[0] * 300
     for block in (None, block_attention.plain()):
-        check(Ring(dist.group.WORLD, block), "ring", tensors, below=1e-12)
+        check(Ring(dist.group.WORLD, block), "ring", tensors)
 
 
 def averaged(out, lse, part, part_lse):

@@ -154,6 +154,17 @@ def test_an_impossible_id_is_named_by_verify_and_by_the_sampler(store, outcome):
     steps = np.concatenate([sampler.windows(step) for step in range(sampler.samples)])
     first = open_store(store).shards[0].tokens
     bad = int(np.argmax(steps == (len(first) + 3) // 4))
+    with outcome.refused(DataError, r"tokens-00001\.bin is damaged within bytes 0-\d+"):
+        sampler.rows(bad)
+    # Where it was written so
+
+    def fit(body):
+        found = files.hash_file(path)
+        record = body["shards"][1]["tokens_file"]
+        record.update(sha256=found.sha256, blocks=list(found.blocks))
+
+    rewrite_manifest(store, fit)
+    sampler = open_data(DataSpec(source=str(store), validation=0.0), store).sampler("train", 4, 1)
     with outcome.refused(DataError, named):
         sampler.rows(bad)
 

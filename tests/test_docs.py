@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.fault_cases import CASES
 
 from meshwright.cli import main
 from meshwright.cli.common import read_config
@@ -30,6 +31,8 @@ TINY = [
     *("data.source=corpus", "data.cache=cache", "cluster.device=cpu", "checkpoint.every=0"),
 ]
 ONE_RANK = "layout.dp_replicate=1"
+# Pages whose commands take ten seconds and more; tests of their commands: bench, prove, simulate.
+LONG = ("bench.md", "prove.md", "simulate.md")
 NETWORK = ("tinystories", "hf:", "stories", "lambada")
 
 
@@ -76,8 +79,13 @@ def overridden(words):
     return [*words, *TINY, ONE_RANK]
 
 
+def by_length(page):
+    marks = [pytest.mark.slow] if page.name in LONG else []
+    return pytest.param(page, marks=marks)
+
+
 @pytest.mark.timeout(600)  # a page may prove, train and resume
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.parametrize("page", [*map(by_length, PAGES)], ids=ids)
 def test_commands(page, workplace, capsys):
     has_run, steps = False, 2
     for words, code in commands(page):
@@ -198,6 +206,12 @@ def test_links(page):
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+def test_the_dockerfile_takes_what_is_there():
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied
+    assert all((ROOT / file).exists() for line in copied for file in line.split())
+
+
 def test_make_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {t for page in PAGES for t in re.findall(r"[`\n]make ([\w-]+)", page.read_text())}
@@ -221,7 +235,7 @@ def test_every_fault_case_has_a_test_and_a_measured_row():
     for path in (ROOT / "tests").glob("test_*.py"):
         for numbers in re.findall(r"mark\.case\(([\d, ]+)\)", path.read_text()):
             marked |= set(map(int, numbers.split(",")))
-    assert marked == set(range(1, 30))
+    assert marked == set(CASES)
     page = (ROOT / "docs/fault-cases.md").read_text()
     told, _, measured = page.partition("<!-- measured: begin -->")
     row = re.compile(r"^\| ([\d, ]+) \| ", re.MULTILINE)

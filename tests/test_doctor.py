@@ -1,4 +1,4 @@
-"""Who waits for whom, from ledgers alone; and what `doctor` says of machines, configs and runs."""
+"""Who waits for whom, from recorders; and what `doctor` says of machines, configs and runs."""
 
 import json
 import os
@@ -10,13 +10,14 @@ import pytest
 from faulty import start_train, wait_for, wait_for_steps
 from meshwright.cli import main
 from meshwright.errors import RankFailed
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.launch import diagnosis
 from meshwright.launch.diagnosis import diagnose
 from meshwright.launch.doctor import examine_config, examine_machine
 from meshwright.launch.explain import Witness, explain, mismatch
-from meshwright.launch.session import train
+from meshwright.launch.session import prepare_job, train
 from meshwright.launch.watchdog import Watchdog
+from meshwright.spec.words import busy
 from meshwright.train.events import JsonLines
 from meshwright.train.run_folder import RunFolder
 from runs import clean_environ
@@ -38,32 +39,34 @@ def clock():
 
 
 @pytest.fixture
-def ledgers(tmp_path, clock):
+def recorders(tmp_path, clock):
     """Two ranks in step 4 that have done the same three collectives."""
     (tmp_path / "logs").mkdir()
     folder = RunFolder(tmp_path)
-    made = [Ledger.open(folder.ledger(rank), rank, 2, clock=clock) for rank in (0, 1)]
-    for ledger in made:
+    made = [
+        FlightRecorder.open(folder.flight_recorder(rank), rank, 2, clock=clock) for rank in (0, 1)
+    ]
+    for recorder in made:
         for name, label in (("1", "tp"), ("2", "data")):
-            ledger.group(name, (0, 1), label)
-        ledger.step(4)
+            recorder.group(name, (0, 1), label)
+        recorder.step(4)
         for _ in range(3):
-            ledger.end(ledger.begin("all_reduce", 0, 64, waits=True))
+            recorder.end(recorder.begin("all_reduce", 0, 64, waits=True))
     return folder, made
 
 
 def said(folder, *processes):
-    from meshwright.execute.ledger_file import read_ledger
+    from meshwright.execute.flight_recorder_file import read_flight_recorder
 
     found = [
-        Witness(rank, read_ledger(folder.ledger(rank)), process)
+        Witness(rank, read_flight_recorder(folder.flight_recorder(rank)), process)
         for rank, process in enumerate(processes)
     ]
     return explain(found), found
 
 
-def test_ranks_that_wait_for_each_other_are_both_named(ledgers):
-    folder, (first, second) = ledgers
+def test_ranks_that_wait_for_each_other_are_both_named(recorders):
+    folder, (first, second) = recorders
     first.begin("all_gather", 0, 128, waits=True)
     second.begin("all_reduce", 1, 8, waits=True)
     text, found = said(folder, "sleeping", "sleeping")
@@ -74,8 +77,8 @@ def test_ranks_that_wait_for_each_other_are_both_named(ledgers):
     assert mismatch(found) == ""
 
 
-def test_the_first_collective_that_differs_is_named_though_later_ones_do_too(ledgers):
-    folder, (first, second) = ledgers
+def test_the_first_collective_that_differs_is_named_though_later_ones_do_too(recorders):
+    folder, (first, second) = recorders
     first.phase("reduce")
     for kind, size in (("all_reduce", 8), ("all_gather", 16)):
         first.end(first.begin(kind, 0, size, waits=True))
@@ -87,8 +90,8 @@ def test_the_first_collective_that_differs_is_named_though_later_ones_do_too(led
     )
 
 
-def test_a_receive_names_the_sender_that_has_not_sent(ledgers):
-    folder, (first, second) = ledgers
+def test_a_receive_names_the_sender_that_has_not_sent(recorders):
+    folder, (first, second) = recorders
     second.begin("send", 0, 32, peer=0)
     second.action("B", 1, 0)
     for _ in range(2):
@@ -102,21 +105,21 @@ def test_a_receive_names_the_sender_that_has_not_sent(ledgers):
     )
 
 
-def test_silent_gone_and_late_ranks_are_told_apart(ledgers, tmp_path):
-    folder, (first, second) = ledgers
+def test_silent_gone_and_late_ranks_are_told_apart(recorders, tmp_path):
+    folder, (first, second) = recorders
     second.phase("update")
     text, _ = said(folder, "running", "gone")
     assert "rank 0 is silent for" in text
     assert "in step 4, data (running)" in text
     assert "rank 1 is gone, last seen in step 4, update" in text
     first.begin("all_reduce", 0, 8, waits=True)
-    folder.ledger(1).unlink()
+    folder.flight_recorder(1).unlink()
     text, _ = said(folder, "sleeping", "running")
     assert text == "rank 1 has not begun; rank 0 waits in all_reduce #4 of tp (8 bytes)"
 
 
-def test_the_watchdog_waits_for_the_last_move_of_any_rank(ledgers, clock):
-    folder, (first, _) = ledgers
+def test_the_watchdog_waits_for_the_last_move_of_any_rank(recorders, clock):
+    folder, (first, _) = recorders
     watchdog, off = (Watchdog(folder, 2, seconds, clock) for seconds in (30.0, 0))
     pids = [os.getpid(), os.getpid()]
     assert watchdog.look(pids) is None
@@ -142,21 +145,23 @@ def test_the_watchdog_waits_for_the_last_move_of_any_rank(ledgers, clock):
         (0.6, 0.4, None),  # for less than twice as long as the other
     ],
 )
-def test_a_slow_rank_is_the_one_that_does_not_wait(ledgers, clock, first_waits, second_waits, slow):
-    folder, both = ledgers
+def test_a_slow_rank_is_the_one_that_does_not_wait(
+    recorders, clock, first_waits, second_waits, slow
+):
+    folder, both = recorders
     watchdog = Watchdog(folder, 2, 0, clock)
     watchdog.look([1, 1])
 
     def steps(count):
         for _ in range(count):
             began = clock.now
-            for ledger, waits in zip(both, (first_waits, second_waits), strict=True):
+            for recorder, waits in zip(both, (first_waits, second_waits), strict=True):
                 clock.now = began + 1 - waits
-                entry = ledger.begin("all_reduce", 0, 8, waits=True)
+                entry = recorder.begin("all_reduce", 0, 8, waits=True)
                 clock.now = began + 1
-                ledger.end(entry)
-            for ledger in both:
-                ledger.step(steps.next)
+                recorder.end(entry)
+            for recorder in both:
+                recorder.step(steps.next)
             steps.next += 1
 
     steps.next = 5
@@ -201,7 +206,11 @@ def test_a_config_is_examined_and_leaves_nothing_behind(config, tmp_path):
     assert found["checkpoints"].text.endswith("checkpoint.dir or log.dir sets where")
     assert {one.state for one in found.values()} == {"bad"}
     tight = {one.name: one for one in examine_config(config("cluster.memory=1KiB"), {})}
-    assert "but cluster.memory = 1.00 KiB" in tight["peak"].text
+    assert "cluster.memory = 1.00 KiB is less than a rank needs" in tight["peak"].text
+    words = ["train.batch=64", "train.seq_len=1024", "layout.microbatch=32"]
+    words.append("cluster.memory=64MiB")
+    over = {one.name: one for one in examine_config(config(*words), {})}
+    assert "but cluster.memory = 64.00 MiB" in over["peak"].text
 
 
 def test_a_run_that_is_done_and_one_whose_rank_was_killed(config, tmp_path, capsys):
@@ -257,3 +266,11 @@ def test_a_run_that_hangs_is_explained_while_it_does(corpus, tmp_path, monkeypat
         process.communicate(timeout=30)
     # A rank that is killed is there until the system has taken its memory back.
     wait_for(lambda: diagnose(folder).state == "failed", "the run is seen to have failed")
+
+
+def test_how_busy_the_machine_is_stays_with_the_run(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
+    (told,) = [one for one in examine_machine({}, tmp_path) if one.name == "load"]
+    machine = prepare_job(config(), clean_environ()).machine
+    assert (told.state, told.text) == ("note", busy(99.0, machine.cores))
+    assert machine.load == 99.0

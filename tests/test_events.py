@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
+import time
 import traceback
 
 import pytest
@@ -88,6 +90,45 @@ def test_what_never_finds_room_is_told(tmp_path):
     assert said[-1].endswith("events.jsonl lacks the last 1 events: the disk is full")
 
 
+class Short:
+    """A file that has room for a part of the next line only, and lets another process write."""
+
+    def __init__(self, file, meanwhile):
+        self._file, self._meanwhile = file, meanwhile
+
+    def write(self, line):
+        self._file.write(line[:9])
+        self._meanwhile()
+        return 9
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.case(41)
+def test_what_is_cut_off_again_is_ones_own(tmp_path, outcome):
+    """The supervisor writes between a short write of rank 0 and its repair: it has to wait."""
+    path, said = tmp_path / "events.jsonl", []
+    mine, other = (JsonLines(path, said.append) for _ in "12")
+    mine.write({"event": "step", "step": 1})
+    writer = threading.Thread(target=lambda: other.write({"event": "slow_rank"}))
+
+    def meanwhile():
+        writer.start()
+        writer.join(0.2)
+
+    whole, mine._file = mine._file, Short(mine._file, meanwhile)
+    started = time.monotonic()
+    mine.write({"event": "step", "step": 2})
+    writer.join()
+    mine._file = whole
+    mine.close()
+    other.close()
+    assert [event.get("step") for event in read(path)] == [1, None, 2]
+    assert said[1].endswith("it has all events, 1 of them late")  # written as it was closed
+    outcome.add(None, said[0].replace(str(path), "events.jsonl"), time.monotonic() - started)
+
+
 FILL = """
 from pathlib import Path
 from meshwright.train.events import JsonLines
@@ -110,7 +151,8 @@ JsonLines.write = write
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root, who mounts one")
-def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path):
+@pytest.mark.case(41)
+def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path, outcome):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]
@@ -124,7 +166,7 @@ def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path):
                 noticed.touch()
             return super().write(text)
 
-    out = Terminal()
+    out, started = Terminal(), time.monotonic()
     fill = FILL.replace("FILLER", repr(str(disk / "filler")))
     try:
         run = train(
@@ -137,6 +179,8 @@ def test_training_goes_on_while_the_logs_disk_is_full(config, tmp_path):
             command=faulty_worker(fill.replace("NOTICED", repr(str(noticed)))),
         )
         assert run.exit_code == 0
+        (said,) = [line for line in out.getvalue().splitlines() if " is full" in line]
+        outcome.add(None, said.replace(str(disk), "..."), time.monotonic() - started)
         assert [event["step"] for event in run.events("step")] == [1, 2, 3, 4, 5, 6]
         log = (run.folder / "logs" / "rank-0.log").read_text()
         assert "events.jsonl can be written again; it has all events, 4 of them late" in log

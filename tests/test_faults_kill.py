@@ -101,7 +101,7 @@ def test_a_rank_killed_in_a_save(go, whole, place, beside):
     assert restart["from_step"] == (4 if is_committed else 2)
     assert of(events, "start")[1]["from_step"] == restart["from_step"]
     root = folder / "checkpoints"
-    assert {path.name for path in root.iterdir()} == {step_name(6), "latest"}
+    assert {path.name for path in root.iterdir()} == {step_name(6), "latest", "lock"}
     assert (root / "latest").read_text().strip() == step_name(6)
     assert last_files(folder) == whole()
 

@@ -30,7 +30,8 @@ from faulty import (
 from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError
 from meshwright.launch.lock import RunLock
-from meshwright.launch.session import Resume, train
+from meshwright.launch.resuming import Resume
+from meshwright.launch.session import train
 from runs import clean_environ, rank_pids
 
 LONG = ["train.steps=100000", "layout.dp_replicate=2"]

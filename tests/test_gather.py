@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.execute import interfaces
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.launch import gather
 from meshwright.launch.diagnosis import diagnose
 from meshwright.launch.explain import ELSEWHERE, explain, witnesses
@@ -34,24 +34,25 @@ class Kept(dict):
 
 
 def told(folder, **changes):
-    known = {"folder": str(folder), "mark": "x", "texts": {"plan.json": "{}"}}
-    return {**known, "seen": [str(folder / "lock")], **changes}
+    seen = {str(folder / "lock"): "x", str(folder / "checkpoints" / "lock"): "y"}
+    return {"folder": str(folder), "texts": {"plan.json": "{}"}, "seen": seen, **changes}
 
 
 def test_a_node_sees_a_folder_by_the_lock_that_rank_0_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(gather, "_LOOK_S", 0.0)
-    (tmp_path / "lock").write_text("x")
+    (tmp_path / "checkpoints").mkdir()
+    for name, text in (("", "x"), ("checkpoints", "y")):
+        (tmp_path / name / "lock").write_text(text)
     assert sight(told(tmp_path)) == [True, True]
     (tmp_path / "lock").write_text("another run's")
-    assert sight(told(tmp_path)) == [False, False]
-    (tmp_path / ".seen").write_text("x")
-    both = [str(tmp_path / "lock"), str(tmp_path / ".seen")]
-    assert sight(told(tmp_path, seen=both)) == [False, True]
+    assert sight(told(tmp_path)) == [False, True]
 
 
 def test_nodes_that_cannot_save_together_are_refused(tmp_path):
     check_sights(told(tmp_path), [("a", [True, True]), ("b", [False, True])])
-    with pytest.raises(ConfigError, match=rf"b cannot see {tmp_path}, .*checkpoint.dir on one"):
+    with pytest.raises(
+        ConfigError, match=rf"b cannot see {tmp_path}/checkpoints, .*checkpoint.dir on one"
+    ):
         check_sights(told(tmp_path), [("a", [True, True]), ("b", [False, False])])
 
 
@@ -61,14 +62,14 @@ def test_what_a_rank_has_left_is_gathered_whole(tmp_path):
         make_copy(told(folder.path))
     there.log(1).write_text("said\n" * 200_000)
     there.failure(1).write_text('{"rank": 1}')
-    Ledger.open(there.ledger(1), 1, 2).step(7)
+    FlightRecorder.open(there.flight_recorder(1), 1, 2).step(7)
     Gathering(store, there, (1,)).send(1)
     assert Gathering(store, here, (1,)).collect(is_failure=False) == []
     log = here.log(1).read_text()
     assert 200_000 < len(log) < 300_000  # its end
     assert log.endswith("said\n")
     assert here.failure(1).read_bytes() == there.failure(1).read_bytes()
-    assert here.ledger(1).read_bytes() == there.ledger(1).read_bytes()
+    assert here.flight_recorder(1).read_bytes() == there.flight_recorder(1).read_bytes()
 
 
 def test_ranks_that_sent_nothing_are_waited_for_only_a_while(tmp_path, monkeypatch):
@@ -101,13 +102,13 @@ def test_a_rank_keeps_what_it_prints(tmp_path, capsys):
     assert log.read_text() == text
 
 
-def test_a_ledger_of_another_machine_is_not_held_against_this_one(tmp_path, monkeypatch):
+def test_a_flight_recorder_of_another_machine_is_not_held_against_this_one(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(interfaces, "boot_id", lambda: "another")
-    Ledger.open(folder.ledger(0), 0, 2).step(3)
+    FlightRecorder.open(folder.flight_recorder(0), 0, 2).step(3)
     monkeypatch.undo()
-    Ledger.open(folder.ledger(1), 1, 2).step(3)
+    FlightRecorder.open(folder.flight_recorder(1), 1, 2).step(3)
     found = witnesses(folder, 2)
     assert [one.process == ELSEWHERE for one in found] == [True, False]
     assert "rank 0, on another machine, was last in step 3, data; rank 1 is silent" in explain(

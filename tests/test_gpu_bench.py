@@ -50,6 +50,7 @@ def test_a_shape_is_measured_beside_what_was_predicted(tmp_path):
     assert f"| {row['calibrated_step_time_s']:.4f} s (+" in page(bench.found())
 
 
+@pytest.mark.slow  # test_measuring_gpus has the calibration, the test above what it prices
 def test_what_is_measured_of_the_device_prices_what_was_trained(tmp_path):
     bench = bench_of(tmp_path)
     calibrate(bench, TINY, tmp_path / "gpu-tiny.toml")

@@ -27,18 +27,6 @@ DS = {
     "steps_per_print": 10,
     "wandb": {"enabled": True},
 }
-NEOX = """{
-  "pipe-parallel-size": 1, "model_parallel_size": 2,
-  "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
-  "max_position_embeddings": 64, "pos_emb": "rotary", "rotary_pct": 0.25,
-  "no_weight_tying": true, "gpt_j_residual": true, "attention_config": [[["flash"], 2]],
-  # comments, and trailing commas
-  "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1.0e-8}},
-  "min_lr": 0.00006, "train_iters": 100, "lr_decay_iters": 100, "lr_decay_style": "cosine",
-  "warmup": 0.05, "weight_decay": 0.1, "train_micro_batch_size_per_gpu": 4,
-  "gradient_accumulation_steps": 2, "fp16": {"enabled": true, "loss_scale": 0},
-  "zero_optimization": {"stage": 1}, "checkpoint_activations": true, "split": "949,50,1",
-}"""
 ARGS = """#!/bin/bash
 GPUS=4   # a comment
 MODEL_ARGS=(
@@ -180,7 +168,7 @@ def test_auto_is_the_default_here_where_the_base_says_nothing(tmp_path):
     assert not any(key.startswith("optimizer.") for key in filled - {"optimizer.momentum"})
     assert "train.clip_norm" not in filled
     note = entry(found, "optimizer.params.betas").note
-    assert note == "auto: the default, optimizer.betas = (0.9, 0.95)"
+    assert note == "the default: optimizer.betas = (0.9, 0.95)"
     assert entry(found, "steps_per_print").verdict == "ignored"
     # What is left out is DeepSpeed's default, as before.
     left = imported(tmp_path, {"optimizer": {"type": "AdamW"}}, devices=2)
@@ -244,66 +232,24 @@ def test_sections_that_are_off_do_not_matter(tmp_path):
     assert report.count("ignored") == 2
 
 
-def test_gpt_neox(tmp_path):
-    found = imported(tmp_path, NEOX, "a.yml", devices=4, is_fixed=True)
-    config = config_of(found)
-    model, optimizer, layout = config.model, config.optimizer, config.layout
-    assert (model.family, model.dim, model.rotary_pct, model.ffn_dim) == ("neox", 64, 0.25, 256)
-    assert (model.parallel_residual, model.tie_embeddings) == (True, False)
-    assert (layout.tp, layout.pp, layout.dp_shard, layout.zero) == (2, 1, 2, 1)
-    assert (config.train.batch, layout.microbatch, layout.recompute) == (16, 4, "full")
-    assert (optimizer.weight_decay, optimizer.min_lr_ratio) == (0.1, pytest.approx(0.1))
-    assert (optimizer.warmup_steps, optimizer.schedule) == (5, "cosine")
-    assert config.data.validation == pytest.approx(0.051)
-
-
-def test_gpt_neox_pads_the_vocabulary(tmp_path):
-    content = NEOX.replace("{", '{"tokenizer_type": "GPT2BPETokenizer",', 1)
-    config = config_of(imported(tmp_path, content, "a.yml", devices=4, is_fixed=True))
-    assert config.data.tokenizer == "gpt2"
-    assert config.model.vocab_size == 50432  # 50257 in multiples of 128 x 2
-
-
-def test_gpt_neox_llama_sizes(tmp_path):
-    content = """{"num_layers": 2, "hidden_size": 4096, "intermediate_size": 32768,
-      "mlp_multiple_of": 256, "num_attention_heads": 32, "pos_emb": "rotary", "norm": "rmsnorm",
-      "activation": "swiglu", "use_bias_in_attn_linear": false, "use_bias_in_mlp": false,
-      "rms_norm_epsilon": 1.0e-6, "rotary_pct": 1}"""
-    model = config_of(imported(tmp_path, content, "a.yml", devices=1)).model
-    assert (model.family, model.ffn_dim, model.norm_eps) == ("llama", 11008, 1e-6)
-    assert not model.attention_bias
-    assert not model.mlp_bias
-    assert model.tie_embeddings  # GPT-NeoX's default
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "key"),
-    [
-        ('"pos_emb": "rotary", ', "", "pos_emb"),  # its default is learned
-        ('"pos_emb": "rotary"', '"pos_emb": "alibi"', "pos_emb"),
-        ('"flash"', '"mamba"', "attention_config"),
-        ('"lr_decay_iters": 100', '"lr_decay_iters": 50', "lr_decay_iters"),
-        ('"num_layers": 2', '"num_layers": 2, "norm": "rmsnorm"', "activation"),
-        ("1.0e-8", "1.0e_8", "optimizer.params.eps"),
-        ('"split": "949,50,1"', '"split": "all"', "split"),
-        ('"model_parallel_size": 2', '"model_parallel_size": 8', "train_micro_batch_size_per_gpu"),
-    ],
-)
-def test_gpt_neox_refusals(tmp_path, old, new, key):
-    assert old in NEOX
-    found = imported(tmp_path, NEOX.replace(old, new), "a.yml", devices=4, is_fixed=True)
-    assert key in [e.key for e in found.report.refused]
-
-
-def test_gpt_neox_files_are_merged(tmp_path):
-    one, two = tmp_path / "one.yml", tmp_path / "two.yml"
-    one.write_text(NEOX)
-    two.write_text('{"log-interval": 7, "train-iters": 100}')
-    config = config_of(import_files([one, two], devices=2, is_fixed=True))
-    assert config.train.log_every == 7
-    two.write_text('{"log-interval": 7, "train-iters": 90}')
-    report = import_files([one, two], devices=2, is_fixed=True).report
-    assert report.refused[0].note == "100 in one.yml, 90 in two.yml; keep one"
+def test_overrides_take_the_place_of_what_the_report_says(tmp_path):
+    """A key that an override settles is ignored, and nothing follows from what it leaves out."""
+    over = ["train.batch=64", "train.clip_norm=1", "optimizer.lr=0.1", "optimizer.betas=[0.8,0.9]"]
+    auto = {"type": "Adam", "params": {"lr": "auto"}}
+    content = {**BATCH, "gradient_clipping": 0.5, "optimizer": auto}
+    found = imported(tmp_path, content, devices=4, is_fixed=True, overrides=over)
+    told = {key: entry(found, key) for key in ("train_batch_size", "gradient_clipping")}
+    assert {one.verdict for one in told.values()} == {"ignored"}
+    assert told["train_batch_size"].note == "given: train.batch = 64"
+    assert told["gradient_clipping"].note == "given: train.clip_norm = 1"
+    assert entry(found, "train_micro_batch_size_per_gpu").verdict == "honoured"
+    assert entry(found, "optimizer.params.lr").note == "given: optimizer.lr = 0.1"
+    filled = {one.key for one in found.report.filled}
+    assert "optimizer.eps" in filled
+    assert "optimizer.betas" not in filled
+    lamb = {"optimizer": {"type": "Lamb"}}
+    found = imported(tmp_path, lamb, overrides=["optimizer.name=sgd"])
+    assert entry(found, "optimizer.type").note == 'given: optimizer.name = "sgd"'
 
 
 def test_megatron(tmp_path):

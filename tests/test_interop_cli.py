@@ -73,9 +73,9 @@ def test_train_takes_a_deepspeed_config(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr()
     for told in (
         "hybrid_engine.enabled = True: no generation inside of training",
-        "optimizer.params.eps = auto: auto: the default, optimizer.eps = 1e-08",
-        "train.clip_norm = 0.0: import: DeepSpeed's default of gradient_clipping",
-        "optimizer.betas = [0.9, 0.999]: import: DeepSpeed's default of optimizer.params.betas",
+        "optimizer.params.eps = auto: the default: optimizer.eps = 1e-08",
+        "train.clip_norm = 0.0: DeepSpeed's default of gradient_clipping",
+        "optimizer.betas = [0.9, 0.999]: DeepSpeed's default of optimizer.params.betas",
     ):
         assert told in shown.err
     config = load_config(next((tmp_path / "runs").glob("run-*/config.toml")))
@@ -91,3 +91,16 @@ def test_an_unknown_model_ends_with_no_toml(tmp_path, capsys):
         assert main([*words, "--accept", accept, "--out", str(tmp_path / "run.toml")]) == 2
         assert "model_type = 'mamba' is not supported" in capsys.readouterr().err
     assert not (tmp_path / "run.toml").exists()
+
+
+def test_the_table_breaks_keys_between_words(tmp_path, capsys):
+    key = "zero_optimization.offload_optimizer.pipeline_read"
+    content = {"zero_optimization": {"offload_optimizer": {"pipeline_read": "x" * 30}}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    words = ["config", "import", str(tmp_path / "ds.json"), "--devices", "1"]
+    assert main([*words, "--out", str(tmp_path / "run.toml")]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:4]
+    keys = [part for row in rows if (part := row[:26].rstrip())]
+    assert "".join(keys) == key
+    assert all(part[-1] in "_." for part in keys[:-1])
+    assert "".join(row[27:39].rstrip() for row in rows) == f'"{"x" * 30}"'

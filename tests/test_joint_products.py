@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.execute import shared
-from meshwright.execute.borders import Borders
 from meshwright.execute.deferred import Deferral, linears
 from meshwright.execute.groups import open_groups
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout import Layout
 from ranks import ranks
 
@@ -39,13 +39,13 @@ def made(world, sp, gathers_again=False, deferral=None):
 
     The whole input is the same on all ranks, the weights are not.
     """
-    borders = Borders(
+    tp_region = TPRegion(
         open_groups(Layout(tp=LINK, sp=sp), world).tp, sp, gathers_again=gathers_again
     )
     whole = torch.randn(2, 8, IN, generator=torch.Generator().manual_seed(0))
     x = (whole.chunk(LINK, 1)[world.rank] if sp else whole).clone().requires_grad_()
     weights = [weight.requires_grad_() for weight in all_weights()[world.rank]]
-    outs = linears(x, weights, [None] * len(OUTS), deferral or Deferral(), borders)
+    outs = linears(x, weights, [None] * len(OUTS), deferral or Deferral(), tp_region)
     return whole, x, weights, outs
 
 

@@ -56,6 +56,10 @@ def test_a_run_leaves_what_its_documentation_says(config):
     assert set(steps[0]["peak_memory_bytes"]) == {"0", "1"}
     assert steps[0]["mfu"] is None
     assert [e["step"] for e in run.events("eval")] == [2, 4]
+    assert [(e["step"], e["batches"] > 0) for e in run.events("evaluating")] == [
+        (2, True),
+        (4, True),
+    ]
     assert summarise(run)["unigram_entropy"] > 1
     assert read_job(run.folder).config == read_job(run.folder).config
     origins = json.loads((run.folder / "provenance.json").read_text())
@@ -276,7 +280,7 @@ def test_devices_left_over_are_told(config):
     out = io.StringIO()
     run = train(config("train.batch=3", "train.steps=1"), clean_environ(), out)
     assert run.exit_code == 0
-    assert "note: 1 of 2 devices are used, as far as train.batch = 3" in out.getvalue()
+    assert "note: 1 of 2 devices are used: train.batch = 3 does not divide" in out.getvalue()
 
 
 def test_generate_says_when_there_is_no_folder(tmp_path):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from meshwright.execute.deferred import Deferral
-from meshwright.execute.gradients import Held, global_norm, norms
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.gradients import HeldParameter, global_norm, norms
 from meshwright.execute.groups import Link
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.parallelize import clip_grad_norm
 from meshwright.execute.pipeline import Pipeline
 from meshwright.layout import Layout
@@ -25,7 +25,7 @@ def long_gradient() -> torch.Tensor:
     return torch.randn(LONG, generator=torch.Generator().manual_seed(0))
 
 
-def held(*gradients: torch.Tensor) -> list[Held]:
+def held(*gradients: torch.Tensor) -> list[HeldParameter]:
     """Parameters that one rank holds whole, with these gradients."""
     program = lower(MODEL, TrainSpec(batch=1, seq_len=8), Layout())
     name, sharding = next(iter(program.shardings.items()))
@@ -33,7 +33,7 @@ def held(*gradients: torch.Tensor) -> list[Held]:
     for gradient in gradients:
         parameter = nn.Parameter(torch.empty(gradient.shape))
         parameter.grad = gradient
-        found.append(Held(name, 0, parameter, sharding, 1))
+        found.append(HeldParameter(name, 0, parameter, sharding, 1))
     return found
 
 
@@ -81,7 +81,7 @@ class OneStage:
 
     def __init__(self):
         self.modules, self.stage_ranks = {0: nn.Identity()}, (0,)
-        self.deferral, self.ledger, self.zero = Deferral(), Ledger(), 0
+        self.deferral, self.recorder, self.zero = Deferral(), FlightRecorder(), 0
         self.device, self.pp = torch.device("cpu"), Link(None, (0,), 0)
 
     def forward(self, stage, hidden, batch):

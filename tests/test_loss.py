@@ -9,13 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute import loss
-from meshwright.execute.borders import Borders
 from meshwright.execute.groups import Link
 from meshwright.execute.loss import loss_sum
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.program.operations import loss_rows
+from meshwright.program.target import Target
 from ranks import ranks
 
-ALONE = Borders(Link(None, (0,), 0), sp=False)
+ALONE = TPRegion(Link(None, (0,), 0), sp=False)
 ROWS, SEQ, DIM, VOCAB = 4, 75, 24, 1026
 TOKENS, AT_ONCE = ROWS * SEQ, 64  # the last round has fewer
 SCALE = 0.25
@@ -30,9 +31,9 @@ def drawn(dtype):
     return hidden, weight, targets
 
 
-def ours(hidden, weight, targets, borders=ALONE, at_once=AT_ONCE, *, fuses=False):
+def ours(hidden, weight, targets, tp_region=ALONE, at_once=AT_ONCE, *, fuses=False):
     leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-    loss = loss_sum(*leaves, targets, IGNORE, borders, at_once, fuses=fuses)
+    loss = loss_sum(*leaves, targets, IGNORE, tp_region, at_once, fuses=fuses)
     (loss * SCALE).backward()
     return loss.detach(), *(leaf.grad for leaf in leaves)
 
@@ -174,7 +175,7 @@ def test_cut_over_ranks_it_is_the_same(world, sp, dtype):
     loss, *exact = torchs(hidden, weight, targets)
     share = hidden.chunk(2, 1)[world.rank] if sp else hidden
     part = weight.chunk(2)[world.rank]
-    found = ours(share, part, targets, Borders(link, sp))
+    found = ours(share, part, targets, TPRegion(link, sp))
     torch.testing.assert_close(
         found[0].double(), loss, rtol=1e-6 if dtype.itemsize > 2 else 1e-3, atol=0
     )
@@ -186,10 +187,10 @@ def test_cut_over_ranks_it_is_the_same(world, sp, dtype):
 
 
 def test_rows_at_a_time():
-    assert loss_rows(1024, 4, on_cpu=True) == 256
-    assert loss_rows(300, 4, on_cpu=True) == 300
-    assert loss_rows(700, 2, on_cpu=True) == 350
-    assert loss_rows(16384, 4, on_cpu=True) == 1024  # no more than 16 rounds
-    assert loss_rows(16384, 2, on_cpu=True) == 4096  # each of which rounds
-    assert loss_rows(4096, 2, on_cpu=False) == 1024
-    assert loss_rows(1, 2, on_cpu=True) == 1
+    assert loss_rows(1024, 4, Target("cpu")) == 256
+    assert loss_rows(300, 4, Target("cpu")) == 300
+    assert loss_rows(700, 2, Target("cpu")) == 350
+    assert loss_rows(16384, 4, Target("cpu")) == 1024  # no more than 16 rounds
+    assert loss_rows(16384, 2, Target("cpu")) == 4096  # each of which rounds
+    assert loss_rows(4096, 2, Target("gpu")) == 1024
+    assert loss_rows(1, 2, Target("cpu")) == 1

@@ -190,7 +190,7 @@ def test_what_is_no_calibration_is_told(environ, tmp_path, text, why):
 
 def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     shape, peak, half = blocks.usual(torch.device("cpu")), 2e11, 16
-    parts = blocks.Parts(whole=0.05, attention=0.004, overhead=0.001)
+    parts = blocks.BlockTimes(whole=0.05, attention=0.004, overhead=0.001)
     monkeypatch.setattr(blocks, "seconds_of_parts", lambda *_: parts)
     monkeypatch.setattr(calibrate, "take_route", lambda matmul, _: matmul)
     monkeypatch.setattr(device, "copy_rate", lambda *_: 1e10)
@@ -228,7 +228,7 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
         assert other.half == kernels.half == half
 
 
-def test_own_blocks_come_before_usual_ones_and_lanes_only_where_there_are_any(environ, tmp_path):
+def test_own_blocks_come_before_usual_ones_and_channels_only_where_there_are_any(environ, tmp_path):
     config = load_config(None, CPU)
     own = blocks_of(config.model, config.train.seq_len)
     constants = {"moves.fp32": 1.0, "blocks.moves.fp32": 2.0, "inner.rate": 1e9}
@@ -237,5 +237,5 @@ def test_own_blocks_come_before_usual_ones_and_lanes_only_where_there_are_any(en
     assert setting.kernels().moves == 2
     longer = load_config(None, [*CPU, "train.seq_len=64"])
     assert setting_of(as_measured_here(longer, environ)).kernels().moves == 1
-    assert any(".lane." in name for name in shipped_calibration().constants)
-    assert not any(".lane." in name for name in read_calibration(path).constants)
+    assert any(".channel." in name for name in shipped_calibration().constants)
+    assert not any(".channel." in name for name in read_calibration(path).constants)

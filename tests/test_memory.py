@@ -59,7 +59,7 @@ def held_whole(parallel):
     return weights, gradients
 
 
-def census(world, label):
+def conformance(world, label):
     """What is whole in the backwards of a middle block, between microbatches and after them."""
     layout = Layout.parse(label)
     program = lower(MODEL, TRAIN, layout)
@@ -99,7 +99,7 @@ def census(world, label):
 @pytest.mark.parametrize("label", LABELS)
 def test_what_each_stage_keeps(label):
     zero = Layout.parse(label).zero
-    for found in on_ranks(RANKS, census, label=label):
+    for found in on_ranks(RANKS, conformance, label=label):
         # The first row is of the first microbatch, the second of the last.
         (early, early_grads), (late, late_grads) = found["in block"]
         (between, between_grads), (after, after_grads) = found["after B"]

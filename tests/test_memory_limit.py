@@ -9,7 +9,7 @@ import torch
 
 from meshwright.errors import ConfigError, RankFailed
 from meshwright.launch.session import train
-from meshwright.launch.worker import MemoryLimit, is_out_of_memory, remedies
+from meshwright.launch.worker import MemoryLimit, is_out_of_memory, ways_to_fit
 from meshwright.layout import Layout
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
@@ -47,11 +47,12 @@ def test_limit_in_the_config(tmp_path):
         assert str(caught.value) == text
 
 
-def test_a_rank_over_the_limit_ends_the_run(config):
+def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch):
     # The logits of a microbatch are 5 MiB.
     words = ["train.batch=16", "train.seq_len=512", "layout.microbatch=8", "layout.dp_replicate=1"]
     words.append("train.steps=1")
     assert train(config(*words, "cluster.memory=1GiB"), clean_environ()).exit_code == 0
+    monkeypatch.setattr("meshwright.launch.session.check_limit", lambda *_: None)  # to be quick
     with pytest.raises(RankFailed) as caught:
         train(config(*words, "cluster.memory=4MiB", "log.name=small"), clean_environ())
     assert caught.value.exit_code == 3
@@ -65,20 +66,42 @@ def test_a_rank_over_the_limit_ends_the_run(config):
     )
 
 
+@pytest.mark.case(40)
+def test_a_limit_that_is_too_small_for_any_step_is_refused_before_the_start(config, outcome):
+    """Threads cannot start then: "Resource temporarily unavailable", or no word at all."""
+    words = ["layout.dp_replicate=2", "train.steps=1"]
+    with outcome.refused(ConfigError) as caught:
+        train(config(*words, "cluster.memory=12MiB"), clean_environ())
+    assert re.fullmatch(
+        r"cluster\.memory = 12\.00 MiB is less than a rank needs: \d+\.\d\d KiB for its weights, "
+        r"gradients and optimizer states, and 24\.00 MiB for its threads and messages; "
+        r"nearest legal: cluster\.memory=25MiB",
+        str(caught.value),
+    )
+    assert not Path(config().log.dir).exists()
+    assert train(config(*words, "cluster.memory=25MiB"), clean_environ()).exit_code == 0
+
+
+def test_a_thread_that_finds_no_room_is_memory_that_ran_out():
+    limit = MemoryLimit(job("cluster.memory=30MiB"), 1, torch.device("cuda"))
+    with pytest.raises(RankFailed, match="out of memory: rank 1 asked for more"):
+        limit.__exit__(None, RuntimeError("Resource temporarily unavailable"), None)
+
+
 def job(*overrides, **layout):
     config = load_config(EXAMPLE, overrides)
     return SimpleNamespace(config=config, layout=Layout(**layout))
 
 
 def test_only_legal_changes_are_offered():
-    assert remedies(job()) == (
+    assert ways_to_fit(job()) == (
         "What helps: layout.tp=2 layout.sp=true; layout.cp=2; layout.recompute=full"
     )
     # Two key/value heads are no more to be cut, and there is one row.
-    assert "tp" not in remedies(job(tp=2, sp=True))
-    assert "layout.zero=3 layout.dp_replicate=1 layout.dp_shard=1" in remedies(job(cp=2))
+    assert "tp" not in ways_to_fit(job(tp=2, sp=True))
+    assert "layout.zero=3 layout.dp_replicate=1 layout.dp_shard=1" in ways_to_fit(job(cp=2))
     bare = job("model.n_heads=1", "model.n_kv_heads=1", "train.seq_len=9999", recompute="full")
-    assert remedies(bare) == "A smaller model or batch helps"
+    assert ways_to_fit(bare) == "A smaller model or batch helps"
 
 
 def test_what_counts_as_out_of_memory():

@@ -96,6 +96,7 @@ def mutants(*words):
     )
 
 
+@pytest.mark.slow  # CI draws mutants each time
 @pytest.mark.timeout(600)
 def test_the_harness_tells_who_was_caught(tmp_path):
     path, page = tmp_path / "table.toml", tmp_path / "page.md"

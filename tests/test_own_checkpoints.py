@@ -258,6 +258,21 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     misused(folder=str(tmp_path))
 
 
+@ranks(2)
+def beside(world, folder):
+    layout = mw.Layout(dp_shard=2, zero=3)
+    first, second = (opened(layout, folder)[2] for _ in range(2))
+    first.save(1)
+    with pytest.raises(CheckpointError, match=r"step-00000001 written by run \w+, and this is run"):
+        second.save(2)
+    assert second.load().step == 1
+    second.save(2)
+
+
+def test_a_loop_does_not_save_among_steps_that_it_has_not_loaded(tmp_path):
+    beside(folder=str(tmp_path))
+
+
 def test_the_commands_for_checkpoints_read_them(tmp_path, capsys):
     from meshwright.cli.main import main
 

@@ -159,4 +159,6 @@ def test_the_guide_shows_lines_of_the_example():
     found = re.findall(r"^```py\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     shown = {line.strip() for block in found for line in block.splitlines()}
     assert len(shown) > 10
+    # What such a loop cannot do without begins and ends it.
+    assert {"dist.init_process_group(backend)", "os._exit(0)"} <= shown
     assert shown <= {line.strip() for line in EXAMPLE.read_text().splitlines()}

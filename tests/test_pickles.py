@@ -88,7 +88,14 @@ def test_in_a_run_folder(config, tmp_path, try_all):
     files = [path for path in files_of(folder) if path.parts[0] != "logs" or "ledger" in path.name]
     # A report says on its page which of its files it could not read.
     told = {"provenance.json", "ledger.json"}
-    unread = {"lock", "checkpoints/latest", "logs/rank-0.ledger", "report/index.html", *told}
+    unread = {
+        "lock",
+        "checkpoints/latest",
+        "checkpoints/lock",
+        "logs/rank-0.ledger",
+        "report/index.html",
+        *told,
+    }
     try_all(folder, files, commands, unread)
 
 

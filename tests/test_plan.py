@@ -1,6 +1,7 @@
 """`meshwright plan` and `predict`: quick, without torch, and every number accounted for."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli.main import main
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, nearest
 from meshwright.launch import planned
 from meshwright.launch.machine import gpu_name
 from meshwright.layout import Layout, Machine
@@ -101,10 +102,10 @@ def test_json_is_alone_on_stdout_and_saved(capsys, tmp_path):
     assert json.loads(path.read_text()) == found
     assert len(found["ranked"]) == 2
     assert found["ranked"][0]["why"] == "best"
-    ledger = found["ledger"]
-    assert sum(ledger["seconds"].values()) == pytest.approx(ledger["step_time_s"])
-    total = sum(ledger["memory_bytes"].values())
-    assert total == pytest.approx(ledger["peak_memory_bytes"], abs=20)
+    profile = found["ledger"]
+    assert sum(profile["seconds"].values()) == pytest.approx(profile["step_time_s"])
+    total = sum(profile["memory_bytes"].values())
+    assert total == pytest.approx(profile["peak_memory_bytes"], abs=20)
     config = mw.load_config(overrides=SEVEN)
     layout = Layout(**found["layout"])
     assert found["digest"] == digest(config, layout)
@@ -345,3 +346,22 @@ def test_what_nobody_has_given_is_said(capsys):
     _, out = run(capsys, "plan", "model.preset=pythia-14m", "cluster.device=cpu", "--top", "1")
     told = "train.batch, train.seq_len, train.precision: defaults for a first look"
     assert told in " ".join(out.out.split())
+
+
+def test_a_device_whose_name_goes_on_is_nearer_than_one_spelled_alike(capsys):
+    code, out = run(capsys, "plan", "cluster.preset=a100")
+    assert code == 2
+    assert "nearest legal: a100-80gb or a100-40gb or a800" in out.err
+    assert nearest("h100-sxm-80gb", ["h100-pcie", "h200", "h100-sxm"]) == ["h100-sxm"]
+    assert nearest("b", ["b200", "bf16"]) == []  # one letter begins too many
+
+
+def test_a_plan_for_this_machine_tells_of_ranks_that_share_cores(capsys):
+    cores = len(os.sched_getaffinity(0))
+    words = (f"layout.dp_replicate={2 * cores}", f"train.batch={2 * cores}", "layout.zero=0")
+    code, out = run(capsys, "plan", "cluster.device=cpu", *words)
+    told = " ".join(out.out.split())
+    assert code == 0
+    assert f"has {2 * cores} ranks on this machine, which share {cores} cores" in told
+    assert "memory counts tensors alone" in told
+    assert "brings nothing" not in told

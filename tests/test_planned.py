@@ -7,7 +7,7 @@ import pytest
 from meshwright.launch.planned import predicted
 from meshwright.layout import Machine, resolve_layout
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import Job, RunFolder, TokenizerRecord
+from meshwright.train.run_folder import Job, RunFolder, RunTokenizer
 
 
 def step_time(ranks, cores):
@@ -15,7 +15,7 @@ def step_time(ranks, cores):
     machine = Machine("cpu", min(2, cores), cores, "CPU", is_fixed=False)
     layout = resolve_layout(config, machine)
     folder = RunFolder(Path("unused"))
-    tokenizer = TokenizerRecord("bytes", None, None)
+    tokenizer = RunTokenizer("bytes", None, None)
     return predicted(Job(config, layout, machine, Path("cache"), folder, tokenizer)).step_time_s
 
 

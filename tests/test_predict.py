@@ -12,7 +12,6 @@ from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.calibration import parse_calibration, shipped_calibration
 from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
 from meshwright.predict.memory import (
-    Held,
     in_flight,
     kept_per_layer,
     model_states,
@@ -22,35 +21,36 @@ from meshwright.predict.network import Network, place
 from meshwright.predict.pipeline import Costs, action_times, by_events, closed_form
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting, work_of
-from meshwright.predict.stacks import STACKS
 from meshwright.predict.step import data_messages
-from meshwright.predict.work import layout_work, weights
+from meshwright.predict.systems import SYSTEMS
+from meshwright.predict.work import HeldLayers, layout_work, weights
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
 from meshwright.program.parts import parameter_count
 from meshwright.program.schedule import compute_tables, peak_in_flight
+from meshwright.program.target import Target
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 
 SEVEN = model_spec(preset="llama-2-7b")
-OURS = STACKS["meshwright"]
+OURS = SYSTEMS["meshwright"]
 SMALL = model_spec(
     dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=128, context=32
 )
 
 
-def setting(model=SEVEN, device="h100-sxm", devices=8, stack=OURS, **train):
+def setting(model=SEVEN, device="h100-sxm", devices=8, system=OURS, **train):
     values = {"batch": 64, "seq_len": 4096, "precision": "bf16"} | train
     cluster = cluster_of(find_device(device), devices)
     spec = TrainSpec(**values)
-    return Setting(model, spec, cluster, stack, shipped_calibration(), spec.precision)
+    return Setting(model, spec, cluster, system, shipped_calibration(), spec.precision)
 
 
-def states(layout, element=2, stack=OURS, **where):
-    held = Held(SEVEN.n_layers, True, True)
-    sums = {}
-    for term in model_states(SEVEN, layout, stack, held, element, **where):
+def states(layout, element=2, system=OURS, device="h100-sxm"):
+    held, sums = HeldLayers(SEVEN.n_layers, True, True), {}
+    one = setting(device=device, system=system, precision={2: "bf16", 4: "fp32"}[element])
+    for term in model_states(one, layout, held):
         sums[term.category] = sums.get(term.category, 0) + term.bytes
     return sums
 
@@ -74,7 +74,7 @@ def test_model_states_to_the_byte():
     assert three == {**two, "gathered": 2 * unit * 2}
     # In fp32 there is no compute copy without sharding; a system with whole weights has masters.
     assert "gathered" not in states(Layout(dp_replicate=8), element=4)
-    megatron = states(Layout(dp_shard=8, zero=1), stack=STACKS["megatron-core"])
+    megatron = states(Layout(dp_shard=8, zero=1), system=SYSTEMS["megatron-core"])
     assert megatron == {
         "weights": 2 * count,
         "gradients": 4 * count,
@@ -110,7 +110,7 @@ LAYOUTS = (
 def test_messages_are_those_of_the_program(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=8, seq_len=32, precision="bf16")
-    program = lower(SMALL, train, layout)
+    program = lower(SMALL, train, layout, Target("gpu"))
     found = layout_work(
         SMALL,
         train.seq_len,
@@ -137,16 +137,16 @@ def test_messages_are_those_of_the_program(label):
 
 def test_zero_on_cpus_keeps_weights_whole():
     count, layout = parameter_count(SEVEN), Layout(dp_shard=8, zero=1)
-    assert states(layout, 4, on_cpu=True) == {
+    assert states(layout, 4, device="cpu") == {
         "weights": 4 * count,
         "gradients": 4 * count,
         "optimizer": count,
     }
-    for element, where in ((4, {}), (2, {"on_cpu": True})):
+    for element, where in ((4, {}), (2, {"device": "cpu"})):
         found = states(layout, element, **where)
         assert (found["weights"], found["gathered"]) == (4 * count // 8, element * count)
     # What goes to the ranks that sum it, and a gather.
-    ours, held = setting(device="cpu", precision="fp32"), Held(SEVEN.n_layers, True, True)
+    ours, held = setting(device="cpu", precision="fp32"), HeldLayers(SEVEN.n_layers, True, True)
     kernels = ours.kernels()
     gather = kernels.network.seconds("rows", 4 * count, 8, 1)
     exchange = kernels.network.seconds("all_to_all", 4 * count, 8, 1)
@@ -157,7 +157,7 @@ def test_zero_on_cpus_keeps_weights_whole():
 def test_what_data_parallelism_sends_is_that_of_the_program(label):
     layout = Layout.parse(label)
     train = TrainSpec(batch=8, seq_len=32, precision="bf16")
-    program = lower(SMALL, train, layout)
+    program = lower(SMALL, train, layout, Target("gpu"))
     found = weights(SMALL, layout.tp, layout.shard_ranks)
     elements = SMALL.n_layers * found.layer + found.embedding + found.head
     real = {}
@@ -172,7 +172,7 @@ def test_what_data_parallelism_sends_is_that_of_the_program(label):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_kept_activations_are_those_of_the_program(recompute):
     layout = Layout(tp=2, sp=True, microbatch=4, recompute=recompute)
-    program = lower(SMALL, TrainSpec(batch=8, seq_len=32, precision="bf16"), layout)
+    program = lower(SMALL, TrainSpec(batch=8, seq_len=32, precision="bf16"), layout, Target("gpu"))
     ops = operations(program, program.stages[0])
     real = sum(op.saved_bytes for op in ops if op.name.startswith("layers."))
     one = setting(SMALL, batch=8, seq_len=32)
@@ -212,8 +212,8 @@ def test_many_microbatches_add_the_same_each():
     layout = Layout(pp=4, schedule="interleaved_1f1b", virtual_stages=2)
     costs = Costs([1.0] * 7 + [1.5], [2.0] * 7 + [3.0], 0.01)
     times = [by_events(layout, count, costs) for count in (32, 128)]
-    dearest = 2 * 3.0 + 1.5
-    assert times[1] - times[0] == pytest.approx(96 * dearest, rel=0.02)
+    slowest = 2 * 3.0 + 1.5
+    assert times[1] - times[0] == pytest.approx(96 * slowest, rel=0.02)
 
 
 def test_catalogue_has_sources():

@@ -12,7 +12,7 @@ from benchmarks import published
 from benchmarks.published_fit import fit, fit_memory
 
 from meshwright.predict.calibration import Calibration, shipped_calibration
-from meshwright.predict.rows import RowError, _stack, predict_row, read_row
+from meshwright.predict.rows import RowError, _system, predict_row, read_row
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
 
@@ -234,10 +234,10 @@ def test_systems_by_their_names():
     assert len(rows) == 11
     for names, priced in rows[:-1]:
         for name in re.findall(r"`([^`]+)`", names):
-            stack = _stack({"framework": name}, [])
-            assert stack.name == re.findall(r"`([^`]+)`", priced)[0], name
-    assert _stack({"framework": "other", "tp": 2}, []).name == "megatron"
-    assert _stack({}, []).name == "meshwright"
+            system = _system({"framework": name}, [])
+            assert system.name == re.findall(r"`([^`]+)`", priced)[0], name
+    assert _system({"framework": "other", "tp": 2}, []).name == "megatron"
+    assert _system({}, []).name == "meshwright"
     with_kind = {**ROW, "mlp": "moe"}
     assert "one of gated, plain" in predict_row(with_kind, shipped_calibration())["refused"]
 

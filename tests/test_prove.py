@@ -88,7 +88,7 @@ def test_the_table_mixes_what_the_axes_leave_open(world):
     assert any(case.packed for case in cases)
     assert any(case.model.dropout for case in cases)
     assert any(case.model.tie_embeddings and case.layout.pp > 1 for case in cases)
-    counts = {c.train.batch // c.layout.dp // c.layout.microbatch for c in cases}
+    counts = {c.layout.microbatches(c.train.batch) for c in cases}
     assert counts >= {2, 4, 8, 16}
 
 
@@ -288,6 +288,7 @@ def test_a_config_is_proven_small(capsys):
     assert "run:   shard2 zero3 tp4 sp" in out
     assert "updates of 3 AdamW steps" in out
     assert "1 of 1 layouts passed" in out
+    assert "; (%): the error as a share of what is tolerated" in out
 
 
 def test_the_order_of_a_huge_layout_is_checked_without_ranks(capsys, monkeypatch):

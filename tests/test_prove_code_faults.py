@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.execute import loss, rows
-from meshwright.execute.borders import Borders
 from meshwright.execute.groups import open_groups
 from meshwright.execute.masters import Weight
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.tensor import together
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout import Layout
 from meshwright.models import ops
 from meshwright.prove import compare, trial
@@ -198,9 +198,9 @@ def third_microbatch(parallel):
 
 def key_gradient(parallel):
     """The gradient of what the keys' projection takes is not summed over tp."""
-    whole, own = (Borders(parallel.groups.tp, sp=False) for _ in range(2))
+    whole, own = (TPRegion(parallel.groups.tp, sp=False) for _ in range(2))
     own.returning = lambda grad: lambda: grad
-    right, wrong = (together(border, parallel.deferral) for border in (whole, own))
+    right, wrong = (together(tp_region, parallel.deferral) for tp_region in (whole, own))
 
     def project(x, layers):
         q, k, v = layers
@@ -296,6 +296,7 @@ def big(world):
     return failed(world, "first_turn_only", big_case())
 
 
+@pytest.mark.slow
 def test_rows_beyond_one_message_are_seen():
     assert on_ranks(2, big)[0]
 
@@ -304,7 +305,7 @@ def test_the_table_has_long_microbatches_and_large_tensors_in_every_world():
     for world in (2, 4, 8, 16):
         cases = [case for case in matrix(world) if case.refused is None]
         tokens = [case.layout.microbatch * case.train.seq_len for case in cases]
-        counts = [c.train.batch // c.layout.dp // c.layout.microbatch for c in cases]
+        counts = [c.layout.microbatches(c.train.batch) for c in cases]
         assert any(many > 512 and count >= 3 for many, count in zip(tokens, counts, strict=True))
         largest = [4 * case.model.vocab_size * case.model.dim for case in cases]
         assert any(

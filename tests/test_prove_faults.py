@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.borders import Borders
 from meshwright.execute.data import replicas_of, wrapped
 from meshwright.execute.groups import Link, open_groups
 from meshwright.execute.tensor import together
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Expected
@@ -59,9 +59,9 @@ def wrong_scale(parallel):
 def no_reduce_in_backward(parallel):
     """One MLP's input gradient stays the part that this tp rank has computed."""
     mlp = blocks(parallel)[1].mlp
-    borders = Borders(parallel.groups.tp, sp=False)
-    borders.returning = lambda grad: lambda: grad
-    mlp.project = together(borders, parallel.deferral)
+    tp_region = TPRegion(parallel.groups.tp, sp=False)
+    tp_region.returning = lambda grad: lambda: grad
+    mlp.project = together(tp_region, parallel.deferral)
 
 
 def no_sum_of_norms(parallel):

@@ -19,7 +19,7 @@ from meshwright.search.questions import (
     on_devices,
     sizes_up_to,
 )
-from meshwright.search.remedies import remedies
+from meshwright.search.ways_to_fit import ways_to_fit
 from meshwright.spec.resolve import model_spec
 from runs import TINY
 from test_search import everything, setting
@@ -113,7 +113,7 @@ def test_the_cheapest_token():
 @pytest.mark.parametrize("label", ["dp8 mb4", "shard8 zero3 mb16", "shard8 zero3 mb2", "tp8 mb64"])
 def test_what_helps_after_an_out_of_memory(label):
     layout = Layout.parse(label)
-    now, found = remedies(A40S, layout)
+    now, found = ways_to_fit(A40S, layout)
     assert found
     assert not now.memory.fits
     own = price(A40S, layout, events=False)
@@ -126,11 +126,11 @@ def test_what_helps_after_an_out_of_memory(label):
         assert one.saved == pytest.approx(own.memory.total - one.found.memory.total)
         rate = one.found.tokens_per_s / one.found.devices
         assert one.slower == pytest.approx(own.tokens_per_s / own.devices / rate - 1)
-    assert remedies(A40S, layout) == (now, found)
+    assert ways_to_fit(A40S, layout) == (now, found)
 
 
 def test_the_smallest_step_that_fits_is_named():
-    _, found = remedies(A40S, Layout.parse("shard8 zero3 mb16 recompute-selective"))
+    _, found = ways_to_fit(A40S, Layout.parse("shard8 zero3 mb16 recompute-selective"))
     sizes = [one for one in found if one.text.startswith("layout.microbatch=")]
     singles = [one for one in sizes if " and " not in one.text]
     (step,) = singles
@@ -141,7 +141,7 @@ def test_the_smallest_step_that_fits_is_named():
 
 def test_a_layout_that_should_fit_has_to_save_the_margin():
     layout = Layout.parse("shard8 zero3 mb1 recompute-full")
-    now, found = remedies(A40S, layout)
+    now, found = ways_to_fit(A40S, layout)
     assert now.memory.fits
     assert found
     assert all(one.saved >= 0.05 * now.memory.total for one in found)

@@ -14,6 +14,7 @@ import pytest
 from meshwright.cli import main
 from meshwright.errors import RankFailed
 from meshwright.execute.rendezvous import Rendezvous
+from meshwright.execute.secret import Secret
 from meshwright.launch import on_ray
 from meshwright.launch.jobs import JobSpec
 from meshwright.launch.on_ray import NodeLost, NodeRanks, bundles, environments, follow, strategy
@@ -34,15 +35,16 @@ def test_a_bundle_is_a_node():
 
 
 def test_ranks_are_told_what_torchrun_would_tell_them():
+    known = {"secret": "0123456789abcdef"}
     told = [
         Rendezvous.from_environment(environ)
         for node in range(2)
-        for environ in environments(job(device="cuda"), node, ("10.0.0.1", 4711), 2, "ray-big-01")
+        for environ in environments(
+            job(device="cuda", **known), node, ("10.0.0.1", 4711), 2, "ray-big-01"
+        )
     ]
-    assert told == [
-        Rendezvous(rank, 8, rank % 4, 4, "10.0.0.1", 4711, attempt=2, job="ray-big-01")
-        for rank in range(8)
-    ]
+    met = {"attempt": 2, "job": "ray-big-01", "secret": Secret(known["secret"].encode())}
+    assert told == [Rendezvous(rank, 8, rank % 4, 4, "10.0.0.1", 4711, **met) for rank in range(8)]
 
 
 def test_the_job_is_a_command_that_runs_where_it_was_written(tmp_path, monkeypatch, capsys):

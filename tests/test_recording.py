@@ -8,30 +8,31 @@ from collections import Counter
 import pytest
 import torch
 
-from meshwright.execute.allocations import MarkedTape, Piece, StepProfile, moments_of
+from meshwright.execute.allocations import AllocatedPiece, LabellingTape, MemoryProfile, moments_of
 from meshwright.execute.build import build, seeded
 from meshwright.execute.clock import DeviceClock, clock_offset
+from meshwright.execute.collective_recorder import CollectiveRecorder
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.groups import open_groups
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.measured import Moment, memory_points, recorded
+from meshwright.execute.measured import MeasuredMoment, memory_points, recorded
 from meshwright.execute.optimize import Shards
-from meshwright.execute.recorder import Recorder
 from meshwright.execute.tape import Tape
-from meshwright.execute.wire import Message, Wire, expected_messages
+from meshwright.execute.wire import Wire, WireMessage, expected_messages
 from meshwright.execute.world import World
-from meshwright.launch.session import Resume, train
+from meshwright.launch.resuming import Resume
+from meshwright.launch.session import train
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
-from meshwright.program.ledger import (
+from meshwright.program.lower import lower
+from meshwright.program.profile import (
     MEMORY,
     MemoryPoint,
-    RankLedger,
+    RankProfile,
     Span,
-    StepLedger,
+    StepProfile,
     Traffic,
     from_json,
 )
-from meshwright.program.lower import lower
 from meshwright.program.target import Processor, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
@@ -42,7 +43,7 @@ from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.run_folder import RunFolder, put_step
-from meshwright.train.step_ledger import gather_ranks, is_detailed
+from meshwright.train.step_profile import gather_ranks, is_detailed
 from meshwright.train.update import update
 from ranks import on_ranks, ranks
 from runs import clean_environ
@@ -65,28 +66,28 @@ class Times:
 
 
 def test_a_step_is_told_by_what_the_rank_waited_for():
-    ledger = Ledger()
-    pp, tp = ledger.group("1", (0, 1), "pp"), ledger.group("2", (0, 2), "tp")
-    own = ledger.group("3", (0, 1, 2, 3))  # of a save beside the training
-    ledger.end(ledger.begin("all_reduce", tp, 8, waits=True))  # before: not on the tape
-    ledger.tape = Tape(Times(0, 0, 1, 2, 2, 4, 5, 6, 7, 7, 8, 8, 8, 9, 10))
-    ledger.step(3)  # 0
-    ledger.action("RECV_F", 1, 0)  # 1
-    received = ledger.begin("recv", pp, 64, peer=0)
-    ledger.action("F", 1, 0)  # 2
-    ledger.wait(received)  # 2
-    ledger.end(received)  # 4
-    ledger.end(ledger.begin("all_reduce", tp, 128, waits=True))  # 5 to 6
-    ledger.end(ledger.begin("all_gather", own, 4, waits=True))  # 7 to 7
-    ledger.phase("update")  # 8
-    sent = ledger.begin("send", pp, 64, peer=0)
-    ledger.end(sent)  # was not waited for
-    ledger.phase("log")  # 8
-    ledger.end(ledger.begin("all_reduce", tp, 16, waits=True))  # 8 to 9
-    tape, ledger.tape = ledger.tape, None
+    recorder = FlightRecorder()
+    pp, tp = recorder.group("1", (0, 1), "pp"), recorder.group("2", (0, 2), "tp")
+    own = recorder.group("3", (0, 1, 2, 3))  # of a save beside the training
+    recorder.end(recorder.begin("all_reduce", tp, 8, waits=True))  # before: not on the tape
+    recorder.tape = Tape(Times(0, 0, 1, 2, 2, 4, 5, 6, 7, 7, 8, 8, 8, 9, 10))
+    recorder.step(3)  # 0
+    recorder.action("RECV_F", 1, 0)  # 1
+    received = recorder.begin("recv", pp, 64, peer=0)
+    recorder.action("F", 1, 0)  # 2
+    recorder.wait(received)  # 2
+    recorder.end(received)  # 4
+    recorder.end(recorder.begin("all_reduce", tp, 128, waits=True))  # 5 to 6
+    recorder.end(recorder.begin("all_gather", own, 4, waits=True))  # 7 to 7
+    recorder.phase("update")  # 8
+    sent = recorder.begin("send", pp, 64, peer=0)
+    recorder.end(sent)  # was not waited for
+    recorder.phase("log")  # 8
+    recorder.end(recorder.begin("all_reduce", tp, 16, waits=True))  # 8 to 9
+    tape, recorder.tape = recorder.tape, None
     tape.stop()  # 10
-    ledger.phase("save")
-    found = recorded(tape, ledger.label, pp=2, dp=1)
+    recorder.phase("save")
+    found = recorded(tape, recorder.label, pp=2, dp=1)
     assert (found.began, found.seconds, found.turns) == (100, 10, (0, 1, 2, 8, 8, 10))
     assert found.spans == (
         Span("host", "input", 0, 1),
@@ -109,17 +110,17 @@ def test_a_step_is_told_by_what_the_rank_waited_for():
 
 
 def test_waits_that_overlap_count_once():
-    ledger = Ledger()
-    groups = [ledger.group(axis, (0, 1), axis) for axis in ("shard", "cp")]
-    ledger.tape = Tape(Times(0, 0, 1, 2, 4, 5, 6))
-    ledger.action("B", 0, 0)  # 0
-    first, second = (ledger.begin("all_gather", group, 8) for group in groups)
-    ledger.wait(first)  # 1
-    ledger.wait(second)  # 2
-    ledger.end(first)  # 4
-    ledger.end(second)  # 5
-    ledger.tape.stop()  # 6
-    found = recorded(ledger.tape, ledger.label, pp=1, dp=2)
+    recorder = FlightRecorder()
+    groups = [recorder.group(axis, (0, 1), axis) for axis in ("shard", "cp")]
+    recorder.tape = Tape(Times(0, 0, 1, 2, 4, 5, 6))
+    recorder.action("B", 0, 0)  # 0
+    first, second = (recorder.begin("all_gather", group, 8) for group in groups)
+    recorder.wait(first)  # 1
+    recorder.wait(second)  # 2
+    recorder.end(first)  # 4
+    recorder.end(second)  # 5
+    recorder.tape.stop()  # 6
+    found = recorded(recorder.tape, recorder.label, pp=1, dp=2)
     assert {k: v for k, v in found.causes.items() if v} == {"compute": 2, "data": 3, "cp": 1}
     assert [one.seconds for one in found.traffic] == [3, 3]
 
@@ -130,28 +131,28 @@ def step_of(world, label, precision, matmul):
     case = Case(MODEL, train, Layout.parse(label))
     layout, fresh = case.layout, World(world.rank, 2, world.device, world.store, world.opened)
     program, groups = lower(MODEL, case.train, layout), open_groups(layout, fresh)
-    ledger, batch = fresh.ledger, mine(make_batch(case, 0), program, fresh)
+    recorder, batch = fresh.recorder, mine(make_batch(case, 0), program, fresh)
     parallel = build(program, groups, fresh.device, seeded(MODEL, 0))
     shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
     optimizer = build_optimizer(shards.leaves, OptimizerSpec())
 
     def step():
-        ledger.step(1)
+        recorder.step(1)
         update(parallel, batch, fresh, shards, optimizer, LossScale.of(case.train), 1.0)
 
-    with Recorder(ledger):
+    with CollectiveRecorder(recorder):
         step()
-        with StepProfile(parallel, shards, optimizer) as profile:
-            ledger.tape = marked = MarkedTape()
+        with MemoryProfile(parallel, shards, optimizer) as profile:
+            recorder.tape = labelled = LabellingTape()
             step()
-            marked.stop()
-        ledger.tape = tape = Tape()
+            labelled.stop()
+        recorder.tape = tape = Tape()
         step()
         tape.stop()
-        ledger.tape = None
-    found = recorded(tape, ledger.label, pp=layout.pp, dp=layout.dp)
-    points = memory_points(marked.turns, profile.moments(), found.turns)
-    return found, points, expected_messages(program, world.rank, Wire(groups), on_cpu=True)
+        recorder.tape = None
+    found = recorded(tape, recorder.label, pp=layout.pp, dp=layout.dp)
+    points = memory_points(labelled.turns, profile.moments(), found.turns)
+    return found, points, expected_messages(program, world.rank, Wire(groups))
 
 
 @pytest.mark.parametrize(
@@ -170,18 +171,18 @@ def step_of(world, label, precision, matmul):
 )
 def test_a_recorded_step_is_the_programs(label, precision, bound, matmul):
     train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(MODEL, train, Layout.parse(label), Target(route(matmul, Processor())))
+    program = lower(MODEL, train, Layout.parse(label), Target("cpu", route(matmul, Processor())))
     steps = on_ranks(2, step_of, label=label, precision=precision, matmul=matmul)
     for rank, (found, points, expected) in enumerate(steps):
-        messages = {Message(one.kind, one.axis, one.bytes): one.times for one in found.traffic}
+        messages = {WireMessage(one.kind, one.axis, one.bytes): one.times for one in found.traffic}
         assert messages == expected
         table = program.tables[program.layout.mesh.coordinates(rank)["pp"]]
-        work = [(s.name, s.stage, s.microbatch) for s in found.spans if s.lane == "compute"]
+        work = [(s.name, s.stage, s.microbatch) for s in found.spans if s.track == "compute"]
         assert work == [tuple(action) for action in table if action.kind in ("F", "B", "I", "W")]
         assert sum(found.causes.values()) == pytest.approx(found.seconds)
         assert all(seconds >= 0 for seconds in found.causes.values()), found.causes
         assert all(0 <= span.start <= span.end <= found.seconds for span in found.spans)
-        waited = {one.axis for one in found.spans if one.lane == "messages"}
+        waited = {one.axis for one in found.spans if one.track == "messages"}
         assert waited <= {message.axis for message in expected}
         peak = max(points, key=lambda point: point.total)
         assert peak.total == pytest.approx(timeline(program, rank).peak.total, rel=bound)
@@ -194,19 +195,19 @@ def test_a_recorded_step_is_the_programs(label, precision, bound, matmul):
 
 def test_memory_is_followed_through_turns():
     pieces = [
-        Piece(100, 0, None, "parameters", ""),  # from before
-        Piece(10, 15, 35, "rest", ""),
-        Piece(5, 16, 18, "gathered", ""),
-        Piece(7, 32, None, "gradients", ""),
+        AllocatedPiece(100, 0, None, "parameters", ""),  # from before
+        AllocatedPiece(10, 15, 35, "rest", ""),
+        AllocatedPiece(5, 16, 18, "gathered", ""),
+        AllocatedPiece(7, 32, None, "gradients", ""),
     ]
     found = moments_of(pieces, [10, 20, 30, 40])
     assert found == [
-        Moment(0, 0.0, {"parameters": 100}),
-        Moment(0, 0.6, {"parameters": 100, "activations": 10, "gathered": 5}),
-        Moment(1, 0.0, {"parameters": 100, "activations": 10}),
-        Moment(2, 0.0, {"parameters": 100, "activations": 10}),
-        Moment(2, 0.2, {"parameters": 100, "activations": 10, "gradients": 7}),
-        Moment(3, 0.0, {"parameters": 100, "gradients": 7}),
+        MeasuredMoment(0, 0.0, {"parameters": 100}),
+        MeasuredMoment(0, 0.6, {"parameters": 100, "activations": 10, "gathered": 5}),
+        MeasuredMoment(1, 0.0, {"parameters": 100, "activations": 10}),
+        MeasuredMoment(2, 0.0, {"parameters": 100, "activations": 10}),
+        MeasuredMoment(2, 0.2, {"parameters": 100, "activations": 10, "gradients": 7}),
+        MeasuredMoment(3, 0.0, {"parameters": 100, "gradients": 7}),
     ]
     assert {kind for moment in found for kind in moment.bytes} <= {*MEMORY}
     tape = Tape(Times(0, 0, 1, 2))
@@ -238,7 +239,7 @@ def test_clocks_of_two_machines_are_compared(world: World):
 def test_ranks_are_put_on_one_clock(world: World):
     program = lower(MODEL, TRAIN, Layout.parse("pp2"))
     point = MemoryPoint("F 0 0", 0.5, {"activations": 64})
-    mine = RankLedger(
+    mine = RankProfile(
         *(world.rank, {"pp": world.rank}, (world.rank,)),
         (Span("compute", "F", 0.0, 1.0, world.rank, 0),),
         (point, point._replace(time=None)),
@@ -264,7 +265,7 @@ def test_of_many_ranks_some_tell_all(world: World):
     assert [rank for rank in range(32) if is_detailed(program, rank)] == [0, 16]
     point = MemoryPoint("B 0 0", 0.5, {"activations": 64})
     spans = (Span("compute", "F", 0.0, 1.0, 0, 0),)
-    mine = RankLedger(world.rank, {}, (0,), spans, (point,), (), {"compute": 1.0, "host": 0.5})
+    mine = RankProfile(world.rank, {}, (0,), spans, (point,), (), {"compute": 1.0, "host": 0.5})
     found = gather_ranks(world, program, mine, 10.0)
     if world.rank == 0:
         first, second = found
@@ -290,10 +291,10 @@ def test_a_run_tells_of_its_steps(config):
     assert 0 < measured.bubble < 1
     for one in measured.ranks:
         assert one.stages == (one.coordinates["pp"],)
-        assert [span.name for span in one.spans if span.lane == "host"] == [
+        assert [span.name for span in one.spans if span.track == "host"] == [
             *("input", "reduce", "update", "log")
         ]
-        names = {span.name for span in one.spans if span.lane == "compute"}
+        names = {span.name for span in one.spans if span.track == "compute"}
         assert names == {"F", "B"}
         assert sum(one.causes.values()) <= measured.step_time_s * 1.001
         assert one.peak.bytes.keys() >= {"parameters", "optimizer", "activations"}
@@ -307,9 +308,9 @@ def test_a_run_tells_of_its_steps(config):
     assert (measured.step, measured.worst) == (10, None)  # the third since then, and each fifth
 
 
-def test_each_source_has_its_newest_ledger(tmp_path, capsys):
+def test_each_source_has_its_newest_profile(tmp_path, capsys):
     def put(source, step):
-        put_step(RunFolder(tmp_path), StepLedger(source, {}, "pp2", "", (), step))
+        put_step(RunFolder(tmp_path), StepProfile(source, {}, "pp2", "", (), step))
 
     def kept():
         found = from_json(json.loads((tmp_path / "ledger.json").read_text()))
@@ -321,7 +322,7 @@ def test_each_source_has_its_newest_ledger(tmp_path, capsys):
     (tmp_path / "ledger.json").write_text('{"schema": 1, "ledg')  # cut short
     put("measured", 200)
     assert kept() == [("measured", 200)]
-    put_step(RunFolder(tmp_path / "gone"), StepLedger("measured", {}, "pp2", "", ()))
+    put_step(RunFolder(tmp_path / "gone"), StepProfile("measured", {}, "pp2", "", ()))
     said = capsys.readouterr().err
     assert said.startswith("note: cannot write ")
     assert said.endswith("No such file or directory\n")
@@ -352,21 +353,21 @@ def test_a_gpus_times_are_those_of_its_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
     clock = DeviceClock(torch.device("cuda", 0))
     tape = Tape(clock)
-    ledger = Ledger()
-    group = ledger.group("1", (0, 1), "tp")
-    ledger.tape = tape
+    recorder = FlightRecorder()
+    group = recorder.group("1", (0, 1), "tp")
+    recorder.tape = tape
     Event.now, Event.lag = 1.0, 3.0
-    ledger.action("F", 0, 0)
-    entry = ledger.begin("all_reduce", group, 8, waits=True)
+    recorder.action("F", 0, 0)
+    entry = recorder.begin("all_reduce", group, 8, waits=True)
     Event.lag = 5.0
-    ledger.end(entry)
+    recorder.end(entry)
     streams.append("gathers")  # beside what is computed: nothing waits for it
-    ledger.end(ledger.begin("all_gather", group, 16, waits=True))
+    recorder.end(recorder.begin("all_gather", group, 16, waits=True))
     streams.pop()
     Event.now = 2.0
     tape.stop()
     assert Event.waited == 0  # the loop is not held up
-    found = recorded(tape, ledger.label, pp=1, dp=1)
+    found = recorded(tape, recorder.label, pp=1, dp=1)
     assert Event.waited > 0
     assert found.seconds == 7
     assert [(one.name, one.start, one.end) for one in found.spans] == [

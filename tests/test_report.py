@@ -21,8 +21,10 @@ from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
 from meshwright.report.timelines import timeline
+from meshwright.report.words import run_warnings
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
+from meshwright.spec.words import busy
 from run_folders import step_event, write_run
 from runs import clean_environ
 
@@ -80,6 +82,22 @@ def test_a_run_with_a_pipeline_shows_every_part(config):
     assert f"The predicted step time is off by {off:+.0%}." in text
 
 
+@pytest.mark.parametrize(("load", "slower"), [(0.1, 1.5), (9.0, 1.5), (9.0, 0.5)])
+def test_a_slow_step_on_a_busy_machine_is_not_the_calibrations_fault(config, load, slower):
+    """`doctor` has the same finding; a busy machine makes no step faster than predicted."""
+    path = write_run(config(*PIPELINE, "layout.dp_replicate=1"), slower=slower)
+    plan = json.loads((path / "plan.json").read_text())
+    plan["machine"] |= {"load": load, "cores": 2}
+    (path / "plan.json").write_text(json.dumps(plan))
+    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "step time is off" in one[0]]
+    if load > 1 and slower > 1:
+        found = "9.0 on 2 cores; other processes take time from the ranks"
+        assert todo == f"The load of the machine was {found}. Compare once it is idle."
+        assert busy(load, 2) == found
+    else:
+        assert "meshwright bench device" in todo
+
+
 def test_the_timeline_has_every_action_and_marks_the_bubble(config):
     run = read_run(write_run(config(*PIPELINE, "layout.dp_replicate=1")))
     page = run_page(run)
@@ -111,10 +129,10 @@ def test_many_spans_are_drawn_for_some_ranks_only(config):
     run = read_run(write_run(config(*PIPELINE, "layout.dp_replicate=1")))
     one = run.planned.ranks[0]
     many = one.spans * (timelines.MOST_SPANS // len(one.spans))
-    ledger = run.planned.__class__(
+    profile = run.planned.__class__(
         **{**vars(run.planned), "ranks": (one.__class__(**{**vars(one), "spans": many}),) * 3}
     )
-    shown = timelines.panels([ledger])
+    shown = timelines.panels([profile])
     assert len(shown[0].ranks) == 1
     go.Figure(timeline(shown))
 
@@ -166,7 +184,7 @@ def test_one_rank_without_a_pipeline(config):
 
 
 def test_a_run_of_an_older_version_says_what_is_missing(config):
-    folder = write_run(config("layout.dp_replicate=1"), ledger=False)
+    folder = write_run(config("layout.dp_replicate=1"), profile=False)
     (folder / "provenance.json").unlink()
     page = run_page(read_run(folder))
     valid(page)
@@ -222,7 +240,7 @@ def test_a_crashed_run_with_a_cut_line(config):
 
 
 def test_a_run_that_never_began(config):
-    folder = write_run(config("layout.dp_replicate=1"), events=[], ledger=False)
+    folder = write_run(config("layout.dp_replicate=1"), events=[], profile=False)
     (folder / "events.jsonl").unlink()
     text = text_of(run_page(read_run(folder)))
     assert "No step was finished." in text
@@ -230,7 +248,7 @@ def test_a_run_that_never_began(config):
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 9, "ledgers": []}', "[]", '{"schema": 1}'])
-def test_a_damaged_ledger_is_told(config, content):
+def test_a_damaged_profile_is_told(config, content):
     folder = write_run(config("layout.dp_replicate=1"))
     (folder / "ledger.json").write_text(content)
     assert "ledger.json cannot be read" in text_of(run_page(read_run(folder)))

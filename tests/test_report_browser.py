@@ -267,3 +267,21 @@ def test_print_opens_everything_on_white_paper(show):
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.wait_for_function("!document.querySelector('details[open]')")
     assert len(page.pdf()) > 50_000
+
+
+def test_a_page_runs_no_script_but_its_own(browser, page_of, tmp_path):
+    """Where a name got into a page as HTML after all, it would do nothing."""
+    deed = "document.title = 'changed'"
+    html = page_of("layouts").read_text()
+    strange = f'<script>{deed}</script><img src="data:," onerror="{deed}">'
+    strange += '<script src="data:text/javascript,document.title=1"></script>'
+    file = tmp_path / "page.html"
+    file.write_text(html.replace("</header>", f"</header>{strange}"))
+    page = browser.new_page()
+    said = []
+    page.on("console", lambda message: said.append(message.text))
+    page.goto(file.as_uri())
+    page.wait_for_selector(READY, timeout=30_000, state="attached")
+    assert page.title() not in ("changed", "1")
+    assert len([text for text in said if "Content Security Policy" in text]) == 3
+    page.close()

@@ -23,17 +23,17 @@ def test_causes_and_messages_are_those_of_the_record(config):
     words = ["layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4"]
     folder = write_run(config(*words, "layout.tp=2", "model.n_kv_heads=2"))
     page = run_page(read_run(folder))
-    rows, ledgers = rows_of(page), {}
-    for ledger in json.loads((folder / "ledger.json").read_text())["ledgers"]:
-        ledgers.setdefault(ledger["source"], ledger["ranks"])
-    assert set(ledgers) == {"predicted", "measured"}
+    rows, profiles = rows_of(page), {}
+    for profile in json.loads((folder / "ledger.json").read_text())["ledgers"]:
+        profiles.setdefault(profile["source"], profile["ranks"])
+    assert set(profiles) == {"predicted", "measured"}
     means = {}
-    for source, ranks in ledgers.items():
+    for source, ranks in profiles.items():
         for cause in ranks[0]["causes"]:
             total = sum(rank["causes"].get(cause, 0.0) for rank in ranks)
             means[source, cause] = total / len(ranks)
     assert len({round(value, 9) for value in means.values()}) > 5  # one is not taken for another
-    for cause in ledgers["measured"][0]["causes"]:
+    for cause in profiles["measured"][0]["causes"]:
         (row,) = [row for row in rows if row[:1] == [CAUSE_NAMES[cause]] and len(row) == 3]
         for cell, source in zip(row[1:], ("predicted", "measured"), strict=True):
             whole = sum(value for (of, _), value in means.items() if of == source)
@@ -43,7 +43,7 @@ def test_causes_and_messages_are_those_of_the_record(config):
     def sent(rank):
         return sum(size * times for _, _, size, times, _ in rank["traffic"])
 
-    most = max(ledgers["measured"], key=sent)
+    most = max(profiles["measured"], key=sent)
     assert len(most["traffic"]) == 3
     for kind, axis, size, times, waited in most["traffic"]:
         (row,) = [row for row in rows if row[:2] == [axis, kind]]

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.commit import read_manifest, step_name, steps
+from meshwright.checkpoint.commit import LOCK, read_manifest, step_name, steps
 from meshwright.checkpoint.restore import newest_good
 from meshwright.cli.main import main
 from meshwright.data import open_data, train_bpe
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.certificate import certify
-from meshwright.launch.session import Resume, prepare_job
+from meshwright.launch.lock import RunLock
+from meshwright.launch.restart import append
+from meshwright.launch.resuming import Resume
+from meshwright.launch.session import prepare_job
 from meshwright.launch.session import train as train_command
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
@@ -100,7 +103,10 @@ def cut_after(job, step, name):
         ["layout.dp_replicate=2"],
         ["layout.dp_shard=2", "layout.zero=3", "train.precision=bf16"],
         ["layout.pp=2", "layout.offload=optimizer", "train.precision=fp16"],
-        ["layout.tp=2", "layout.sp=true", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+        pytest.param(
+            ["layout.tp=2", "layout.sp=true", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda words: " ".join(words),
 )
@@ -237,6 +243,7 @@ def test_what_has_changed_is_refused_with_the_flag_that_allows_it(
         )
         return prepare_job(changed, clean_environ(), resume=Resume(resume.run, allowed))
 
+    append(job, {"event": "end", "step": 2, "loss": 1.0, "stopped": False})
     with pytest.raises(ConfigError, match=r"step 2 is there, train\.steps = 2 asks for no more"):
         prepared()
     assert prepared(train={"steps": 3}).resume
@@ -327,6 +334,9 @@ def test_steps_are_listed_verified_and_pruned(started, capsys):
     assert main(["checkpoint", "verify", run]) == 1
     assert f"BAD  step 2: {path} is corrupt" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(job.checkpoints / step_name(3))]) == 0
+    with RunLock(job.checkpoints / LOCK):
+        assert main(["checkpoint", "prune", run, "--keep", "1"]) == 2
+    assert f"checkpoint folder {job.checkpoints} is in use" in capsys.readouterr().err
     assert main(["checkpoint", "prune", run, "--keep", "1"]) == 0
     assert "removed 2 steps, kept 1" in capsys.readouterr().out
     assert [p.name for p in steps(job.checkpoints)] == [step_name(3)]
@@ -336,6 +346,12 @@ def test_steps_are_listed_verified_and_pruned(started, capsys):
 def test_a_new_run_does_not_write_among_the_steps_of_another(started, config):
     job = started("layout.dp_replicate=2", "train.steps=2")
     go(job)
-    other = config("log.name=other", f"checkpoint.dir={job.checkpoints}")
-    with pytest.raises(ConfigError, match="holds steps of another run"):
-        prepare_job(other, clean_environ())
+    resume = f"meshwright train --resume {job.folder.path}"
+    for count, words in (2, ""), (9, " train.steps=9"):
+        there = (f"checkpoint.dir={job.checkpoints}", f"train.steps={count}")
+        other = config("log.name=other", *there)
+        with pytest.raises(ConfigError, match=f"to resume that one: {resume}{words}$"):
+            prepare_job(other, clean_environ())
+    elsewhere = config(f"checkpoint.dir={job.checkpoints}", f"log.dir={job.folder.path}")
+    with pytest.raises(ConfigError, match="train --resume RUN, RUN being its run folder"):
+        prepare_job(elsewhere, clean_environ())

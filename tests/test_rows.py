@@ -9,9 +9,9 @@ import torch
 
 from meshwright.bench.layouts import Stepper
 from meshwright.execute import groups
+from meshwright.execute.channel import LARGEST
 from meshwright.execute.gather import full_tensor
 from meshwright.execute.groups import open_groups
-from meshwright.execute.lane import LARGEST
 from meshwright.execute.wire import Wire
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
@@ -56,11 +56,11 @@ def test_steps_are_those_by_gloo_where_a_rank_has_no_rows(label):
 
 
 def same_steps(world, model, label, precision):
-    """Two steps with lanes and without: along tp messages go by them in both, else in no place."""
+    """Two steps with channels and without: messages along tp use them in both runs."""
     case = Case(model, TRAIN.model_copy(update={"precision": precision}), Layout.parse(label))
     found = []
     for axes in ({"tp", "shard"}, {"tp"}):
-        with mock.patch.object(groups, "goes_by_lane", axes.__contains__):
+        with mock.patch.object(groups, "goes_by_channel", axes.__contains__):
             step = Stepper(world, case)
             opened = open_groups(case.layout, world)
         assert opened.shard.is_shared == ("shard" in axes)
@@ -78,7 +78,7 @@ def same_steps(world, model, label, precision):
 
 
 @ranks(2)
-def test_groups_have_lanes_where_rows_are_shared(world):
+def test_groups_have_channels_where_rows_are_shared(world):
     assert open_groups(Layout.parse("shard2 zero2 mb1"), world).shard.is_shared
     assert not open_groups(Layout.parse("dp2 mb1"), world).replicate.is_shared
     two = mock.Mock(wraps=world, rank=world.rank, size=2, opened={}, device=world.device)

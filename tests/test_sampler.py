@@ -181,6 +181,14 @@ def test_rows_by_slice_and_none():
         sampler.rows(-1)
 
 
+def test_of_one_document_the_last_tokens_are_held_out_as_the_docs_say():
+    train, held = split(shards_of([100]), 0.02, VOCAB)
+    assert (len(train), len(held)) == (98, 2)
+    docs = Path(__file__).parents[1] / "docs"
+    for page in ("config.md", "guides/data.md"):
+        assert "the last share of the tokens" in (docs / page).read_text()
+
+
 def test_too_short_a_split_names_both_numbers():
     with pytest.raises(DataError, match="validation split has 16 tokens, one sample needs 17"):
         Sampler(stream([16]), seq_len=16, batch=1, name="validation split")

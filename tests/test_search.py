@@ -12,8 +12,8 @@ from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting
-from meshwright.predict.stacks import STACKS
 from meshwright.predict.step import StepTime
+from meshwright.predict.systems import SYSTEMS
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.rank import Search, preference
 from meshwright.spec.resolve import model_spec
@@ -31,7 +31,7 @@ def setting(model=MODEL, devices=4, device="a100-40gb", memory=None, **train):
         found = replace(found, memory=memory)
     spec = TrainSpec(**values)
     cluster = cluster_of(found, devices)
-    return Setting(model, spec, cluster, STACKS["meshwright"], shipped_calibration(), "bf16")
+    return Setting(model, spec, cluster, SYSTEMS["meshwright"], shipped_calibration(), "bf16")
 
 
 def everything(one, devices):
@@ -202,9 +202,8 @@ WARNINGS = {
         (H100, "shard2 zero3 cp8-ring mb1", False),
         (H100, "shard2 zero3 cp8-ulysses mb1", False),
     ],
-    "cores of one CPU brings nothing": [
+    "memory counts tensors alone": [
         (CPUS, "dp2 mb1", True),
-        (CPUS, "tp2 mb1", False),
         (H100, "dp16 mb1", False),
     ],
     "the step waits for messages: tp": [
@@ -272,7 +271,7 @@ def test_of_layouts_that_are_as_fast_the_simplest_is_best():
     assert "faster, but less simple" in lost_by(taking(long, 0.999), taking(plain, 1.0))
 
 
-def test_why_one_loses_is_its_dearest_cause():
+def test_why_one_loses_is_its_largest_cause():
     wide = price(H100, Layout(tp=8, pp=2, schedule="1f1b", microbatch=8, sp=True))
     plain = price(H100, Layout(dp_shard=16, zero=3, recompute="full"))
     more = {cause: s - plain.time.causes[cause] for cause, s in wide.time.causes.items()}

@@ -12,7 +12,7 @@ from meshwright.data import train_bpe
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch import checks
 from meshwright.launch.doctor import examine_config
-from meshwright.launch.notes import config_notes, run_notes, schedule_note
+from meshwright.launch.notes import config_notes, resume_notes, run_notes
 from meshwright.launch.planned import setting_on
 from meshwright.launch.session import prepare_job
 from meshwright.predict.price import memory
@@ -249,7 +249,7 @@ def resumed(config, *overrides, before=()):
 
 def test_a_run_that_goes_on_for_longer_says_how_its_rate_changes(config):
     job = resumed(config, "train.steps=40")
-    told = schedule_note(job)
+    told = next(resume_notes(job))
     then, now = (
         learning_rate(at, steps, job.config.optimizer) for at, steps in ((10, 20), (11, 40))
     )
@@ -271,13 +271,13 @@ def test_a_run_that_goes_on_for_longer_says_how_its_rate_changes(config):
     ],
 )
 def test_only_what_changes_the_rate_is_said(config, overrides, said):
-    told = schedule_note(resumed(config, *overrides))
+    told = next(resume_notes(resumed(config, *overrides)), None)
     assert told is None if said is None else told.startswith(said)
 
 
 def test_a_constant_rate_goes_on_without_a_word(config):
     job = resumed(config, "train.steps=40", before=("optimizer.schedule=constant",))
-    assert schedule_note(job) is None
+    assert not list(resume_notes(job))
 
 
 def test_the_lowest_rate_stays_after_the_schedule():

@@ -1,5 +1,6 @@
 """A run that is asked to stop: what it saves, what it says, and what it no longer waits for."""
 
+import io
 import os
 import pty
 import shlex
@@ -12,21 +13,23 @@ from types import SimpleNamespace
 import pytest
 
 from faulty import events_of, last_files, of, start_train, wait_for, wait_for_phase, wait_for_steps
+from meshwright.checkpoint.commit import step_name
 from meshwright.cli import main
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.ledger_file import read_ledger
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.flight_recorder_file import read_flight_recorder
 from meshwright.launch import certificate, supervisor
 from meshwright.launch.diagnosis import diagnose
 from meshwright.launch.session import Run
 from meshwright.launch.signals import StopSignals
-from meshwright.launch.stopping import going_on, has_done_nothing
+from meshwright.launch.stopping import Stopping, going_on, has_done_nothing
 from meshwright.launch.supervisor import Timing, supervise
-from meshwright.launch.view import Lasting
+from meshwright.launch.view import Lasting, open_view
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
 from meshwright.train.interruptible import Interruptible
 from meshwright.train.run_folder import read_job
+from run_folders import write_run
 from runs import TINY, clean_environ, rank_pids
 
 LONG = ["train.steps=100000", "layout.dp_replicate=2"]
@@ -69,12 +72,17 @@ def saved_where_it_stopped(folder):
     "number",
     ["SIGINT", *(pytest.param(name, marks=pytest.mark.faults) for name in ("SIGTERM", "SIGHUP"))],
 )
-def test_a_stop_leaves_an_evaluation_and_says_how_to_go_on(long_corpus, tmp_path, number, capsys):
+@pytest.mark.case(44)
+def test_a_stop_leaves_an_evaluation_and_says_how_to_go_on(
+    long_corpus, tmp_path, number, capsys, outcome
+):
     words = [*LONG, *EVALUATES, "train.eval_every=1"]
     process, folder = start_train(long_corpus, tmp_path, *words), folder_of(tmp_path)
     wait_for_phase(folder, process, "eval")
     process.send_signal(getattr(signal, number))
+    asked = time.monotonic()
     lines = end(process)
+    outcome.add(process.returncode, lines[-1].replace(str(folder), "RUN"), time.monotonic() - asked)
     assert process.returncode == EXIT_STOPPED, lines
     assert of(events_of(folder), "eval") == []
     step = saved_where_it_stopped(folder)
@@ -132,14 +140,14 @@ def test_ranks_vote_twice_a_second_and_leave_together():
 
 
 def test_an_evaluation_is_a_phase_of_its_own(tmp_path):
-    """A ledger that said "forward" would tell that the step is not done."""
-    ledger = Ledger.open(tmp_path / "rank-0.ledger", 0, 1)
-    ledger.step(1)
-    ledger.action("F", 0, 0)
-    at = [read_ledger(tmp_path / "rank-0.ledger")]
-    ledger.phase("eval")
-    ledger.action("F", 0, 3)
-    at.append(read_ledger(tmp_path / "rank-0.ledger"))
+    """A flight recorder that said "forward" would tell that the step is not done."""
+    recorder = FlightRecorder.open(tmp_path / "rank-0.ledger", 0, 1)
+    recorder.step(1)
+    recorder.action("F", 0, 0)
+    at = [read_flight_recorder(tmp_path / "rank-0.ledger")]
+    recorder.phase("eval")
+    recorder.action("F", 0, 3)
+    at.append(read_flight_recorder(tmp_path / "rank-0.ledger"))
     assert [one.phase for one in at] == ["forward", "eval"]
     assert at[1].place() == "step 1, eval of microbatch 3 on stage 0"
     assert [has_done_nothing([one, None]) for one in at] == [True, False]
@@ -196,30 +204,39 @@ def interrupt(process):
     time.sleep(APART_S)
 
 
-def test_a_second_ctrl_c_does_not_cut_a_save_short(corpus, tmp_path):
+@pytest.mark.case(44)
+def test_a_second_ctrl_c_does_not_cut_a_save_short(corpus, tmp_path, outcome):
     words = [*LONG, "checkpoint.every=1"]
     process = start_train(corpus, tmp_path, *words, FAULT="1:save:2:sleep=3")
     folder = folder_of(tmp_path)
     wait_for(lambda: (folder / "checkpoints" / "latest").is_file(), "a step", process)
     wait_for_phase(folder, process, "save")
+    asked = time.monotonic()
     interrupt(process)
     interrupt(process)
     lines = end(process)
     assert process.returncode == EXIT_STOPPED, lines
-    assert "step 2 is being saved: Ctrl-C once more ends that, too" in lines
+    said = "step 2 is being saved: Ctrl-C once more ends that, too"
+    assert said in lines
+    outcome.add(process.returncode, said, time.monotonic() - asked)
     assert saved_where_it_stopped(folder) == 2
 
 
 @pytest.mark.faults
-def test_a_second_ctrl_c_in_a_step_says_what_is_lost(corpus, tmp_path):
+@pytest.mark.case(44)
+def test_a_second_ctrl_c_in_a_step_says_what_is_lost(corpus, tmp_path, outcome):
     words = [*LONG, "checkpoint.every=2"]
     process = start_train(corpus, tmp_path, *words, FAULT="1:update:4:sleep=60")
     folder = folder_of(tmp_path)
     wait_for_phase(folder, process, "update")
-    wait_for(lambda: read_ledger(folder / "logs" / "rank-1.ledger").step == 4, "step 4", process)
+    wait_for(
+        lambda: read_flight_recorder(folder / "logs" / "rank-1.ledger").step == 4, "step 4", process
+    )
+    asked = time.monotonic()
     interrupt(process)
     interrupt(process)
     lines = end(process)
+    outcome.add(process.returncode, lines[-2], time.monotonic() - asked)
     assert process.returncode == 3, lines
     assert lines[-2:] == [
         "meshwright train: ended at once, as asked again: step 2 is the newest that is saved, "
@@ -242,6 +259,20 @@ def test_a_stop_before_the_first_step_is_done_ends_at_once(corpus, tmp_path):
     assert verdict(read_run(folder))[0] == "Stopped on request after step 0 of 100000."
     assert diagnose(folder).state == "stopped"
     assert rank_pids(folder) == []
+
+
+def test_a_stop_after_the_last_save_names_no_step_beyond_it(config):
+    """A rank was killed there, and the run is asked to stop before its ranks are back."""
+    job = read_job(write_run(config("layout.dp_replicate=1"), profile=False))
+    (job.checkpoints / step_name(job.config.train.steps)).mkdir(parents=True)
+    asked = SimpleNamespace(asked=True, repeats=0)
+    with pytest.raises(StoppedOnRequest, match=r"after the last step: all 4 steps are saved$"):
+        Stopping(job, asked, print).look()
+    out = io.StringIO()
+    view = open_view(Lasting(out))
+    view._start = {"event": "start", "from_step": 4, "steps": 4}
+    view.write({"event": "end", "step": 4, "loss": 1.0, "stopped": True})
+    assert out.getvalue() == "stopped on request after the last step\n"
 
 
 # --- who shows it ----------------------------------------------------------------------------
@@ -270,7 +301,8 @@ def test_a_reader_that_goes_does_not_end_the_run(corpus, tmp_path):
 
 
 @pytest.mark.faults
-def test_a_terminal_that_closes_ends_in_a_save(corpus, tmp_path):
+@pytest.mark.case(44)
+def test_a_terminal_that_closes_ends_in_a_save(corpus, tmp_path, outcome):
     """Its SIGHUP asks to stop, and nothing can be written to it any more."""
     words = [*TINY, *LONG, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
     words += [f"log.dir={tmp_path / 'runs'}", "log.name=run"]
@@ -289,8 +321,10 @@ def test_a_terminal_that_closes_ends_in_a_save(corpus, tmp_path):
         os.read(terminal, 4096)
     os.close(terminal)
     process.send_signal(signal.SIGHUP)
+    asked = time.monotonic()
     assert process.wait(100) == EXIT_STOPPED
-    saved_where_it_stopped(folder)
+    step = saved_where_it_stopped(folder)
+    outcome.add(EXIT_STOPPED, f"step {step} is saved", time.monotonic() - asked)
 
 
 def test_what_is_written_to_a_lost_output_goes_nowhere(tmp_path):

@@ -14,6 +14,7 @@ ORDER = [
     "version",
     "units",
     "errors",
+    "parsing",
     "spec",
     "layout",
     "interop",
@@ -126,3 +127,12 @@ def test_environment_is_read_only_at_the_doors():
             text = path.read_text()
             assert "os.environ" not in text, path
             assert "getenv" not in text, path
+
+
+def test_no_two_public_classes_share_a_name():
+    places = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(SRC)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}

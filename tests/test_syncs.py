@@ -22,7 +22,7 @@ from meshwright.train import loop
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.metrics import DeviceLaps, StepClock
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.readings import Numbers
+from meshwright.train.readings import ArrivingNumbers
 from meshwright.train.run_folder import create, read_job
 from meshwright.train.update import update
 from ranks import on_ranks
@@ -90,7 +90,7 @@ def syncs_of(world, label, precision):
 def read_behind(world, folder, behind):
     """The body of a rank: train the job of a folder, reading so many steps late."""
     order, events = [], []
-    real_update, real_read, real_bring = loop.update, Numbers.read, Feed.bring
+    real_update, real_read, real_bring = loop.update, ArrivingNumbers.read, Feed.bring
 
     def seen_update(*args):
         order.append("u")
@@ -113,7 +113,7 @@ def read_behind(world, folder, behind):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "lag", lambda device, scale: behind)
         patch.setattr(loop, "update", seen_update)
-        patch.setattr(Numbers, "read", seen_read)
+        patch.setattr(ArrivingNumbers, "read", seen_read)
         patch.setattr(Feed, "bring", seen_bring)
         summary = loop.train(job, world, dataset, events.append, asked)
     return "".join(order), events, summary

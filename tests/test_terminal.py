@@ -8,8 +8,8 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.layout import Layout
-from meshwright.predict.ledger import predicted_ledger
-from meshwright.program.ledger import MemoryPoint, RankLedger, Span, StepLedger
+from meshwright.predict.profile import predicted_profile
+from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile
 from meshwright.report.terminal import causes_chart, memory_chart, summary, timeline_chart
 from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
@@ -27,8 +27,8 @@ def drawn():
         spans = tuple(Span("compute", k, a, b, place, m) for k, m, a, b in actions)
         memory = (MemoryPoint("F", 1.0, {"parameters": GIB, "activations": (place + 1) * GIB}),)
         causes = {"compute": 8.0, "bubble": 2.0} if not place else {"compute": 6.0, "bubble": 4.0}
-        ranks.append(RankLedger(2 * place, {"pp": place}, (place,), spans, memory, (), causes))
-    return StepLedger(
+        ranks.append(RankProfile(2 * place, {"pp": place}, (place,), spans, memory, (), causes))
+    return StepProfile(
         "predicted", {}, "pp2 tp2", "toy", tuple(ranks), step_time_s=12.0, memory_limit=4 * GIB
     )
 
@@ -70,14 +70,14 @@ def test_memory_stands_against_the_limit():
 def test_all_of_it_fits_in_80_columns_and_has_no_colour_in_a_file(label):
     layout = Layout.parse(label)
     words = [*WORDS, "model.n_layers=32"]
-    ledger = predicted_ledger(on_cluster(setting_of(load_config(None, words)), layout), layout)
+    profile = predicted_profile(on_cluster(setting_of(load_config(None, words)), layout), layout)
     out = io.StringIO()
-    Console(file=out, width=80).print(summary([ledger, replace(ledger, source="measured")]))
+    Console(file=out, width=80).print(summary([profile, replace(profile, source="measured")]))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in out.getvalue()
     assert sum(line.startswith("rank 0 ") for line in lines) == 3  # two timelines, memory
-    # Bars and names of a ledger's chart do not wrap: each line says something of its own.
+    # Bars and names of a profile's chart do not wrap: each line says something of its own.
     assert all(line == "" or line.split() for line in lines)
 
 
@@ -91,7 +91,7 @@ def test_of_many_ranks_the_first_and_the_last_are_drawn():
 
 
 def test_what_is_not_known_is_not_drawn():
-    empty = StepLedger("simulated", {}, "x", "cpu", (RankLedger(0, {}),))
+    empty = StepProfile("simulated", {}, "x", "cpu", (RankProfile(0, {}),))
     assert summary([empty]).plain == ""
 
 

@@ -38,7 +38,7 @@ def peaks(world, label, precision, matmul, model=MODEL):
 def check(label, precision, matmul, bound, model=MODEL):
     """Each rank's predicted peak is what the profiler sees, within a share of it."""
     train = TRAIN.model_copy(update={"precision": precision})
-    program = lower(model, train, Layout.parse(label), Target(route(matmul, NOBODYS)))
+    program = lower(model, train, Layout.parse(label), Target("cpu", route(matmul, NOBODYS)))
     world = program.layout.world
     found = on_ranks(world, peaks, label=label, precision=precision, matmul=matmul, model=model)
     for rank, measured in enumerate(found):
@@ -46,10 +46,14 @@ def check(label, precision, matmul, bound, model=MODEL):
 
 
 def both_ways(cases):
-    """The cases in fp32 by torch's products and by oneDNN's; others have no such products."""
+    """The cases in fp32 by torch's products and by oneDNN's; others have no such products.
+
+    By oneDNN all but the first are slow: what its products take does not depend on the layout.
+    """
     by_torch = [(*case, "torch") for case in cases]
     wide = [(*case, "onednn") for case in cases if "fp32" in case]
-    return [*by_torch, *(pytest.param(*case, marks=needs_onednn) for case in wide)]
+    marks = (needs_onednn, (needs_onednn, pytest.mark.slow))
+    return [*by_torch, *(pytest.param(*one, marks=marks[n > 0]) for n, one in enumerate(wide))]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_the_way_of_products_is_the_targets():
 
     def peak(precision, products):
         train = TRAIN.model_copy(update={"precision": precision})
-        return timeline(lower(MODEL, train, layout, Target(products)), 0).peak.total
+        return timeline(lower(MODEL, train, layout, Target("cpu", products)), 0).peak.total
 
     assert peak("fp32", Route(rows=True, columns=True)) > peak("fp32", Route())
     assert peak("fp32", Route(rows=True)) == peak("fp32", Route())
@@ -142,7 +146,7 @@ def long_case(matmul):
 def test_the_peak_whatever_cache_attention_is_cut_for(matmul):
     """The program says how large blocks are, as for a core's cache; no rank asks its processor."""
     case, predicted = long_case(matmul), []
-    program = lower(case.model, case.train, case.layout, Target(route(matmul, NOBODYS)))
+    program = lower(case.model, case.train, case.layout, Target("cpu", route(matmul, NOBODYS)))
     for scores in (1 << 18, 1 << 20, 1 << 22):
         with mock.patch.object(program_attention, "SCORES", scores):
             peak = timeline(program, 0).peak
@@ -158,12 +162,13 @@ def test_what_a_step_takes_it_gives_back(world):
     for case in matrix(world):
         if case.refused is not None:
             continue
-        program = lower(case.model, case.train, case.layout)
+        target = Target(packed=case.packed)
+        program = lower(case.model, case.train, case.layout, target)
         for rank in {0, world - 1}:
-            found = timeline(program, rank, packed=case.packed)
+            found = timeline(program, rank)
             start, end = found.moments[0].held, found.moments[-1].held
             # Whole weights of one's own are not gathered, but have a copy in half precision.
-            has_copy = sums_in_place(case.layout, on_cpu=True) and case.train.precision != "fp32"
+            has_copy = sums_in_place(case.layout, program.target) and case.train.precision != "fp32"
             has_copy = has_copy and (case.layout.zero < 3 or case.layout.shard_ranks == 1)
             assert set(end) <= LASTING | ({"gathered"} if has_copy else set()), (case.label, end)
             for lasts in ("weights", "optimizer", *(["gathered"] if has_copy else [])):

@@ -1,7 +1,9 @@
 """Tokenizers: known ids, round trips, ends of documents, refusals."""
 
 import json
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from meshwright.data import load_tokenizer, tokenizers, train_bpe
 from meshwright.errors import DataError
@@ -128,7 +131,7 @@ def test_training_refuses(tmp_path, texts, size, match):
 
 def without_eos(folder: Path, source: Path) -> Path:
     content = json.loads(source.read_text())
-    content["added_tokens"] = []
+    content["added_tokens"][0]["content"] = "[STOP]"
     content["model"]["vocab"] = {
         ("[STOP]" if token == "<|endoftext|>" else token): i
         for token, i in content["model"]["vocab"].items()
@@ -145,6 +148,27 @@ def test_end_of_document_is_never_guessed(tmp_path, bpe):
     assert load_tokenizer(str(file), eos="[STOP]").eos_id == bpe.eos_id
     with pytest.raises(DataError, match=r"'\[STOPP\]' is not in the vocabulary.*\[STOP\]"):
         load_tokenizer(str(file), eos="[STOPP]")
+
+
+def test_only_special_tokens_are_suggested_in_the_order_of_their_ids(tmp_path, bpe):
+    """Ordinary tokens such as `<` and `[` are none, nor is the one of unknown words."""
+    file, names = tmp_path / "tokenizer.json", ["[UNK]", "[PAD]", "<stop>", "[CLS]"]
+    content = json.loads(bpe.to_json())
+    content["added_tokens"] = []
+    content["model"]["unk_token"] = "[UNK]"
+    content["model"]["vocab"] |= {"[UNK]": 5000}
+    del content["model"]["vocab"]["<|endoftext|>"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="no special token that could be it: python -c ") as told:
+        load_tokenizer(str(file))
+    words = shlex.split(str(told.value).partition("could be it: ")[2])
+    backend = Tokenizer.from_file(str(file))
+    backend.add_special_tokens(names)
+    backend.save(str(tmp_path / "other.json"))
+    with pytest.raises(DataError, match=r"perhaps one of \[PAD\], <stop>, \[CLS\]$"):
+        load_tokenizer(str(tmp_path / "other.json"))
+    subprocess.run([sys.executable, *words[1:]], check=True)  # the command does as it says
+    assert load_tokenizer(str(file)).eos_token == "<|endoftext|>"
 
 
 @pytest.mark.parametrize("eos", ["[STOP]", {"content": "[STOP]"}])

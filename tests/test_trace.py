@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.predict.ledger import predicted_ledger
-from meshwright.program.ledger import MemoryPoint, RankLedger, Span, StepLedger
+from meshwright.predict.profile import predicted_profile
+from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile
 from meshwright.report.trace import chrome_trace
 from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config
@@ -18,7 +18,7 @@ NANOSECOND = 1e-3
 def planned(label):
     words = ["cluster.preset=h100-sxm", "train.precision=bf16", "model.n_layers=8"]
     layout = Layout.parse(label)
-    return predicted_ledger(on_cluster(setting_of(load_config(None, words)), layout), layout)
+    return predicted_profile(on_cluster(setting_of(load_config(None, words)), layout), layout)
 
 
 def complete(trace):
@@ -29,7 +29,7 @@ def check(trace):
     """Hold a trace against the rules of the format."""
     json.dumps(trace, allow_nan=False)
     named = set()
-    tracks = {}
+    threads = {}
     for event in trace["traceEvents"]:
         assert {"name", "ph", "pid", "tid"} <= set(event)
         if event["ph"] == "M":
@@ -39,10 +39,10 @@ def check(trace):
         if event["ph"] == "X":
             assert event["dur"] >= 0
             assert ("thread_name", event["pid"], event["tid"]) in named
-            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
         if event["ph"] == "C":
             assert all(isinstance(size, int) for size in event["args"].values())
-    for events in tracks.values():
+    for events in threads.values():
         open_ends = []
         for event in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
             end = event["ts"] + event["dur"]
@@ -54,17 +54,17 @@ def check(trace):
 
 @pytest.mark.parametrize("label", ["pp4 zbv v2 mb1 tp2 sp", "shard4 zero3 mb1"])
 def test_a_planned_step_is_a_legal_trace_with_all_its_actions(label):
-    ledger = planned(label)
-    trace = chrome_trace([ledger])
+    profile = planned(label)
+    trace = chrome_trace([profile])
     check(trace)
-    spans = [span for one in ledger.ranks for span in one.spans]
+    spans = [span for one in profile.ranks for span in one.spans]
     assert len(complete(trace)) == len(spans)
     last = max(event["ts"] + event["dur"] for event in complete(trace))
-    assert last == pytest.approx(ledger.step_time_s * 1e6, abs=1)
+    assert last == pytest.approx(profile.step_time_s * 1e6, abs=1)
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
-    assert len(counters) == sum(len(one.memory) for one in ledger.ranks)
+    assert len(counters) == sum(len(one.memory) for one in profile.ranks)
     highest = max(sum(event["args"].values()) for event in counters)
-    assert highest == max(one.peak.total for one in ledger.ranks)
+    assert highest == max(one.peak.total for one in profile.ranks)
 
 
 def test_an_action_says_what_it_is():
@@ -74,7 +74,7 @@ def test_an_action_says_what_it_is():
         Span("messages", "all_reduce", 0.004, 0.005, axis="data"),
         Span("host", "update", 0.005, 0.006),
     )
-    found = StepLedger("measured", {}, "pp2", "cpu", (RankLedger(1, {"pp": 1}, (1,), spans),), 7)
+    found = StepProfile("measured", {}, "pp2", "cpu", (RankProfile(1, {"pp": 1}, (1,), spans),), 7)
     trace = chrome_trace([replace(found, source="predicted", step=None), found])
     check(trace)
     first = next(event for event in complete(trace) if event["pid"] == 2)
@@ -94,17 +94,17 @@ def test_an_action_says_what_it_is():
     assert {"planned: pp2", "measured: pp2, step 7", "rank 1, stage 1: messages"} <= set(told)
 
 
-def test_messages_that_overlap_take_tracks_of_their_own():
+def test_messages_that_overlap_take_threads_of_their_own():
     spans = tuple(Span("messages", "recv", start, start + 2.0) for start in (0.0, 1.0, 2.0, 2.5))
     within = Span("messages", "all_reduce", 0.5, 1.5, axis="tp")
-    found = StepLedger("measured", {}, "x", "cpu", (RankLedger(0, {}, (), (*spans, within)),))
+    found = StepProfile("measured", {}, "x", "cpu", (RankProfile(0, {}, (), (*spans, within)),))
     trace = chrome_trace([found])
     check(trace)
-    tracks = {event["ts"]: event["tid"] for event in complete(trace)}
-    assert tracks == {0.0: 100, 0.5e6: 100, 1e6: 101, 2e6: 100, 2.5e6: 102}
+    threads = {event["ts"]: event["tid"] for event in complete(trace)}
+    assert threads == {0.0: 100, 0.5e6: 100, 1e6: 101, 2e6: 100, 2.5e6: 102}
 
 
 def test_memory_without_times_is_left_out():
     memory = (MemoryPoint("F 0 0", None, {"parameters": 8}),)
-    found = StepLedger("simulated", {}, "x", "cpu", (RankLedger(0, {}, (), (), memory),))
+    found = StepProfile("simulated", {}, "x", "cpu", (RankProfile(0, {}, (), (), memory),))
     assert [event["ph"] for event in chrome_trace([found])["traceEvents"]] == ["M", "M"]

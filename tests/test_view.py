@@ -61,6 +61,14 @@ def test_plain_lines():
     ]
 
 
+def test_an_evaluation_is_told_when_it_begins():
+    begins = {"event": "evaluating", "step": 40, "batches": 250}
+    for view, terminal in ((View, False), (LiveView, True)):
+        told = shown(view, START, STEP, begins, terminal=terminal)
+        assert "step 40: evaluating 250 batch(es)" in told
+    assert "evaluating" not in shown(QuietView, START, STEP, begins)
+
+
 def test_live_block_fits_80_columns_and_says_everything():
     text = shown(LiveView, START, STEP, END, terminal=True)
     import re

@@ -7,7 +7,13 @@ values. `refusal` puts them together so that all rooms word them alike.
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Iterable, Sequence
+
+_LONG_WORD = re.compile(r"\S{5000,}")
+
+_LONGEST_NAME = 200
 
 EXIT_DONE = 0
 EXIT_CHECK_FAILED = 1
@@ -18,9 +24,16 @@ EXIT_NO_PROGRESS = 5
 
 
 class MeshwrightError(Exception):
-    """Base of all errors that are meant for the user, shown without a traceback."""
+    """Base of all errors that are meant for the user, shown without a traceback.
+
+    A word of a message that is longer than any path is cut: it is a value of a file that holds
+    what nobody wrote by hand.
+    """
 
     exit_code = EXIT_CHECK_FAILED
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(_LONG_WORD.sub(_cut, text))
 
 
 class ConfigError(MeshwrightError):
@@ -59,14 +72,32 @@ class StoppedOnRequest(MeshwrightError):
     exit_code = EXIT_STOPPED
 
 
+def _cut(word: re.Match[str]) -> str:
+    return f"{word[0][:100]}... ({len(word[0])} characters)"
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to `count` of the known names closest in spelling to `name`."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    """Return up to `count` of the known names closest in spelling to `name`.
+
+    Those that one begins with come first: `a100` is rather `a100-80gb` than `a800`.
+    """
+    if len(name) > _LONGEST_NAME:  # comparing takes the square of it
+        return []
+    names = [one for one in known if one and len(one) <= _LONGEST_NAME]
+    begun = [
+        one
+        for one in names
+        if min(len(one), len(name)) > 1 and one[: len(name)] == name[: len(one)]
+    ]
+    found = difflib.get_close_matches(name, begun, n=count, cutoff=0.0)
+    found += difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    return list(dict.fromkeys(found))[:count]
 
 
 def nearest_divisors(value: int, near: int, count: int = 2) -> list[int]:
     """Return the divisors of `value` nearest to `near`, in ascending order."""
-    divisors = [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    divisors = {*small, *(value // d for d in small)}
     return sorted(sorted(divisors, key=lambda d: (abs(d - near), d))[:count])
 
 

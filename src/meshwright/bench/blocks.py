@@ -15,7 +15,7 @@ from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope
 from meshwright.predict.kernels import PASSES, forward_moved
-from meshwright.predict.stacks import STACKS
+from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import Product, Work, layout_work
 from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.program.parts import parameter_count
@@ -93,7 +93,7 @@ def stack(
     return nn.Sequential(*(Block(spec, rope, str(n)).to(device, dtype) for n in range(depth)))
 
 
-class Parts(NamedTuple):
+class BlockTimes(NamedTuple):
     """Seconds of a block's forward and backward: whole, its attention alone, of a tiny block."""
 
     whole: float
@@ -109,7 +109,7 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
 
 def seconds_of_parts(
     device: torch.device, precision: str, budget_s: float, shape: Shape, depth: int = _DEPTH
-) -> Parts:
+) -> BlockTimes:
     """Return the time of a block and of its parts, measured in turns.
 
     Up to `depth` blocks are timed together.
@@ -119,7 +119,7 @@ def seconds_of_parts(
     small, tiny_depth = _pass(device, precision, Shape(tiny, 8, 1))
     works = (whole, _attention(device, precision, shape), small)
     found = seconds_in_turns(works, budget_s, device)
-    return Parts(found[0] / depth, found[1], found[2] / tiny_depth)
+    return BlockTimes(found[0] / depth, found[1], found[2] / tiny_depth)
 
 
 def _pass(
@@ -171,7 +171,7 @@ def _work(precision: str, shape: Shape) -> Work:
 
 
 def seconds_per_byte(
-    precision: str, shape: Shape, rates: tuple[float, float], found: Parts, *, on_cpu: bool
+    precision: str, shape: Shape, rates: tuple[float, float], found: BlockTimes, *, on_cpu: bool
 ) -> float:
     """Return the seconds for each byte that a block moves beside products and attention.
 
@@ -186,7 +186,7 @@ def seconds_per_byte(
     for product in work.products:
         share = math.prod(side / (side + half) for side in product.sides)
         left -= PASSES * product.flops / (peak * share)
-    return max(left, 0.0) / (PASSES * forward_moved(work, STACKS["meshwright"]))
+    return max(left, 0.0) / (PASSES * forward_moved(work, SYSTEMS["meshwright"]))
 
 
 def by_rows(

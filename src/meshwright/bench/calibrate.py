@@ -20,7 +20,7 @@ from meshwright.execute.products import take_route
 from meshwright.execute.world import World
 from meshwright.predict.calibration import QUIET
 from meshwright.predict.kernels import PASSES
-from meshwright.predict.network import through_lane
+from meshwright.predict.network import through_channel
 from meshwright.predict.step import OPTIMIZER_BYTES
 from meshwright.predict.work import Product
 from meshwright.program.operations import ELEMENT_BYTES
@@ -125,11 +125,11 @@ def _waiting(world: World, effort: Effort) -> tuple[dict[str, float], dict[str, 
         return constants, {}
     kinds = () if effort.in_full else ("all_gather", "all_reduce")
     sent = collectives(world, kinds, effort.most_bytes, effort.times)
-    by_lane = shared(world, effort.times)
-    constants |= _links(sent, world.size) | _lane(by_lane, world.size)
+    by_channel = shared(world, effort.times)
+    constants |= _links(sent, world.size) | _channel(by_channel, world.size)
     if effort.in_full:
         constants["overlap"] = overlap(world)
-    return constants, sent | {f"lane.{kind}": points for kind, points in by_lane.items()}
+    return constants, sent | {f"channel.{kind}": points for kind, points in by_channel.items()}
 
 
 def _of_blocks(
@@ -145,7 +145,7 @@ def _of_blocks(
     sums = sums_both_ways(world, message) if world.size > 1 else None
     if sums is not None:
         found |= {"blocks.message": float(message)}
-        found |= dict(zip(("blocks.sum.gloo", "blocks.sum.lane"), sums, strict=True))
+        found |= dict(zip(("blocks.sum.gloo", "blocks.sum.channel"), sums, strict=True))
     return found
 
 
@@ -242,16 +242,16 @@ def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, fl
     return found
 
 
-def _lane(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
+def _channel(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:
     """Return latency and rate of each kind of message through shared memory.
 
-    Bytes are those of `predict.network.through_lane`.
+    Bytes are those of `predict.network.through_channel`.
     """
     found: dict[str, float] = {}
     for kind, points in sent.items():
         base, per_byte = _line(points)
-        _, moved = through_lane(kind, 1.0, ranks)
-        found |= {f"lane.latency.{kind}": base, f"lane.rate.{kind}": moved / per_byte}
+        _, moved = through_channel(kind, 1.0, ranks)
+        found |= {f"channel.latency.{kind}": base, f"channel.rate.{kind}": moved / per_byte}
     return found
 
 

@@ -1,6 +1,6 @@
 """What compiling the blocks gains: a pass beside one that is not compiled, and what it takes first.
 
-Both take turns, since a machine's speed drifts by more than what is gained.
+Both alternate, since a machine's speed drifts by more than what is gained.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from meshwright.predict.kernels import PASSES
 from meshwright.predict.work import Product
 
 
-class Sizes(NamedTuple):
+class BenchSizes(NamedTuple):
     """What is measured on a kind of device.
 
     `shapes` are tokens, inner and outer dims of products as small and large layers have them;
@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
 
 
 # On a GPU smaller ones would take less time than it takes to launch them, and stay in its cache.
-SIZES: Final[Mapping[str, Sizes]] = {
-    "cpu": Sizes(
+SIZES: Final[Mapping[str, BenchSizes]] = {
+    "cpu": BenchSizes(
         (
             Product(256, 256, 256),
             Product(512, 256, 1024),
@@ -55,7 +55,7 @@ SIZES: Final[Mapping[str, Sizes]] = {
         tokens=256,
         vocab=8192,
     ),
-    "cuda": Sizes(
+    "cuda": BenchSizes(
         (
             Product(2048, 2048, 2048),
             Product(4096, 1024, 4096),

@@ -1,6 +1,6 @@
 """Layouts side by side on the ranks at hand: seconds of a step and the peak of each rank's memory.
 
-Layouts take turns, so that the machine's noise hits all alike.
+Layouts alternate, so that the machine's noise hits all alike.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.models.init import weight_std
-from meshwright.program.lower import lower
 from meshwright.program.shards import Region
 from meshwright.prove.case import Case
-from meshwright.prove.compare import mine
+from meshwright.prove.compare import mine, program_of
 from meshwright.prove.reference import make_batch
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
@@ -41,7 +40,7 @@ class Stepper:
         On a CPU the weights are those of a seed. A GPU draws its own, as good for a measurement:
         billions of them would take a CPU's generator minutes.
         """
-        program = lower(case.model, case.train, case.layout)
+        program = program_of(case, world)
         is_cpu = world.device.type == "cpu"
         source = seeded(case.model, 0) if is_cpu else drawn(case.model, world.device)
         groups = open_groups(case.layout, world)

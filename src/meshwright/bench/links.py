@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.bench.timing import seconds_between, seconds_together
-from meshwright.execute.borders import all_reduce, begin_gather, begin_scatter
 from meshwright.execute.groups import Link, open_groups
+from meshwright.execute.tp_regions import all_reduce, begin_gather, begin_scatter
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.messages import LARGEST_SHARED
@@ -66,15 +66,15 @@ def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float
 def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
     """Return the seconds of a sum of so many bytes by gloo and through shared memory.
 
-    None where such a message doesn't go through it. Both take turns, beside products.
+    None where such a message doesn't go through it. Both alternate, beside products.
     """
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared or size > LARGEST_SHARED:
         return None
     makes = (partial(_all_reduce, world), partial(_shared_sum, link))
     turns = [[_seconds(world, [size], make)[0][1] for make in makes] for _ in range(_TURNS)]
-    by_gloo, by_lane = (statistics.median(one) for one in zip(*turns, strict=True))
-    return by_gloo, by_lane
+    by_gloo, by_channel = (statistics.median(one) for one in zip(*turns, strict=True))
+    return by_gloo, by_channel
 
 
 def _seconds(

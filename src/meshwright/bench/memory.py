@@ -11,14 +11,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.execute.allocations import (
     TURN,
-    MarkedTape,
-    Piece,
+    AllocatedPiece,
+    LabellingTape,
     alive,
     events_of,
+    label,
+    labelled_gradients,
+    labelled_in_data,
     lasting,
-    mark,
-    marked_gradients,
-    marked_in_data,
     pieces_of,
 )
 from meshwright.execute.build import build, seeded
@@ -26,9 +26,8 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.layout import broken
-from meshwright.program.lower import lower
 from meshwright.prove.case import Case
-from meshwright.prove.compare import mine
+from meshwright.prove.compare import mine, program_of
 from meshwright.prove.reference import make_batch
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
@@ -39,7 +38,7 @@ STEPS: Final = 4
 
 
 @dataclass
-class Held:
+class HeldMemory:
     """Bytes of a rank: the weights that it trains, or their shards; whole weights made of these;
     gradients; optimizer state; buffers of FSDP2 and gloo for collectives; the rest: activations.
     What is offloaded does not count.
@@ -65,10 +64,10 @@ class Measured:
     `moment` is the action, or the phase after the last of them, in which the peak was.
     """
 
-    peak: Held
-    start: Held
+    peak: HeldMemory
+    start: HeldMemory
     moment: str
-    pieces: list[Piece] = field(repr=False)
+    pieces: list[AllocatedPiece] = field(repr=False)
 
 
 def measure(world: World, case: Case) -> Measured:
@@ -76,23 +75,23 @@ def measure(world: World, case: Case) -> Measured:
     model, train, layout = case.model, case.train, case.layout
     broken_rule = broken(model, train, layout)
     assert broken_rule is None, broken_rule
-    groups, program = open_groups(layout, world), lower(model, train, layout)
+    groups, program = open_groups(layout, world), program_of(case, world)
     batch = mine(make_batch(case, 0), program, world)
     with (
-        marked_in_data(),
+        labelled_in_data(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         parallel = build(program, groups, world.device, seeded(model, 0))
         shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
         optimizer = build_optimizer(shards.leaves, OptimizerSpec())
-        world.ledger.tape = MarkedTape()
-        with marked_gradients(parallel, shards):
+        world.recorder.tape = LabellingTape()
+        with labelled_gradients(parallel, shards):
             for step in range(STEPS):
                 with record_function("measured" if step else "first"):
                     update(parallel, batch, world, shards, optimizer, LossScale.settled(train), 1.0)
                 for kind, tensor in lasting(parallel, shards, optimizer):
-                    mark(kind, tensor)
-        world.ledger.tape = None
+                    label(kind, tensor)
+        world.recorder.tape = None
     return sorted(_peaks(seen), key=lambda found: found.peak.total)[(STEPS - 1) // 2]
 
 
@@ -119,8 +118,8 @@ def _peaks(seen: profile) -> Iterator[Measured]:
         yield Measured(_sum(found), _sum(alive(pieces, node.start_time_ns)), moment, found)
 
 
-def _sum(pieces: Sequence[Piece]) -> Held:
+def _sum(pieces: Sequence[AllocatedPiece]) -> HeldMemory:
     sums = Counter[str]()
     for piece in pieces:
         sums[piece.kind] += piece.size
-    return Held(**sums)
+    return HeldMemory(**sums)

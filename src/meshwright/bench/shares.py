@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.execute.clock import clock_of
+from meshwright.execute.collective_recorder import CollectiveRecorder
 from meshwright.execute.measured import recorded
-from meshwright.execute.recorder import Recorder
 from meshwright.execute.shared import SPACE
 from meshwright.execute.tape import Tape
 from meshwright.execute.world import World
@@ -34,9 +34,9 @@ _KINDS: Final = tuple(
         ("sums of gradients", r"AccumulateGrad"),
     )
 )
-# What is sent is told by the ledger's waits, which last as long.
+# What is sent is told by the flight recorder's waits, which last as long.
 _MESSAGES: Final = re.compile(rf"^c10d::|^gloo:|^nccl|_c10d_functional|^{SPACE}::")
-# Waits, as a ledger names them by what is waited for.
+# Waits, as a flight recorder names them by what is waited for.
 _WAITS: Final = ("tp", "cp", "data", "bubble")
 OTHER: Final = "other operations"
 REST: Final = "Python and what calls operations"
@@ -57,16 +57,16 @@ def shares(world: World, step: Callable[[], None], *, pp: int, dp: int) -> dict[
     is_cuda = world.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     world.barrier()
-    with Recorder(world.ledger), profile(activities=activities) as seen:
-        world.ledger.tape = tape = Tape(clock_of(world.device))
+    with CollectiveRecorder(world.recorder), profile(activities=activities) as seen:
+        world.recorder.tape = tape = Tape(clock_of(world.device))
         started = time.perf_counter()
         step()
         if is_cuda:
             torch.cuda.synchronize(world.device)
         seconds = time.perf_counter() - started
         tape.stop()
-        world.ledger.tape = None
-    causes = recorded(tape, world.ledger.label, pp=pp, dp=dp).causes
+        world.recorder.tape = None
+    causes = recorded(tape, world.recorder.label, pp=pp, dp=dp).causes
     found = dict.fromkeys(kinds(), 0.0)
     found |= {f"waiting: {cause}": causes.get(cause, 0.0) for cause in _WAITS}
     for kind, each in _operations(seen, is_cuda):

@@ -27,7 +27,7 @@ def seconds_of(
 def seconds_in_turns(
     works: Sequence[Callable[[], object]], budget_s: float, device: torch.device | None = None
 ) -> list[float]:
-    """Return the seconds of some calls that take turns for about `budget_s`, three times at least.
+    """Return the seconds of some calls that alternate for about `budget_s`, three times at least.
 
     The median of each. What else a machine does comes in bursts, longer than a call: in turns they
     hit all calls alike, and not those of one. A CPU's calls take what their thread computed, if

@@ -1,8 +1,8 @@
 """The commit protocol: a step folder appears whole or not at all, and is verified when read.
 
 Unique temporary folder, every file synced, the manifest with size and SHA-256 of each file written
-last, folder synced, renamed, then `latest` replaced. A committed step is never written again. No
-torch here.
+last, folder synced, renamed, then `latest` replaced. A committed step is never written again, and
+its manifest names the run that wrote it. No torch here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.errors import CheckpointError
+from meshwright.parsing import parse_json
 
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"
+LOCK: Final = "lock"  # of the run that writes into the folder, as `launch.lock` keeps it
 # Where a save has got to: about to begin, half-way in a shard, about to write the manifest, to
 # rename the folder, to change `latest`, to remove old steps.
 PLACES: Final = ("begin", "shard", "manifest", "rename", "pointer", "purge")
@@ -45,17 +47,48 @@ def unmarked(place: str) -> None:
     """Take note of nothing."""
 
 
-def begin(root: Path, step: int) -> Path | None:
-    """Return a new temporary folder for a step's files; None where it is committed already.
+def begin(root: Path, step: int, run: str = "") -> Path | None:
+    """Return a new temporary folder for a step's files; None where `run` has committed the step.
 
-    Raises `CheckpointError` with path and cause when the disk refuses.
+    `root` must be there: one that is gone was removed from under the run. Raises `CheckpointError`
+    where the folder or the step is another run's, and with path and cause when the disk refuses.
     """
-    if (root / step_name(step)).exists():
-        return None
+    _refuse_others(root, run)
+    final = root / step_name(step)
+    if final.exists():
+        if run_of(final) == run:
+            return None
+        raise CheckpointError(
+            f"{final} is there already, and this run did not write it: its own step {step} was not "
+            "saved. Give each run a folder of its own (checkpoint.dir)"
+        )
     temporary = root / f".tmp-{step_name(step)}-{uuid.uuid4().hex[:8]}"
     with _told(temporary):
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
     return temporary
+
+
+def run_of(folder: Path) -> str:
+    """Return the id of the run that wrote a step; empty where its manifest names none."""
+    try:
+        return str(read_manifest(folder).get("run", ""))
+    except CheckpointError:
+        return ""
+
+
+def _refuse_others(root: Path, run: str) -> None:
+    """Raise `CheckpointError` where another run writes under `root`, or has written there."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody has it locked
+        found.append((json.loads((root / LOCK).read_text(encoding="utf-8")).get("run"), "locked"))
+    found += [(run_of(path), f"{path.name} written") for path in steps(root)[-1:]]
+    for other, deed in found:
+        if other and other != run:
+            raise CheckpointError(
+                f"{root} is another run's by now: it has {deed} by run {other}, and this is run "
+                f"{run or 'without an id'}. Nothing was saved there; give each run a folder of its "
+                "own (checkpoint.dir)"
+            )
 
 
 def seal(
@@ -114,7 +147,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = dict(json.loads(path.read_text(encoding="utf-8")))
+        manifest = dict(parse_json(path.read_text(encoding="utf-8")))
         digest = manifest.pop("digest", None)
         files = dict(manifest["files"])
         whole = digest == _digest(manifest) and all(
@@ -171,11 +204,17 @@ def clean(root: Path) -> list[Path]:
         return []
     left = [p for p in root.iterdir() if re.match(r"\.(tmp-step|latest|old-step)-", p.name)]
     for path in left:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            _remove(path)
     return left
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a folder, or a link, of which what it leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(folder: Path) -> Path:
@@ -199,7 +238,7 @@ def purge(root: Path, keep: int) -> list[Path]:
         # Renamed first: half of a step must not look like one.
         gone = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:8]}")
         path.rename(gone)
-        shutil.rmtree(gone)
+        _remove(gone)
     return old
 
 

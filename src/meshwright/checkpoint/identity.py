@@ -15,6 +15,7 @@ from meshwright.spec.loading import Config
 
 # Each is a part of a run's identity, and what --allow-changed takes.
 PARTS: Final = (
+    "run",
     "model",
     "optimizer",
     "tokenizer",
@@ -44,16 +45,18 @@ def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_changed(
-    manifest: Mapping[str, Any], now: Mapping[str, str], allowed: Collection[str]
+    manifest: Mapping[str, Any], now: Mapping[str, str], run: str, allowed: Collection[str]
 ) -> None:
     """Raise `CheckpointError` where a run to be continued is not the one that wrote a step.
 
-    `now` is its identity; parts in `allowed` may differ. The message names what differs, with both
-    values and the flag that overrides it.
+    `now` is its identity, `run` its id; parts in `allowed` may differ. The message names what
+    differs, with both values and the flag that overrides it.
     """
     then = manifest.get("identity")
     if not isinstance(then, Mapping):
         raise CheckpointError(f"step {manifest.get('step')} holds weights only, no run to continue")
+    then = {**then, "run": manifest.get("run", "")}
+    now = {**now, "run": run}
     either = dict.fromkeys([*now, *then])
     changed = [part for part in either if then.get(part) != now.get(part) and part not in allowed]
     if changed:

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.checkpoint.commit import read_manifest, steps, verify
 from meshwright.errors import CheckpointError
+from meshwright.spec.stored import steps_folder
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ def checkpoints_of(folder: Path) -> Path:
 
     Raises `CheckpointError` where there is no committed step.
     """
-    for root in (folder / "checkpoints", folder, folder.parent):
+    own = steps_folder(folder)
+    for root in (own, folder, folder.parent):
         if steps(root):
             return root
-    raise CheckpointError(f"{folder} holds no committed step (no step-00000100 folder)")
+    where = folder if own.parent == folder else f"{folder}, which saves its steps in {own},"
+    raise CheckpointError(f"{where} holds no committed step (no step-00000100 folder)")
 
 
 def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:

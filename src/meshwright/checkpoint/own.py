@@ -7,6 +7,7 @@ of a run is, so that another layout reads what it needs of it.
 from __future__ import annotations
 
 import json
+import secrets
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.commit import clean, step_name, steps
+from meshwright.checkpoint.commit import clean, step_name
 from meshwright.checkpoint.restore import Good, newest_good, stored_of
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import (
@@ -78,6 +79,7 @@ class Checkpoints:
             raise ConfigError(f"keep = {keep} must be 1 or more")
         self._leaves()
         self._saver = Saver(self._root, self._world, keep, lambda saved: None)
+        self._saver.run = exchange(secrets.token_hex(8), self._saver.group)[0]
         if self._world.rank == 0:
             clean(self._root)
 
@@ -86,7 +88,8 @@ class Checkpoints:
 
         `state` is what JSON holds: the data's position, a scheduler's `state_dict()`. Lists come
         back for tuples, texts for keys. Raises `CheckpointError` on every rank where the step is
-        there already or one could not write; the steps before it stay.
+        there already, where another loop has written steps that this one has not loaded, or where
+        one rank could not write; the steps before it stay.
         """
         leaves = self._leaves()
         path = self._root / step_name(step)
@@ -110,19 +113,17 @@ class Checkpoints:
     def load(self) -> Loaded | None:
         """Load the newest complete step into model and optimizer; None if there is none.
 
-        A step that is corrupt is set aside with a warning. Raises `CheckpointError` where none is
-        whole, or where the step is of another model or optimizer: then nothing has changed.
+        A newer step that is corrupt is set aside with a warning. Raises `CheckpointError` where
+        none is whole, or where the step is of another model or optimizer: then nothing has changed.
         """
-        had = any(exchange("some" if steps(self._root) else "", self._saver.group))
         good = newest_good(self._root, self._world, self._warn, self._saver.group)
         if good is None:
-            if had:
-                raise CheckpointError(f"no step in {self._root} is whole; they are set aside there")
             return None
         own = good.manifest.get(_OWN)
         if own is None:
             raise CheckpointError(f"{good.folder} is a step of `meshwright train`, not of a loop")
         self._fill(good, own)
+        self._saver.run = str(good.manifest.get("run", "")) or self._saver.run
         return Loaded(int(good.manifest["step"]), own["state"], good.folder)
 
     def _warn(self, problem: str) -> None:

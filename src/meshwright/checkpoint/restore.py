@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.commit import read_manifest, set_aside, steps, verify
+from meshwright.checkpoint.commit import digest_of, read_manifest, set_aside, steps, verify
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, fill_optimizer
 from meshwright.checkpoint.tensors import Stored
 from meshwright.errors import CheckpointError
@@ -32,25 +33,39 @@ def newest_good(
 ) -> Good | None:
     """Return the newest step that passes its verification; a collective.
 
-    The ranks share the reading, and talk over a gloo `group`, else the world's own. A step that
-    fails is set aside, so that it can be saved again, and `on_bad` gets the reason with the name of
-    the file.
+    The ranks share the reading, and talk over a gloo `group`, else the world's own. A newer step
+    that fails is set aside, so that it can be saved again, and `on_bad` gets the reason with the
+    name of the file. None where there is no step. Raises `CheckpointError` where each one fails,
+    which leaves them as they are, and where ranks see different ones.
     """
+    bad: list[tuple[Path, str]] = []
     if group is None and world.size > 1:
         group = dist.group.WORLD
     for name in reversed(exchange(_names(root), group)[0].split()):
-        folder = root / name
-        problem = ""
+        folder, manifest = root / name, dict[str, Any]()
         try:
-            verify(folder, lambda index: index % world.size == world.rank)
+            manifest = verify(folder, lambda index: index % world.size == world.rank)
+            said = f"={digest_of([json.dumps(manifest, sort_keys=True)])}"
         except (CheckpointError, OSError) as error:
-            problem = str(error)
-        problems = [text for text in exchange(problem, group) if text]
-        if not problems:
-            return Good(folder, read_manifest(folder))
-        if world.rank == 0:
-            set_aside(folder)
-        on_bad(problems[0])
+            said = f"!{error}"
+        everyone = exchange(said, group)
+        problem = next((text[1:] for text in everyone if text.startswith("!")), None)
+        if problem is not None:
+            bad.append((folder, problem))
+            continue
+        if len(set(everyone)) > 1:
+            raise CheckpointError(f"{folder} is not the same step on all ranks")
+        for worse, why in bad:
+            if world.rank == 0:
+                set_aside(worse)
+            on_bad(why)
+        return Good(folder, manifest)
+    if bad:
+        reasons = "; ".join(why for _, why in bad)
+        raise CheckpointError(
+            f"no step in {root} is whole, and none was changed: {reasons}. Restore the files; to "
+            "begin anew, start a new run in another folder"
+        )
     return None
 
 
@@ -72,12 +87,16 @@ class StoredSource:
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         """Return a region of a parameter; raises `CheckpointError` where it does not fit."""
+        self.check(name, shape)
+        return self._stored.read(name, region)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `CheckpointError` where a parameter is not there in a shape."""
         found = self._stored.shape(name)
         if found != tuple(shape):
             raise CheckpointError(
                 f"{self._folder} holds {name} as {list(found)}, the model has {list(shape)}"
             )
-        return self._stored.read(name, region)
 
 
 def restore(trained: Trained, good: Good, *, same_optimizer: bool = True) -> None:

@@ -7,6 +7,7 @@ a process group of its own: collectives of two threads must not meet in one grou
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import shutil
@@ -25,6 +26,7 @@ from meshwright.checkpoint.commit import (
     Fingerprint,
     begin,
     purge,
+    read_manifest,
     seal,
     step_name,
     steps,
@@ -63,12 +65,20 @@ class Saver:
         keep: int,
         on_saved: Callable[[Saved], None],
         *,
+        run: str = "",
         beside: bool = False,
         mark: Callable[[str, int], None] = lambda place, step: None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Open a group of its own; `mark` is told where the save of which step has got to."""
+        """Make `root` and open a group of its own.
+
+        `run` is the id of the run that saves; `mark` is told where the save of which step is.
+        """
         self._root, self._world, self._keep, self._mark = root, world, keep, mark
+        self.run = run
+        if world.rank == 0:
+            with contextlib.suppress(OSError):  # the first save tells
+                root.mkdir(parents=True, exist_ok=True)
         self._on_saved, self._beside = on_saved, beside
         self.group = None
         if world.size > 1:
@@ -181,9 +191,14 @@ class Saver:
             self._mark(place, step)
 
         mark("begin")
-        told = self._together(lambda: str(begin(self._root, step) or "") if rank == 0 else "")[0]
-        if not told:  # committed already, by the attempt before a restart
-            return self._root / step_name(step), 0
+
+        def start() -> str:
+            return str(begin(self._root, step, self.run) or "") if rank == 0 else ""
+
+        final = self._root / step_name(step)
+        told = self._together(start)[0]
+        if not told:  # committed already, by this very run
+            return final, _bytes_of(read_manifest(final)["files"])
         folder = Path(told)
 
         def write() -> str:
@@ -214,11 +229,10 @@ class Saver:
             if rank == 0:
                 for name, text in texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
-                seal(folder, step, files, facts, mark)
+                seal(folder, step, files, {**facts, "run": self.run}, mark)
                 return "" if len(steps(self._root)) <= self._keep else "purge"
             return ""
 
-        final = self._root / step_name(step)
         if self._together(commit)[0]:
             self._together(lambda: self._verify(final))
             mark("purge")
@@ -242,6 +256,12 @@ class Saver:
             if text.startswith("!"):
                 raise CheckpointError(f"rank {rank}: {text[1:]}")
         return [text[1:] for text in everyone]
+
+
+def _bytes_of(files: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the bytes of the tensors that a manifest lists."""
+    kinds = (f"{WEIGHTS}-", f"{OPTIMIZER}-")
+    return sum(file["bytes"] for name, file in files.items() if name.startswith(kinds))
 
 
 class _Running:

@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.checkpoint.commit import Fingerprint
 from meshwright.errors import CheckpointError
 from meshwright.models.files import open_safetensors
+from meshwright.parsing import parse_json
 from meshwright.program.shards import Region, whole
 from meshwright.units import MIB, format_bytes
 
@@ -113,7 +114,7 @@ def _bytes(chunk: Chunk) -> memoryview:
     return flat.numpy().data
 
 
-class _Place(NamedTuple):
+class _StoredPlace(NamedTuple):
     file: Any
     region: Region
 
@@ -122,7 +123,7 @@ class Stored:
     """The tensors of some files, read by region wherever their chunks are."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._places: dict[str, list[_Place]] = {}
+        self._places: dict[str, list[_StoredPlace]] = {}
         self._folder = Path()
         for path in files:
             self._folder = path.parent
@@ -132,7 +133,7 @@ class Stored:
                 shape = opened.get_slice(name).get_shape()
                 start = offsets.get(name, [0] * len(shape))
                 region = tuple((at, at + n) for at, n in zip(start, shape, strict=True))
-                self._places.setdefault(name, []).append(_Place(opened, region))
+                self._places.setdefault(name, []).append(_StoredPlace(opened, region))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,7 +177,7 @@ class Stored:
         """Return a whole tensor."""
         return self.read(name, whole(self.shape(name)))
 
-    def _of(self, name: str) -> list[_Place]:
+    def _of(self, name: str) -> list[_StoredPlace]:
         if name not in self._places:
             raise CheckpointError(f"{self._folder} does not hold {name}")
         return self._places[name]
@@ -188,7 +189,7 @@ def _offsets(opened: Any, path: Path) -> Mapping[str, Sequence[int]]:
     if text is None:
         return {}
     try:
-        return {name: list(at["saved_offsets"]) for name, at in json.loads(text).items()}
+        return {name: list(at["saved_offsets"]) for name, at in parse_json(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} does not say where its shards lie") from error
 

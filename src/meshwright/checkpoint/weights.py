@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.commit import begin, seal, step_name, verify
-from meshwright.checkpoint.restore import StoredSource, stored_of
+from meshwright.checkpoint.restore import StoredSource
 from meshwright.checkpoint.state import WEIGHTS
 from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
 from meshwright.models import Transformer, build_model
 from meshwright.models.hf import hf_source, load_hf
+from meshwright.parsing import foreign
+from meshwright.program.shards import whole
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.stored import SPEC, find_step, stored_spec
 
@@ -26,12 +29,16 @@ def write_weights(
     state: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     step: int = 0,
+    run: str = "",
 ) -> Path:
     """Commit whole weights, by our names, as a step under `root` and return its path.
 
-    Raises `CheckpointError` where the step is there already or the disk refuses.
+    `run` is the id of the run that trained them, if one did. Raises `CheckpointError` where the
+    step is there already or the disk refuses.
     """
-    folder = begin(root, step)
+    with contextlib.suppress(OSError):  # `begin` tells
+        root.mkdir(parents=True, exist_ok=True)
+    folder = begin(root, step, run)
     if folder is None:
         raise CheckpointError(f"{root / step_name(step)} is there already; choose another folder")
     chunks = [
@@ -41,7 +48,7 @@ def write_weights(
     name = f"{WEIGHTS}-00000.safetensors"
     files = {name: write_chunks(folder / name, chunks)}
     (folder / SPEC).write_text(spec_text(spec), encoding="utf-8")
-    return seal(folder, step, files, facts)
+    return seal(folder, step, files, {**facts, "run": run} if run else facts)
 
 
 def spec_text(spec: ModelSpec) -> str:
@@ -83,12 +90,17 @@ def weights_from(folder: Path, spec: ModelSpec) -> Any:
 
 def _load_step(folder: Path) -> Transformer:
     verify(folder)
-    model = build_model(stored_spec(folder)[0], device="meta")
+    spec, path = stored_spec(folder)
+    source = StoredSource(folder)
+    with foreign(str(path), CheckpointError):  # sizes that no tensor has
+        model = build_model(spec, device="meta")
+    for name, parameter in model.named_parameters():  # before memory is taken for it
+        source.check(name, tuple(parameter.shape))
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
-    stored = stored_of(folder, WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
             # A copy: the file is mapped, and may be pruned while the model lives.
-            parameter.copy_(stored.whole(name))
+            parameter.copy_(source(name, shape, whole(shape)))
     return model

@@ -197,7 +197,7 @@ def _print_device(constants: Mapping[str, float], source: str) -> None:
 
 
 @dataclass
-class Row:
+class LayoutRow:
     """A layout: what was predicted, and what was measured."""
 
     layout: Layout
@@ -227,12 +227,12 @@ class Row:
         }
 
 
-def _row(setting: Setting, layout: Layout, *, is_cpu: bool) -> Row:
+def _row(setting: Setting, layout: Layout) -> LayoutRow:
     """Return what is predicted of a layout."""
     program = lower(setting.model, setting.train, layout, setting.target)
     ranks = range(layout.world)
-    peaks = [timeline(program, rank, on_host=is_cpu).peak.total for rank in ranks]
-    return Row(layout, price(setting, layout), peaks)
+    peaks = [timeline(program, rank).peak.total for rank in ranks]
+    return LayoutRow(layout, price(setting, layout), peaks)
 
 
 def _layouts(args: argparse.Namespace) -> int:
@@ -260,7 +260,7 @@ def _layouts(args: argparse.Namespace) -> int:
     check_compiler(config.train, lacks)
     setting = setting_of(config, calibration, layouts[0].world, processor())
     setting = on_cluster(setting, layouts[0])
-    rows = [_row(setting, layout, is_cpu=is_cpu) for layout in layouts]
+    rows = [_row(setting, layout) for layout in layouts]
     request = {
         "what": "layouts",
         "device": machine.device,
@@ -294,7 +294,7 @@ def _layouts(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _shares(rows: Sequence[Row]) -> Table:
+def _shares(rows: Sequence[LayoutRow]) -> Table:
     """Return a table of where the time of each layout's slowest rank goes, in percent."""
     table = Table("share of a step", box=None, pad_edge=False)
     slowest = [max(row.shares, key=lambda share: sum(share.values())) for row in rows]
@@ -334,7 +334,7 @@ def _refuse(config: Config, layouts: Sequence[Layout], machine: Machine) -> None
             raise ConfigError(f"--layout {layout.label!r}: {rule}")
 
 
-def _table(rows: Sequence[Row], tokens: int) -> Table:
+def _table(rows: Sequence[LayoutRow], tokens: int) -> Table:
     table = Table("layout", "step", "spread", "predicted", "", "tokens/s", box=None, pad_edge=False)
     has_memory = any(row.peak_bytes for row in rows)
     if has_memory:

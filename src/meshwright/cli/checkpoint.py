@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from meshwright.checkpoint.commit import prune, steps
+from meshwright.checkpoint.commit import LOCK, prune, steps
 from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
 from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
+from meshwright.launch.lock import RunLock
 from meshwright.train.run_folder import tokenizer_of
 from meshwright.units import format_bytes, format_count, parse_bytes
 
@@ -44,7 +45,7 @@ example:
 """
 
 
-class Action(NamedTuple):
+class Subcommand(NamedTuple):
     """A subcommand: what it does, an example, its arguments and itself."""
 
     text: str
@@ -112,7 +113,8 @@ def _configure_prune(parser: argparse.ArgumentParser) -> None:
 
 def _prune(args: argparse.Namespace) -> int:
     root = checkpoints_of(Path(args.source))
-    gone = [str(path) for path in prune(root, args.keep)]
+    with RunLock(root / LOCK, what="checkpoint folder"):  # a run would miss what it counts on
+        gone = [str(path) for path in prune(root, args.keep)]
     if args.json:
         print_json({"removed": gone, "kept": [str(path) for path in steps(root)]})
     else:
@@ -221,13 +223,13 @@ def _found(check: Any) -> str:
 
 
 ACTIONS: Final = {
-    "inspect": Action("list the steps of a run", INSPECT, _configure_steps, _inspect),
-    "verify": Action("read every file and compare its hash", VERIFY, _configure_steps, _verify),
-    "prune": Action("remove all but the newest steps", PRUNE, _configure_prune, _prune),
-    "export-hf": Action(
+    "inspect": Subcommand("list the steps of a run", INSPECT, _configure_steps, _inspect),
+    "verify": Subcommand("read every file and compare its hash", VERIFY, _configure_steps, _verify),
+    "prune": Subcommand("remove all but the newest steps", PRUNE, _configure_prune, _prune),
+    "export-hf": Subcommand(
         "write a run's model as a Hugging Face folder", EXPORT, _configure_export, _export
     ),
-    "import-hf": Action(
+    "import-hf": Subcommand(
         "write a Hugging Face folder as a checkpoint", IMPORT, _configure_import, _import
     ),
 }

@@ -12,7 +12,14 @@ from typing import Any, Final
 
 from meshwright.cli.common import add_json, print_json
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.launch.disk import Choice, Entry, forget_gone, prepared_in, remove, runs_of
+from meshwright.launch.disk import (
+    DiskEntry,
+    DiskSelection,
+    forget_gone,
+    prepared_in,
+    remove,
+    runs_of,
+)
 from meshwright.launch.measured import user_cache
 from meshwright.units import format_bytes
 
@@ -49,8 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List what is there and remove what is chosen; returns the exit code."""
-    choice = Choice(args.keep, args.older_than)
-    if args.delete and choice == Choice():
+    choice = DiskSelection(args.keep, args.older_than)
+    if args.delete and choice == DiskSelection():
         raise ConfigError("--delete removes what --keep N or --older-than AGE chooses: give one")
     folder = args.folder or (user_cache(os.environ) if args.caches else Path("runs"))
     entries = prepared_in(folder) if args.caches else runs_of(folder)
@@ -67,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
         for path, problem in problems.items():
             print(f"not removed: {path}: {problem}")
         gone = [one for one in goes if one.path not in problems]
-        print(_summary(entries, gone, chosen=choice != Choice(), is_done=args.delete))
+        print(_summary(entries, gone, chosen=choice != DiskSelection(), is_done=args.delete))
     return EXIT_CHECK_FAILED if problems else EXIT_DONE
 
 
-def _list(entries: Sequence[Entry], goes: Sequence[Entry]) -> None:
+def _list(entries: Sequence[DiskEntry], goes: Sequence[DiskEntry]) -> None:
     for one in entries:
         fate = "in use" if one.in_use else "remove" if one in goes else "keep"
         why = f"; {one.in_use}" if one.in_use else ""
@@ -80,7 +87,7 @@ def _list(entries: Sequence[Entry], goes: Sequence[Entry]) -> None:
 
 
 def _summary(
-    entries: Sequence[Entry], goes: Sequence[Entry], *, chosen: bool, is_done: bool
+    entries: Sequence[DiskEntry], goes: Sequence[DiskEntry], *, chosen: bool, is_done: bool
 ) -> str:
     total = format_bytes(sum(one.bytes for one in entries))
     if not chosen:
@@ -92,8 +99,8 @@ def _summary(
 
 
 def _as_json(
-    entries: Sequence[Entry],
-    goes: Sequence[Entry],
+    entries: Sequence[DiskEntry],
+    goes: Sequence[DiskEntry],
     problems: dict[Path, str],
     *,
     is_done: bool,

@@ -14,6 +14,7 @@ from meshwright.cli.common import add_json, print_json
 from meshwright.data import load_tokenizer
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.models.generate import generate_tokens
+from meshwright.parsing import printable
 from meshwright.train.run_folder import tokenizer_of
 
 EXAMPLE = """\
@@ -47,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--prompt is empty: there is nothing to continue")
     ids: list[int] = [int(i) for i in prompt]
     count, shown = len(ids), args.prompt
+    # What a model writes may be sequences that a terminal acts on.
+    safe = printable if sys.stdout.isatty() else str
     if not args.json:
-        print(shown, end="", flush=True)
+        print(safe(shown), end="", flush=True)
     started = time.perf_counter()
     for token in generate_tokens(
         model,
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         text = tokenizer.decode(ids)
         # A character of several tokens is printed once it is whole.
         if not args.json and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
+            print(safe(text[len(shown) :]), end="", flush=True)
             shown = text
     seconds = time.perf_counter() - started
     if args.json:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,13 +16,13 @@ from rich.text import Text
 from meshwright.errors import ConfigError
 from meshwright.interop.flat import System
 from meshwright.interop.importing import Imported, import_files, refusal_text
-from meshwright.interop.report import VERDICTS, Entry, Report
+from meshwright.interop.report import VERDICTS, KeyReport, Report
 from meshwright.interop.source import AUTO
 from meshwright.launch.machine import detect
 from meshwright.layout import Machine, resolve_layout
 from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import Config, build_config, read_given
-from meshwright.spec.resolve import Value, Values
+from meshwright.spec.resolve import Values
 
 _STYLES: Mapping[str, str] = {
     "honoured": "green",
@@ -92,20 +93,11 @@ def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) ->
     if os.environ.get("RANK", "0") == "0":
         print(summary(imported.report), file=out)
         for entry in imported.report.entries:
-            if entry.verdict == "unsupported" or entry.note.startswith(AUTO):
+            if entry.verdict == "unsupported" or entry.value == AUTO:
                 print(f"  {entry.key} = {entry.value}: {entry.note}", file=out)
-        for key, value in _filled(imported):
-            print(f"  {key} = {_short(value.value)}: {value.origin}", file=out)
+        for filled in imported.report.filled:
+            print(f"  {filled.key} = {_short(filled.value)}: {filled.why}", file=out)
     return config
-
-
-def _filled(imported: Imported) -> Iterator[tuple[str, Value]]:
-    """Yield the keys that follow from what the file leaves out, as far as they take effect."""
-    for filled in imported.report.filled:
-        section, _, key = filled.key.partition(".")
-        value = imported.given[section].get(key)
-        if value is not None and value.origin == f"import: {filled.why}":
-            yield filled.key, value
 
 
 def summary(report: Report) -> str:
@@ -117,16 +109,17 @@ def summary(report: Report) -> str:
 def print_report(report: Report, out: TextIO) -> None:
     """Print a row for each key, then what follows from what the files leave out."""
     console = Console(file=out, width=None if out.isatty() else 80, highlight=False)
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("key", overflow="fold", max_width=26)
-    table.add_column("value", overflow="fold", max_width=12)
-    table.add_column("verdict", min_width=13)
-    table.add_column("here", overflow="fold")
+    widths = (26, 12, 14, max(console.width - 26 - 12 - 14 - 3, 20))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, width in zip(("key", "value", "verdict", "here"), widths, strict=True):
+        table.add_column(name, width=width)
     for entry in report.entries:
         mark = "!" if entry in report.refused else ""
         value = f"({_short(entry.value)})" if entry.is_default else _short(entry.value)
         verdict = Text(f"{entry.verdict}{mark}", _STYLES[entry.verdict])
-        table.add_row(Text(entry.key), Text(value), verdict, Text(_here(entry)))
+        texts = (entry.key, value, _here(entry))
+        key, value, here = map(_folded, texts, (widths[0], widths[1], widths[3]))
+        table.add_row(Text(key), Text(value), verdict, Text(here))
     console.print(table)
     if report.filled:
         console.print("\nfollows from what the file leaves out:")
@@ -141,9 +134,26 @@ def print_report(report: Report, out: TextIO) -> None:
     console.print(f"{taken} of the {report.keys} keys take effect")
 
 
-def _here(entry: Entry) -> str:
+def _here(entry: KeyReport) -> str:
     to = ", ".join(f"{key} = {_short(value)}" for key, value in entry.to.items())
     return "; ".join(part for part in (to, entry.note) if part)
+
+
+def _folded(text: str, width: int) -> str:
+    """Return a text in lines of a width; a word that is longer is broken after `_`, `.` or `/`.
+
+    What has none of these within a line's length is cut.
+    """
+    lines = [""]
+    for word in text.split():
+        parts = re.findall(rf"[^_./]{{1,{width - 1}}}[_./]?|[_./]", word)
+        for place, part in enumerate([word] if len(word) <= width else parts):
+            joined = f"{lines[-1]}{' ' if lines[-1] and place == 0 else ''}{part}"
+            if len(joined) <= width:
+                lines[-1] = joined
+            else:
+                lines.append(part)
+    return "\n".join(lines)
 
 
 def _short(value: Any) -> str:

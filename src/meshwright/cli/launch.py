@@ -14,7 +14,7 @@ from meshwright.launch.manifests import jobset, pytorchjob, skypilot
 from meshwright.launch.on_ray import ray_job
 from meshwright.launch.on_ray import submit as submit_to_ray
 from meshwright.launch.slurm import slurm, submit
-from meshwright.layout import Machine, resolve_layout
+from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.search.plan import setting_of
 from meshwright.search.saved import load_planned
 from meshwright.spec.loading import Config, load_config
@@ -133,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
     text = writer(job)
     if args.out is not None:
         write_atomic(args.out, text.encode())
+        if job.secret in text:
+            args.out.chmod(0o600)
         print(f"wrote {args.out}")
     if args.target == "ray" and args.submit:
         return submit_to_ray(job, args.address, parse_time(args.wait))
@@ -153,10 +155,10 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
     # What `train` would refuse there is refused here.
     machine = Machine(device, cluster.per_node, 1, cluster.device.name, is_fixed=True)
     layout = resolve_layout(config, machine)
-    if layout.world != cluster.devices:
+    if (unused := left_over(config, layout, cluster.devices)) is not None:
         what = f"the layout has {layout.world} ranks, and {nodes} node(s) have {cluster.devices}"
-        legal = ["cluster.devices_per_node", "--nodes", "a data-parallel degree that takes all"]
-        raise ConfigError(refusal(what, legal=legal))
+        fewer = "fewer devices by cluster.devices_per_node or --nodes"
+        raise ConfigError(refusal(f"{what}: {unused.why}", legal=[*unused.legal, fewer]))
     words = [str(word) for word in args.words]
     if args.plan is not None:
         words += ["--plan", str(args.plan)]
@@ -179,6 +181,7 @@ def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
         per_node=cluster.per_node,
         device=device,
         log_dir=config.log.dir,
+        steps_dir=config.checkpoint.dir,
         **{key: value for key, value in given.items() if value is not None},
     )
 

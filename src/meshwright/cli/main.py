@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, cast
 
 from meshwright.errors import EXIT_STOPPED, MeshwrightError
+from meshwright.parsing import printable
 from meshwright.version import __version__
 
 # A command's module is imported when it is called, so that `--help` answers at once.
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return cast(Command, args.module).run(args)
     except MeshwrightError as error:
-        print(f"meshwright {args.command}: {error}", file=sys.stderr)
+        print(printable(f"meshwright {args.command}: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)

@@ -31,7 +31,7 @@ from meshwright.launch.match import (
     sizes_of,
     versions,
 )
-from meshwright.launch.peers.catalogue import MODES, PEERS, RANKS, Sizes
+from meshwright.launch.peers.catalogue import MODES, PEERS, RANKS, PeerSizes
 from meshwright.spec.training import ClusterSpec
 
 _NATIVE = "native"
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps <= NOT_COUNTED or args.rounds < 1:
         what = f"--steps {args.steps} --rounds {args.rounds}"
         raise ConfigError(refusal(what, legal=[f"--steps {NOT_COUNTED + 1} --rounds 1 and above"]))
-    sizes = sizes_of(read_config(args)) if args.words else Sizes()
+    sizes = sizes_of(read_config(args)) if args.words else PeerSizes()
     environ = dict(os.environ)
     found, pythons = _interpreters(args.peers_python, environ)
     entrants = line_up(

@@ -19,19 +19,19 @@ from meshwright.cli.common import (
     say,
     table,
 )
-from meshwright.cli.questions import add_questions, answers, print_remedies, remedies_json
+from meshwright.cli.questions import add_questions, answers, print_ways_to_fit, ways_to_fit_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
 from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.measuring import measured_first
-from meshwright.launch.notes import preset_note
+from meshwright.launch.notes import layout_notes, preset_note
 from meshwright.launch.planned import on_machine, slower
-from meshwright.layout import Layout
+from meshwright.layout import Layout, Machine, unsharded
 from meshwright.predict.calibration import read_calibration, shipped_calibration
-from meshwright.predict.ledger import predicted_ledger
-from meshwright.predict.price import Memory, Prediction
+from meshwright.predict.price import Prediction, RankMemory
+from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting
 from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import plan_page
@@ -43,14 +43,14 @@ from meshwright.search.plan import (
     as_json,
     check_legal,
     explain,
-    ledger,
     on_cluster,
     plan,
+    prediction_json,
     ranks_of,
     setting_of,
 )
 from meshwright.search.rank import MARGIN
-from meshwright.search.remedies import remedies
+from meshwright.search.ways_to_fit import ways_to_fit
 from meshwright.spec.loading import Config
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.margin < 1:
         raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
     calibration = read_calibration(args.calibration) if args.calibration else None
-    lacks, shared = None, 1.0
+    lacks, shared, machine = None, 1.0, None
     if calibration is None:
         config = measured_first(config, os.environ)
     if config.cluster.preset == "local":
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
             notes = _notes(config, setting, layout)
-            print_json({**ledger(found), "terms": terms, "notes": notes})
+            print_json({**prediction_json(found), "terms": terms, "notes": notes})
         else:
             _print_terms(found)
             for note in _notes(config, setting, layout):
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(document)
     else:
-        _print_plan(made, seconds)
+        _print_plan(made, seconds, machine)
         for one in more:
             print()
             one.print()
@@ -168,6 +168,8 @@ def _notes(config: Config, setting: Setting, layout: Layout) -> list[str]:
             f"this prices {layout.world} {ranks}, each on a device of its own; the cluster has "
             f"{devices} devices"
         )
+    if (idle := unsharded(layout)) is not None:
+        found.append(idle)
     others = {key: value for key, value in given(config).items() if getattr(layout, key) != value}
     if others:
         found.append(f"this layout does not have the config's {words(others)}")
@@ -189,11 +191,11 @@ def _after_oom(setting: Setting, layout: Layout, args: argparse.Namespace) -> in
     check_legal(setting, layout)
     setting = on_cluster(setting, layout)
     started = time.perf_counter()
-    now, found = remedies(setting, layout, args.margin)
+    now, found = ways_to_fit(setting, layout, args.margin)
     if args.json:
-        print_json(remedies_json(now, found))
+        print_json(ways_to_fit_json(now, found))
     else:
-        print_remedies(now, found, time.perf_counter() - started)
+        print_ways_to_fit(now, found, time.perf_counter() - started)
     return EXIT_DONE if found else EXIT_CHECK_FAILED
 
 
@@ -211,7 +213,7 @@ def _defaults(config: Config) -> list[str]:
     return found
 
 
-def _print_plan(made: Plan, seconds: float) -> None:
+def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
     console, setting, found = Console(), made.setting, made.found
     cluster, train = setting.cluster, setting.train
     parameters = format_count(parameter_count(setting.model))
@@ -234,6 +236,8 @@ def _print_plan(made: Plan, seconds: float) -> None:
     else:
         console.print(_table(made))
         _print_winner(made, made.best)
+        for text in () if machine is None else layout_notes(made.config, made.best.layout, machine):
+            say(f"note: {text}", "  ")
     print("ruled out:")
     for reason, count in found.reasons.items():
         say(f"{count:>12,}  {reason}", "  ")
@@ -261,8 +265,8 @@ def _print_winner(made: Plan, best: Prediction) -> None:
     for one in made.choices:
         say(f"{one.what}: {one.text}", "  ")
     ranks = ranks_of(made.setting, best.layout)
-    dearest = max(ranks, key=lambda held: held.total)
-    say(f"pipeline rank {dearest.rank}: {_memory(dearest)}", "  ")
+    largest = max(ranks, key=lambda held: held.total)
+    say(f"pipeline rank {largest.rank}: {_memory(largest)}", "  ")
     if len(ranks) > 1:
         alike: dict[str, list[str]] = {}
         for held in ranks:
@@ -282,7 +286,7 @@ def _causes(found: Prediction) -> list[str]:
     ]
 
 
-def _memory(held: Memory) -> str:
+def _memory(held: RankMemory) -> str:
     parts = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in held.by_category().items() if size
     )
@@ -314,8 +318,7 @@ def _print_terms(found: Prediction) -> None:
 
 
 def _print_charts(config: Config, setting: Setting, layout: Layout) -> None:
-    packed = config.data.packing == "documents"
-    drawn = predicted_ledger(on_cluster(setting, layout), layout, packed=packed)
+    drawn = predicted_profile(on_cluster(setting, layout), layout)
     console = Console()
     charts = (timeline_chart(drawn, console.width), memory_chart([drawn], console.width))
     for chart in charts[layout.pp == 1 :]:

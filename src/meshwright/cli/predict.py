@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.cli.common import add_json, print_json
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError
+from meshwright.parsing import parse_json
 from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.rows import predict_row
 
@@ -54,9 +55,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number} is no JSON: {error.msg}") from None
+            row = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number} is no JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number} is no JSON object")
         rows.append(row)

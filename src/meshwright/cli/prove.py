@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.random is not None:
         cases, more = _by_chance(args, out)
     elif args.case is not None:
-        cases = [_of_json(args.case)]
+        cases = [case_of_json(args.case)]
     else:
         cases, more = _of_config(args, out)
     if args.device == "cuda":
@@ -185,11 +185,11 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     return cases, {"seed": seed}
 
 
-def _of_json(text: str) -> Case:
+def case_of_json(text: str) -> Case:
     """Return the case that a failure printed; raises `ConfigError` if it is none, or not legal."""
     try:
         case = Case.from_json(text)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--case takes what a failure of --random has printed: {error}") from None
     specs = case.model, case.train, case.layout
     rule = broken(*specs)
@@ -311,7 +311,9 @@ def _summary(found: dict[str, Any], refusals: int) -> str:
         text += f", {refusals} were to be refused"
     if found["failed"]:
         text += f", {found['failed']} FAILED"
-    return f"{text}, in {format_seconds(found['seconds'])}"
+    text += f", in {format_seconds(found['seconds'])}"
+    has_errors = any(one["tolerance"] for one in found["verdicts"])
+    return f"{text}; (%): the error as a share of what is tolerated" if has_errors else text
 
 
 def _say(out: TextIO, text: str) -> None:

@@ -13,9 +13,9 @@ from rich.console import Console
 from meshwright.cli.common import say, table
 from meshwright.errors import ConfigError
 from meshwright.predict.price import Prediction
-from meshwright.search.plan import Plan, ledger
-from meshwright.search.questions import Batch, Offer
-from meshwright.search.remedies import Remedy
+from meshwright.search.plan import Plan, prediction_json
+from meshwright.search.questions import LargestBatch, Offer
+from meshwright.search.ways_to_fit import WayToFit
 from meshwright.units import format_bytes, format_count
 
 
@@ -125,9 +125,9 @@ def _largest(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
     return [_batch(one) for one in found], show
 
 
-def _batch(one: Batch) -> dict[str, Any]:
+def _batch(one: LargestBatch) -> dict[str, Any]:
     sizes = {"at_speed": one.at_speed, "sequences_at_once": one.sequences, "batch": one.batch}
-    return {**sizes, **ledger(one.found)}
+    return {**sizes, **prediction_json(one.found)}
 
 
 def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
@@ -141,7 +141,7 @@ def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
         print(f"longest context with train.batch = {made.setting.train.batch}: {found[0]:,} tokens")
         say(f"{label}: {memory}, {rate} tokens/s", "  ")
 
-    return None if found is None else {"seq_len": found[0], **ledger(found[1])}, show
+    return None if found is None else {"seq_len": found[0], **prediction_json(found[1])}, show
 
 
 def _cheapest(
@@ -164,26 +164,26 @@ def _cheapest(
 
 def _offer(one: Offer) -> dict[str, Any]:
     of = {"device": one.device, "devices": one.devices, "price_per_hour": one.price_per_hour}
-    return {**of, "cost_of_a_million_tokens": one.cost, **ledger(one.found)}
+    return {**of, "cost_of_a_million_tokens": one.cost, **prediction_json(one.found)}
 
 
-def remedies_json(now: Prediction, found: list[Remedy]) -> dict[str, Any]:
+def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
     """Return what helps after an out-of-memory as JSON."""
     return {
-        "ran_out": ledger(now),
+        "ran_out": prediction_json(now),
         "fits": [
             {
                 "change": one.text,
                 "saved_bytes": round(one.saved),
                 "slower": one.slower,
-                **ledger(one.found),
+                **prediction_json(one.found),
             }
             for one in found
         ],
     }
 
 
-def print_remedies(now: Prediction, found: list[Remedy], seconds: float) -> None:
+def print_ways_to_fit(now: Prediction, found: list[WayToFit], seconds: float) -> None:
     """Print what helps after an out-of-memory."""
     held = now.memory
     said = "which fits by the prediction: it is too low" if held.fits else "too much"

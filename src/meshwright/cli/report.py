@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     for path in args.runs:
         one = read_run(path)
         _summarise(one)
-        if len(args.runs) == 1 and one.ledgers:
-            Console().print(summary(one.ledgers))
+        if len(args.runs) == 1 and one.profiles:
+            Console().print(summary(one.profiles))
     print(f"page: {page} ({format_bytes(page.stat().st_size)})")
     if args.trace:
         _write_trace(read_run(args.runs[0]), args.trace)
@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_trace(one: RunRecord, out: Path) -> None:
-    if not one.ledgers:
+    if not one.profiles:
         raise ConfigError(f"{one.path} has no ledger.json: there is no timeline to trace")
-    write_atomic(out, json.dumps(chrome_trace(one.ledgers)).encode())
+    write_atomic(out, json.dumps(chrome_trace(one.profiles)).encode())
     print(f"trace: {out}, for ui.perfetto.dev")
 
 

@@ -16,12 +16,12 @@ from meshwright.cli.common import add_config_arguments, add_json, print_json, re
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
-from meshwright.program.ledger import to_json
 from meshwright.program.parts import parameter_count
+from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
 from meshwright.search.plan import setting_of
-from meshwright.simulate.ledger import both_ledgers
+from meshwright.simulate.profile import both_profiles
 from meshwright.simulate.run import (
     Simulated,
     Simulation,
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of numbers, middle, last, all, stages (one of each pipeline stage; the default)",
     )
     parser.add_argument(
-        "--save", type=Path, metavar="ledger.json", help="write predicted and simulated ledger"
+        "--save", type=Path, metavar="ledger.json", help="write predicted and simulated profile"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it")
     add_json(parser)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = simulate(config, layout, ranks, setting, tell)
     if args.save:
-        document = to_json(both_ledgers(found))
+        document = to_json(both_profiles(found))
         write_atomic(args.save, (json.dumps(document) + "\n").encode())
     if args.html:
         write_atomic(args.html, _page(found).html().encode())
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _page(found: Simulation) -> Page:
-    predicted, simulated = both_ledgers(found)
+    predicted, simulated = both_profiles(found)
     differences = {one.rehearsal.rank: one.differences for one in found.ranks}
     device = found.setting.cluster.device.name
     breaches = [_breach(one, device) for one in found.ranks if one.breach is not None]

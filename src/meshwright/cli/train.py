@@ -22,7 +22,7 @@ from meshwright.execute.rendezvous import Rendezvous
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:
-    from meshwright.launch.session import Resume
+    from meshwright.launch.resuming import Resume
 
 EXAMPLE = """\
 examples:
@@ -76,7 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; with `--json` the outcome is one document on stdout, the view goes to stderr."""
     # Not at the top: the data and the view that it brings would slow down `--help`.
-    from meshwright.launch.session import Resume, summarise, train
+    from meshwright.launch.resuming import Resume
+    from meshwright.launch.session import summarise, train
 
     again = _resume(args)
     resume = None if again is None else Resume(*again)

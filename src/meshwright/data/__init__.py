@@ -2,9 +2,8 @@
 
 from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.dataset import Dataset, open_data, refuse_changed
-from meshwright.data.sampler import IGNORE, Position, Rows, Sampler
-from meshwright.data.slots import Position as StreamPosition
-from meshwright.data.slots import StreamSampler
+from meshwright.data.sampler import IGNORE, Rows, Sampler, StepPosition
+from meshwright.data.slots import StreamPosition, StreamSampler
 from meshwright.data.store import Store, open_store, verify
 from meshwright.data.streamed import StreamedDataset
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
@@ -15,9 +14,9 @@ __all__ = [
     "Blend",
     "BlendSampler",
     "Dataset",
-    "Position",
     "Rows",
     "Sampler",
+    "StepPosition",
     "Store",
     "StreamPosition",
     "StreamSampler",

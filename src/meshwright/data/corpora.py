@@ -41,7 +41,7 @@ Skip = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A piece of a source: bytes `start` to `stop` of a file, or rows of a data set.
 
     `size` is its text in bytes, exact for files and an estimate for rows.
@@ -59,10 +59,10 @@ class Source(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Return what tells this corpus from a changed one, cheaply, as JSON values."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourcePart]:
         """Return the parts in order; raises DataError where there is nothing to read."""
 
-    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
+    def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
         """Read the non-empty documents of one part in order.
 
         `skip` is called with a line on each file or row without text; without it, such a one raises
@@ -104,11 +104,11 @@ class Stdlib:
         digest = hashlib.sha256(listing.encode()).hexdigest()
         return {"kind": "stdlib", "python": version, "files": digest}
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourcePart]:
         """Return one part per file."""
         return [_whole(path) for path in self._files() if path.stat().st_size]
 
-    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
+    def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
         """Read one source file."""
         try:
             text = _read(part).decode("utf-8")
@@ -171,14 +171,14 @@ class Files:
             "separator": self.separator,
         }
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourcePart]:
         """Return a part per file, large ones cut between documents at about `PART_BYTES`."""
         parts = [part for path in self._files() for part in self._cut(path)]
         if not parts:
             raise DataError(f"the corpus is empty: {', '.join(map(str, self.paths))}")
         return parts
 
-    def _cut(self, path: Path) -> Iterator[Part]:
+    def _cut(self, path: Path) -> Iterator[SourcePart]:
         with reading(path):
             size = path.stat().st_size
             if size == 0:
@@ -193,7 +193,7 @@ class Files:
                 while start < size:
                     match = pattern.search(data, min(start + PART_BYTES, size))
                     stop = match.end() if match else size
-                    yield Part(str(path), start, stop, stop - start)
+                    yield SourcePart(str(path), start, stop, stop - start)
                     start = stop
 
     def _boundary(self, path: Path) -> re.Pattern[bytes] | None:
@@ -205,7 +205,7 @@ class Files:
         with reading(path), path.open("rb") as file:
             return boundary(None, file.read(MIB))
 
-    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
+    def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
         """Read the documents of a file or of a range of it."""
         for piece in self._pieces(part):
             if isinstance(piece, Problem):
@@ -215,7 +215,7 @@ class Files:
             elif piece.strip():
                 yield piece
 
-    def _pieces(self, part: Part) -> Iterator[Piece]:
+    def _pieces(self, part: SourcePart) -> Iterator[Piece]:
         path = Path(part.path)
         if is_whole(path):
             yield from read_whole(path, self.text_key, self.separator)
@@ -295,7 +295,7 @@ class HuggingFace:
         content = {"text_key": self.text_key, "rows": len(self._rows)}
         return names | content | {"fingerprint": str(self._rows._fingerprint)}
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourcePart]:
         """Return ranges of rows."""
         count = len(self._rows)
         if count == 0:
@@ -303,9 +303,9 @@ class HuggingFace:
         per_row = max(1, int(self._rows.data.nbytes) // count)
         starts = range(0, count, HF_PART_ROWS)
         stops = (min(start + HF_PART_ROWS, count) for start in starts)
-        return [Part("", a, b, (b - a) * per_row) for a, b in zip(starts, stops, strict=True)]
+        return [SourcePart("", a, b, (b - a) * per_row) for a, b in zip(starts, stops, strict=True)]
 
-    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
+    def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
         """Read the text field of a range of rows."""
         column = self._rows[part.start : part.stop][self.text_key]
         for number, text in enumerate(column, part.start):
@@ -328,12 +328,12 @@ def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> li
     return sorted((path for path in found if path.is_file()), key=Path.as_posix)
 
 
-def _whole(path: Path) -> Part:
+def _whole(path: Path) -> SourcePart:
     size = path.stat().st_size
-    return Part(str(path), 0, size, size)
+    return SourcePart(str(path), 0, size, size)
 
 
-def _read(part: Part) -> bytes:
+def _read(part: SourcePart) -> bytes:
     path = Path(part.path)
     with reading(path), path.open("rb") as file:
         file.seek(part.start)
@@ -343,10 +343,10 @@ def _read(part: Part) -> bytes:
     return content
 
 
-def _below(found: Problem, part: Part) -> Problem:
+def _below(found: Problem, part: SourcePart) -> Problem:
     """Return a problem whose line is numbered within a part, with its number in the file."""
     where, _, number = found.where.rpartition(" ")
-    above = _read(Part(part.path, 0, part.start, part.start)).count(b"\n")
+    above = _read(SourcePart(part.path, 0, part.start, part.start)).count(b"\n")
     return found._replace(where=f"{where} {above + int(number)}")
 
 

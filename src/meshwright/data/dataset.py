@@ -34,7 +34,7 @@ SAY_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BlendPart:
     """A source of a blend: its name, and what of it is trained on and held out."""
 
     name: str
@@ -52,16 +52,18 @@ class Dataset:
     `unigram_entropy` is that of the distribution of single tokens, in nats: the loss of a model
     that knows frequencies only (None for a Megatron pair, which is not read through). `identity`
     is what must not change when a run is resumed. `validation` is empty for a share of 0.
-    `vocab_size` bounds every id that is read. `folders` are the prepared stores, in order.
+    `vocab_size` bounds every id that is read. `folders` are the prepared stores, in order. `files`
+    has the digests of what is read, by the name that the user knows it by.
     """
 
     spec: DataSpec
-    parts: tuple[Part, ...]
+    parts: tuple[BlendPart, ...]
     tokenizer: Tokenizer
     vocab_size: int
     unigram_entropy: float | None
     identity: dict[str, str]
     folders: tuple[Path, ...]
+    files: dict[str, str]
 
     def tokens(self, split: Split) -> int:
         """Return how many tokens a split has."""
@@ -100,13 +102,13 @@ class Dataset:
         return BlendSampler(Blend(weights), samplers, [part.name for part in self.parts])
 
 
-def _view(part: Part, split: Split) -> TokenView:
+def _view(part: BlendPart, split: Split) -> TokenView:
     return part.train if split == "train" else part.validation
 
 
 @dataclass(frozen=True, eq=False)
 class _Opened:
-    """One source, opened: its name, shards, tokenizer, digest, counts of ids and folder."""
+    """One source, opened: its name, shards, tokenizer, digest, counts, folder and files."""
 
     name: str
     shards: tuple[Shard, ...]
@@ -114,6 +116,7 @@ class _Opened:
     digest: str
     counts: NDArray[np.int64] | None
     folder: Path | None
+    files: dict[str, str]
 
 
 def open_data(
@@ -156,6 +159,7 @@ def open_data(
         unigram_entropy=_entropy(opened, spec),
         identity=identity,
         folders=tuple(source.folder for source in opened if source.folder is not None),
+        files={name: digest for source in opened for name, digest in source.files.items()},
     )
 
 
@@ -169,14 +173,14 @@ def _entropy(opened: list[_Opened], spec: DataSpec) -> float | None:
     return entropy_of(np.sum([weight * one / one.sum() for weight, one in pairs], axis=0))
 
 
-def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[Part]:
+def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[BlendPart]:
     """Split what was opened: each source by itself where they are drawn from by weight."""
     if spec.weights is None:
         shards = [shard for source in opened for shard in source.shards]
-        yield Part("", *split(shards, spec.validation, vocab_size))
+        yield BlendPart("", *split(shards, spec.validation, vocab_size))
         return
     for source in opened:
-        yield Part(source.name, *split(source.shards, spec.validation, vocab_size))
+        yield BlendPart(source.name, *split(source.shards, spec.validation, vocab_size))
 
 
 def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -227,7 +231,8 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
             say=None if say is None else _about(name, say),
             on_error=spec.on_error,
         )
-    return _Opened(name, store.shards, tokenizer, store.digest, store.counts(), folder)
+    digest = store.digest
+    return _Opened(name, store.shards, tokenizer, digest, store.counts(), folder, {name: digest})
 
 
 def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
@@ -242,8 +247,9 @@ def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
                 f"with {record.name!r} (vocabulary {record.vocab_size}); leave data.tokenizer out "
                 "to use the store's"
             )
-    tokenizer = store.tokenizer()
-    return _Opened(name, store.shards, tokenizer, store.digest, store.counts(), store.folder)
+    tokenizer, folder = store.tokenizer(), store.folder
+    files = {str(folder / record.file): record.sha256 for record in store.manifest.files()}
+    return _Opened(name, store.shards, tokenizer, store.digest, store.counts(), folder, files)
 
 
 def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
@@ -258,7 +264,7 @@ def _open_pair(name: str, prefix: Path, spec: DataSpec) -> _Opened:
         raise DataError(
             f"{error}. Is data.tokenizer = {spec.tokenizer!r} what {name} was tokenised with?"
         ) from error
-    return _Opened(name, (pair.shard,), tokenizer, pair.digest, None, None)
+    return _Opened(name, (pair.shard,), tokenizer, pair.digest, None, None, pair.files)
 
 
 def _about(name: str, say: Say) -> Say:

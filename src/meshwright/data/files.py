@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from meshwright.units import MIB
 
 BLOCK_BYTES = MIB  # a damaged file is narrowed down to one block of this size
@@ -26,7 +27,7 @@ def plain_name(name: str) -> bool:
     return _PLAIN.fullmatch(name) is not None
 
 
-def sha256_bytes(data: bytes) -> str:
+def sha256_bytes(data: bytes | memoryview) -> str:
     """Return the SHA-256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
@@ -145,6 +146,20 @@ def write_atomic(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of one's own folder to write to it, and return its descriptor.
+
+    Raises `ConfigError` where it is a link, as what that leads to may be anybody's, and `OSError`
+    as `os.open` does.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(f"{path} is a link, and nothing is written through it") from None
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable, where the file system knows how."""
     with suppress(OSError):
@@ -184,7 +199,9 @@ def locked(folder: Path) -> Iterator[None]:
     """
     path = writable_folder(folder) / ".lock"
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        handle = open_own(path, os.O_RDWR)
+    except ConfigError as error:
+        raise DataError(f"cannot lock {path.parent}: {error}") from error
     except OSError as error:
         raise DataError(f"cannot lock {path}: {error.strerror or error}") from error
     try:

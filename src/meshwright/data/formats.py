@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import IO, Any, Final, NamedTuple, cast
 
 from meshwright.data.files import reading
 from meshwright.errors import DataError, nearest, refusal
+from meshwright.parsing import parse_json
 
 END_OF_TEXT: Final = "<|endoftext|>"
 BLANK_LINE: Final = "\n\n"
@@ -161,15 +161,15 @@ def rows_of_lines(path: Path, lines: Iterator[tuple[int, bytes]], key: str) -> I
         if not line.strip():
             continue
         try:
-            yield text_of(json.loads(line), key)
-        except (ValueError, RecursionError) as error:
+            yield text_of(parse_json(line), key)
+        except ValueError as error:
             yield Problem(f"{path}, line {number}", str(error))
 
 
 def _json(path: Path, content: bytes, key: str) -> Iterator[Piece]:
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(content)
+    except ValueError as error:
         yield Problem(str(path), f"not JSON: {error}")
         return
     for number, row in enumerate(found if isinstance(found, list) else [found], 1):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.files import reading
+from meshwright.data.files import reading, write_atomic
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import DataError
+from meshwright.parsing import parse_json
 
 TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL = "special_tokens_map.json"
@@ -66,9 +66,10 @@ def hf_tokenizer(tokenizer: Tokenizer | None, context: int) -> HFTokenizer:
 
 def copy_tokenizer(file: Path, folder: Path) -> None:
     """Copy a `tokenizer.json` and what belongs to it into a folder."""
-    shutil.copyfile(file, folder / TOKENIZER)
-    for name, content in _read(file.parent).items():
-        (folder / name).write_bytes(content)
+    with reading(file):
+        contents = {TOKENIZER: file.read_bytes(), **_read(file.parent)}
+    for name, content in contents.items():
+        write_atomic(folder / name, content)
 
 
 def _read(folder: Path) -> dict[str, bytes]:
@@ -82,7 +83,7 @@ def _read(folder: Path) -> dict[str, bytes]:
 
 def _plain_config(content: bytes, context: int) -> dict[str, Any]:
     """Return a tokenizer config under which transformers runs the tokenizer.json as it is."""
-    cut = json.loads(content).get("pre_tokenizer") or {}
+    cut = parse_json(content).get("pre_tokenizer") or {}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
@@ -102,7 +103,7 @@ def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
     if name not in files:
         return {}
     try:
-        return dict(json.loads(files[name]))
+        return dict(parse_json(files[name]))
     except (ValueError, TypeError) as error:
         raise DataError(f"{name} beside the tokenizer.json is not a JSON object") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.blocks import sampled_digest
 from meshwright.data.files import AtomicFile, reading, sha256_bytes
 from meshwright.data.view import Shard, map_array
 from meshwright.errors import DataError
@@ -29,10 +30,18 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 @dataclass(frozen=True)
 class MegatronPair:
-    """A validated pair: its shard, the number of its documents and a digest of its index."""
+    """A validated pair: its shard, and digests of its files by path.
+
+    That of the tokens is of their number and a part of them: nothing says what all of them were.
+    """
 
     shard: Shard
-    digest: str
+    files: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """A digest of both files."""
+        return sha256_bytes("\n".join(self.files.values()).encode())
 
 
 def megatron_prefix(path: Path) -> Path | None:
@@ -77,7 +86,8 @@ def open_megatron(prefix: Path) -> MegatronPair:
     if not total:
         raise DataError(f"the corpus is empty: {tokens_path}")
     shard = Shard(tokens_path, map_array(tokens_path, dtype, total), ends)
-    return MegatronPair(shard, sha256_bytes(content))
+    files = {str(index_path): sha256_bytes(content), str(tokens_path): sampled_digest(tokens_path)}
+    return MegatronPair(shard, files)
 
 
 def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> int:
@@ -96,7 +106,11 @@ def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> in
     with AtomicFile(tokens_path) as file:
         for shard in shards:
             for start in range(0, len(shard.tokens), _AT_ONCE):
-                file.write(shard.tokens[start : start + _AT_ONCE].astype(dtype).tobytes())
+                file.write(
+                    shard.read(start, min(start + _AT_ONCE, len(shard.tokens)))
+                    .astype(dtype)
+                    .tobytes()
+                )
     sizes = np.concatenate([np.diff(shard.ends, prepend=0) for shard in shards])
     if sizes.max(initial=0) > _LARGEST:
         raise DataError(f"a document of {sizes.max()} tokens does not fit into a Megatron index")

@@ -36,7 +36,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Position:
+class StepPosition:
     """Where a step stands, for logs: counted at its first sample.
 
     `epoch` is from 0, `sample` is within the epoch of `samples`, `tokens` were read before.
@@ -125,11 +125,11 @@ class Sampler:
             )
         return Rows(inputs, targets, np.ascontiguousarray(documents[:, :-1]))
 
-    def position(self, step: int) -> Position:
+    def position(self, step: int) -> StepPosition:
         """Return where the first sample of a step stands."""
         first = step * self.batch
         epoch, sample = divmod(first, self.samples)
-        return Position(epoch, sample, self.samples, first * self.seq_len)
+        return StepPosition(epoch, sample, self.samples, first * self.seq_len)
 
     def _documents(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number the documents within each window from 0, int64 [rows, seq_len + 1]."""

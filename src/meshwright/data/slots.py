@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Position:
+class StreamPosition:
     """Where some rows of the batch are.
 
     `rows` has for each the document that it reads and how many tokens of that are used up; the
@@ -53,18 +53,18 @@ class Position:
         }
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Position:
+    def from_json(values: Mapping[str, Any]) -> StreamPosition:
         """Read what `to_json` returned."""
         rows = {row: (document, used) for row, document, used in values["rows"]}
-        return Position(rows, Mark(Place(**values["place"]), tuple(values["given"])))
+        return StreamPosition(rows, Mark(Place(**values["place"]), tuple(values["given"])))
 
     @staticmethod
-    def joined(positions: Iterable[Position]) -> Position:
+    def joined(positions: Iterable[StreamPosition]) -> StreamPosition:
         """Return the position of all rows that ranks have between them."""
         found = list(positions)
         rows = {row: at for position in found for row, at in position.rows.items()}
         behind = min(found, key=lambda position: min(position.rows.values()))
-        return Position(rows, behind.mark)
+        return StreamPosition(rows, behind.mark)
 
 
 class StreamSampler:
@@ -87,11 +87,13 @@ class StreamSampler:
         by_document = packing == "documents"
         self._read = partial(_Reader, documents, tokenizer, seq_len, by_document)
         self.batch = batch
-        self._begin = Position(dict.fromkeys(range(batch), (0, 0)), Mark(Place(), (0,) * batch))
+        self._begin = StreamPosition(
+            dict.fromkeys(range(batch), (0, 0)), Mark(Place(), (0,) * batch)
+        )
         self._reader: _Reader | None = None
         self._rows, self._next = range(0), 0
         self._pool = ThreadPoolExecutor(1, "stream")
-        self._ahead: deque[Future[tuple[Rows, Position]]] = deque()
+        self._ahead: deque[Future[tuple[Rows, StreamPosition]]] = deque()
         self._position = self._begin
 
     def seek(self, position: Mapping[str, Any]) -> None:
@@ -100,7 +102,7 @@ class StreamSampler:
         Raises DataError for one of another batch.
         """
         assert self._reader is None
-        found = Position.from_json(position)
+        found = StreamPosition.from_json(position)
         if len(found.rows) != self.batch:
             raise DataError(
                 f"the run has read its stream as {len(found.rows)} rows, train.batch = {self.batch}"
@@ -123,7 +125,7 @@ class StreamSampler:
         self._next += 1
         return found
 
-    def position(self) -> Position:
+    def position(self) -> StreamPosition:
         """Return where the rows are after those that `rows` returned last."""
         return self._position
 
@@ -176,7 +178,7 @@ class _Reader:
         seq_len: int,
         by_document: bool,
         rows: range,
-        begin: Position,
+        begin: StreamPosition,
     ) -> None:
         self._tokenizer, self._seq_len, self._by_document = tokenizer, seq_len, by_document
         self._rows = {row: _Row(*begin.rows[row]) for row in rows}
@@ -186,7 +188,7 @@ class _Reader:
         self._blocks = documents.blocks(begin.mark.place)
         self._marks: deque[Mark] = deque()
 
-    def step(self) -> tuple[Rows, Position]:
+    def step(self) -> tuple[Rows, StreamPosition]:
         """Return the rows of the next step, and the position after them."""
         self._fill()
         windows = [row.window(self._seq_len + 1) for row in self._rows.values()]
@@ -202,7 +204,7 @@ class _Reader:
         first = min(document for document, _ in at.values())
         while len(self._marks) > 1 and self._marks[1].place.document <= first:
             self._marks.popleft()
-        return found, Position(at, self._marks[0])
+        return found, StreamPosition(at, self._marks[0])
 
     def _fill(self) -> None:
         """Give each row what it lacks, tokenising the documents of all rows together."""

@@ -22,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
+from meshwright.data.blocks import Blocks
 from meshwright.data.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
 from meshwright.data.view import Shard, map_array
 from meshwright.errors import DataError
+from meshwright.parsing import parse_json
 from meshwright.spec.model import Spec
 from meshwright.units import MIB
 
@@ -128,9 +130,12 @@ class Store:
         return loaded
 
     def counts(self) -> NDArray[np.int64]:
-        """Return how often each id occurs, int64 [vocab_size]."""
+        """Return how often each id occurs, int64 [vocab_size]; DataError where it was changed."""
         with reading(self.folder / COUNTS):
-            return np.fromfile(self.folder / COUNTS, dtype="<i8").astype(np.int64)
+            content = (self.folder / COUNTS).read_bytes()
+        if sha256_bytes(content) != self.manifest.counts.sha256:
+            raise _refused(self.folder, [f"{COUNTS} is damaged: its checksum differs"])
+        return np.frombuffer(content, dtype="<i8").astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,9 @@ def is_store(folder: Path) -> bool:
 def open_store(folder: Path) -> Store:
     """Open a store after the checks that need no reading of tokens.
 
-    Those are: the manifest's own digest, plain names, all sizes, counts, order of documents, and
-    the recorded largest id. Raises DataError naming the file and both values. `verify` reads all.
+    Those are: the manifest's own digest, plain names, all sizes, counts, the index of documents,
+    and the recorded largest id. Raises DataError naming the file and both values. Tokens are held
+    against their checksums as they are read; `verify` reads all.
     """
     manifest = _read_manifest(folder)
     problems = [problem for record in manifest.files() if (problem := _present(folder, record))]
@@ -159,9 +165,10 @@ def open_store(folder: Path) -> Store:
     if problems:
         raise _refused(folder, problems)
     shards = tuple(_open_shard(folder, manifest, record) for record in manifest.shards)
-    problems = [p for s, r in zip(shards, manifest.shards, strict=True) for p in _ends(s, r)]
-    if problems:
-        raise _refused(folder, problems)
+    for check in (_ends, _changed):
+        pairs = zip(shards, manifest.shards, strict=True)
+        if problems := [problem for pair in pairs for problem in check(*pair)]:
+            raise _refused(folder, problems)
     return Store(folder, manifest, shards)
 
 
@@ -238,7 +245,7 @@ def _read_manifest(folder: Path) -> Manifest:
     with reading(path):
         content = path.read_bytes()
     try:
-        body = json.loads(content)
+        body = parse_json(content)
         if not isinstance(body, dict):
             raise ValueError("not a JSON object")
         stated = body.pop("digest", None)
@@ -251,7 +258,7 @@ def _read_manifest(folder: Path) -> Manifest:
         raise DataError(
             f"{path} is not a manifest of format {FORMAT}: {where}: {first['msg']}"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is corrupt: {error}") from error
     for record in manifest.files():
         if not plain_name(record.file):
@@ -314,7 +321,8 @@ def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
     dtype = np.dtype(manifest.dtype).newbyteorder("<").str
     tokens = map_array(path, dtype, record.tokens)
     ends = map_array(folder / record.index_file.file, "<i8", record.documents)
-    return Shard(path, tokens, ends)
+    file = record.tokens_file
+    return Shard(path, tokens, ends, Blocks(path, tokens, file.blocks, file.sha256))
 
 
 def _ends(shard: Shard, record: ShardRecord) -> list[str]:
@@ -331,6 +339,14 @@ def _ends(shard: Shard, record: ShardRecord) -> list[str]:
     if shard.ends[-1] != record.tokens:
         return [f"{name}: the last document ends at token {shard.ends[-1]} of {record.tokens}"]
     return []
+
+
+def _changed(shard: Shard, record: ShardRecord) -> list[str]:
+    """Check that document ends are those that were written."""
+    file = record.index_file
+    blocks = Blocks(Path(file.file), shard.ends, file.blocks, file.sha256)
+    problem = blocks.problem(0, len(shard.ends))
+    return [problem] if problem else []
 
 
 def _ids(shard: Shard, vocab_size: int) -> list[str]:

@@ -38,6 +38,7 @@ class StreamedDataset:
     identity: dict[str, str]
     unigram_entropy: None = None
     folders: tuple[Path, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
     _held: dict[int, TokenView] = field(default_factory=dict)
 
     def tokens(self, split: str) -> None:

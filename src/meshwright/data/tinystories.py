@@ -12,9 +12,10 @@ from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.data.corpora import Files, Fingerprint, Part, Skip
+from meshwright.data.corpora import Files, Fingerprint, Skip, SourcePart
 from meshwright.data.files import AtomicFile, hash_file, locked, reading, write_atomic
 from meshwright.errors import DataError
+from meshwright.parsing import parse_json
 from meshwright.units import MIB, format_bytes
 
 HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
@@ -66,7 +67,7 @@ class TinyStories:
             raise self._damaged(f"{size} bytes, recorded {record['size']}")
         return {"kind": "tinystories", "part": self.part, **record}
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourcePart]:
         """Return byte ranges of the file, after its hash has been checked."""
         record = self.fingerprint()
         found = hash_file(self.path).sha256
@@ -74,7 +75,7 @@ class TinyStories:
             raise self._damaged(f"SHA-256 {found}, recorded {record['sha256']}")
         return self._files.parts()
 
-    def documents(self, part: Part, skip: Skip | None = None) -> Iterator[str]:
+    def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
         """Read the stories of a byte range."""
         return self._files.documents(part, skip)
 
@@ -86,7 +87,7 @@ class TinyStories:
         with reading(self._record_path):
             text = self._record_path.read_text("utf-8")
         try:
-            record = json.loads(text)
+            record = parse_json(text)
             return {"size": int(record["size"]), "sha256": str(record["sha256"])}
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(f"an unreadable record {self._record_path.name}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,9 @@ from numpy.typing import NDArray
 
 from meshwright.data.byte_level import byte_level_json
 from meshwright.data.files import reading, sha256_bytes, writable_folder, write_atomic
+from meshwright.data.patterns import check_patterns
 from meshwright.errors import DataError, nearest, refusal
+from meshwright.parsing import parse_json
 from meshwright.units import MIB
 
 BYTES_EOS = 256
@@ -118,6 +119,7 @@ class JsonTokenizer(Tokenizer):
         with reading(file):
             content = file.read_bytes()
         try:
+            check_patterns(content)
             backend = Backend.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file} is not a usable tokenizer.json: {error}") from error
@@ -132,7 +134,10 @@ class JsonTokenizer(Tokenizer):
         self.file = file
         self.name = name
         self.vocab_size = max(vocabulary.values()) + 1
-        self.eos_token = _find_eos(file, vocabulary, eos)
+        added = sorted(backend.get_added_tokens_decoder().items())
+        unknown = getattr(backend.model, "unk_token", None)
+        special = [one.content for _, one in added if one.special and one.content != unknown]
+        self.eos_token = _find_eos(file, vocabulary, special, eos)
         self.eos_id = vocabulary[self.eos_token]
         self.digest = sha256_bytes(content + f"\neos {self.eos_id}".encode())
 
@@ -267,8 +272,13 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def _find_eos(file: Path, vocabulary: dict[str, int], asked: str | None) -> str:
-    """Return the end-of-document token: as asked, as the files beside say, or a usual name."""
+def _find_eos(
+    file: Path, vocabulary: dict[str, int], special: Sequence[str], asked: str | None
+) -> str:
+    """Return the end-of-document token: as asked, as the files beside say, or a usual name.
+
+    `special` are the tokens that could be one, by their ids.
+    """
     if asked is not None:
         if asked in vocabulary:
             return asked
@@ -281,8 +291,16 @@ def _find_eos(file: Path, vocabulary: dict[str, int], asked: str | None) -> str:
     for name in (*beside, *EOS_NAMES):
         if name is not None and name in vocabulary:
             return name
-    special = [token for token in vocabulary if token.startswith(("<", "["))][:8]
-    hint = "Name it with data.eos" + (f", perhaps one of {', '.join(special)}" if special else "")
+    hint = "Name it with data.eos (data prepare: --eos), "
+    if special:
+        hint += f"perhaps one of {', '.join(special[:8])}"
+    else:
+        add = f"t.add_special_tokens(['{EOS_NAMES[0]}'])"
+        code = f"t = Tokenizer.from_file('{file}'); {add}; t.save('{file}')"
+        hint += (
+            "or add one, as the file has no special token that could be it: "
+            f'python -c "from tokenizers import Tokenizer; {code}"'
+        )
     raise DataError(refusal(f"{file} does not say which token ends a document", hint=hint))
 
 
@@ -292,7 +310,7 @@ def _eos_of(config: Path) -> str | None:
         return None
     try:
         with reading(config):
-            token: Any = json.loads(config.read_text("utf-8")).get("eos_token")
+            token: Any = parse_json(config.read_text("utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{config} is not a JSON object: {error}") from error
     content = token.get("content") if isinstance(token, dict) else token

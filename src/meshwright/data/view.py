@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.blocks import Blocks
 from meshwright.data.files import reading
 from meshwright.data.permutation import permute
 from meshwright.errors import DataError
@@ -20,11 +21,24 @@ SPLIT_KEY = "split"
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of token ids and the offsets, in tokens, at which its documents end."""
+    """One file of token ids and the offsets, in tokens, at which its documents end.
+
+    `blocks` has the checksums of its content, where these are known.
+    """
 
     path: Path
     tokens: NDArray[np.integer]
     ends: NDArray[np.int64]
+    blocks: Blocks | None = None
+
+    def read(self, start: int, stop: int) -> NDArray[np.integer]:
+        """Return tokens as the file has them; raises `DataError` where they are not as written."""
+        if self.blocks is not None and (problem := self.blocks.problem(start, stop)):
+            raise DataError(
+                f"{problem} ({self.path.parent}). Restore the file, or remove the folder and "
+                "prepare it again"
+            )
+        return self.tokens[start:stop]
 
 
 def map_array(path: Path, dtype: str, count: int, offset: int = 0) -> NDArray[Any]:
@@ -77,7 +91,8 @@ class TokenView:
     ) -> NDArray[np.int64]:
         """Return the ids of windows of `length` tokens at each start, int64 [n, length].
 
-        Raises DataError naming file and token where an id is not in [0, vocabulary).
+        Raises DataError naming file and token where an id is not in [0, vocabulary), and file and
+        bytes where they are not as they were written.
         """
         if len(starts) and (starts.min() < 0 or starts.max() + length > self._length):
             raise IndexError(f"a window leaves the stream of {self._length} tokens")
@@ -89,8 +104,8 @@ class TokenView:
                 shard, first, stop = self._ranges[piece].tolist()
                 first += start + filled - int(self._begins[piece])
                 taken = min(length - filled, stop - first)
-                tokens = self._shards[shard].tokens
-                out[row, filled : filled + taken] = tokens[first : first + taken]
+                tokens = self._shards[shard].read(first, first + taken)
+                out[row, filled : filled + taken] = tokens
                 filled += taken
                 piece += 1
         limit = min(self.vocab_size, vocab_size or self.vocab_size)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from meshwright.data.corpora import Files, Part, Skip, Source
+from meshwright.data.corpora import Files, Skip, Source, SourcePart
 from meshwright.data.files import (
     AtomicFile,
     hash_file,
@@ -47,6 +47,7 @@ from meshwright.data.store import (
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.data.view import map_array
 from meshwright.errors import DataError
+from meshwright.parsing import parse_json
 from meshwright.spec.training import OnError
 from meshwright.units import MIB
 
@@ -62,7 +63,7 @@ class _Task:
     """One shard to write: its number, what goes into it, and how."""
 
     number: int
-    pieces: tuple[tuple[Source, Part], ...]
+    pieces: tuple[tuple[Source, SourcePart], ...]
     out: Path
     tokenizer: str
     eos: str | None
@@ -149,7 +150,7 @@ def _some(files: Sequence[Path]) -> str:
 def _skipped(task: _Task) -> list[str]:
     """Return what a shard that is written has left out."""
     with reading(task.record_path):
-        return list(json.loads(task.record_path.read_bytes()).get("skipped", ()))
+        return list(parse_json(task.record_path.read_bytes()).get("skipped", ()))
 
 
 def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:
@@ -170,9 +171,11 @@ def _job(fingerprints: tuple[dict[str, object], ...], digest: str, shard_bytes: 
     return sha256_bytes(_plain([FORMAT, fingerprints, digest, shard_bytes]).encode())
 
 
-def _plan(sources: Sequence[Source], shard_bytes: int) -> Iterator[tuple[tuple[Source, Part], ...]]:
+def _plan(
+    sources: Sequence[Source], shard_bytes: int
+) -> Iterator[tuple[tuple[Source, SourcePart], ...]]:
     """Group parts into shards by size alone, so that the workers' number does not matter."""
-    group: list[tuple[Source, Part]] = []
+    group: list[tuple[Source, SourcePart]] = []
     size = 0
     for source in sources:
         for part in source.parts():
@@ -285,7 +288,7 @@ def _kept(task: _Task) -> ShardRecord | None:
         return None
     try:
         with reading(task.record_path):
-            body = json.loads(task.record_path.read_bytes())
+            body = parse_json(task.record_path.read_bytes())
         if body["job"] != task.job:
             return None
         record = ShardRecord.model_validate_json(json.dumps(body["record"]))

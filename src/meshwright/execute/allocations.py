@@ -1,7 +1,7 @@
 """What a rank's memory is made of, from the allocations that torch's profiler sees.
 
 On a CPU torch keeps no statistics of memory, and what the system counts is up to twice too high.
-What a piece is for, marks in the profile say: `mark` makes one.
+What a piece is for, labels in the profile say: `label` makes one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.execute.data import replicas_of
 from meshwright.execute.exchange import Exchange
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.masters import Weight
-from meshwright.execute.measured import Moment
+from meshwright.execute.measured import MeasuredMoment
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.tape import Tape
@@ -42,7 +42,7 @@ REST: Final = "rest"
 
 
 @dataclass
-class Piece:
+class AllocatedPiece:
     """An allocation: bytes, its time in ns, what it is, and the operations that it was made in.
 
     One of before the profile has the start 0; `end` is None where it was not seen.
@@ -55,51 +55,51 @@ class Piece:
     maker: str
 
 
-def mark(kind: str, tensor: Tensor | None) -> None:
+def label(kind: str, tensor: Tensor | None) -> None:
     """Have the profile say what a tensor's memory is; the last word counts."""
     if tensor is None:
         return
     address = local_shard(tensor.detach()).untyped_storage().data_ptr()
     if address:
-        with record_function(f"mark {kind} {address}"):
+        with record_function(f"label {kind} {address}"):
             pass
 
 
 @contextmanager
-def marked_in_data() -> Iterator[None]:
-    """Mark what data parallelism gathers, reduces and buffers: FSDP2's and our own."""
+def labelled_in_data() -> Iterator[None]:
+    """Label what data parallelism gathers, reduces and buffers: FSDP2's and our own."""
     gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
     allocate, begin = DefaultAllocMixin.allocate, Exchange.__init__
 
     def gathered(self: FSDPParam) -> None:
         gather(self)  # type: ignore[no-untyped-call]
         for output in self.all_gather_outputs:
-            mark("gathered", output)
+            label("gathered", output)
 
-    def mark_gradients(group: FSDPParamGroup) -> None:
+    def label_gradients(group: FSDPParamGroup) -> None:
         for parameter in group.fsdp_params:
-            mark("gradients", parameter.unsharded_accumulated_grad)
+            label("gradients", parameter.unsharded_accumulated_grad)
             whole = getattr(parameter, "_unsharded_param", None)
-            mark("gradients", None if whole is None else whole.grad)
-            mark("gradients", parameter.sharded_param.grad)
-        mark("gradients", group._partial_reduce_output)
+            label("gradients", None if whole is None else whole.grad)
+            label("gradients", parameter.sharded_param.grad)
+        label("gradients", group._partial_reduce_output)
 
     def reduced(self: FSDPParamGroup, *arguments: Any) -> None:
-        mark_gradients(self)
+        label_gradients(self)
         reduce(self, *arguments)
-        mark_gradients(self)
+        label_gradients(self)
 
     def buffered(self: DefaultAllocMixin, *arguments: Any, **more: Any) -> Tensor:
         buffer = allocate(self, *arguments, **more)
-        mark("buffers", buffer)
+        label("buffers", buffer)
         return buffer
 
     def exchanged(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
         for weight in weights:
-            mark("gradients", weight.gradient)
+            label("gradients", weight.gradient)
         begin(self, weights, *arguments)
         for buffer in self.buffers:
-            mark("buffers", buffer)
+            label("buffers", buffer)
 
     with (
         mock.patch.object(Exchange, "__init__", exchanged),
@@ -111,17 +111,17 @@ def marked_in_data() -> Iterator[None]:
 
 
 @contextmanager
-def marked_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
-    """Mark the gradients that the optimizer takes."""
+def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
+    """Label the gradients that the optimizer takes."""
     kind = HOST if parallel.program.layout.offload == "params" else "gradients"
     take = shards.take
 
-    def take_marked() -> None:
+    def take_labelled() -> None:
         take()
         for held in parallel.held:
-            mark(kind, held.parameter.grad)
+            label(kind, held.parameter.grad)
 
-    with mock.patch.object(shards, "take", take_marked):
+    with mock.patch.object(shards, "take", take_labelled):
         yield
 
 
@@ -135,7 +135,7 @@ def lasting(
     for module in parallel.modules.values():
         replicas = replicas_of(module)
         for weight in [] if replicas is None else replicas.weights.values():
-            if weight.is_copy and not weight.sheds:  # products use it
+            if weight.is_copy and not weight.reshards:  # products use it
                 yield "gathered", weight.used
         for buffer in module.buffers():
             yield REST, buffer
@@ -147,8 +147,8 @@ def lasting(
                 yield "optimizer" if offload == "none" else HOST, tensor
 
 
-class MarkedTape(Tape):
-    """A tape that also marks in the profile when each turn begins."""
+class LabellingTape(Tape):
+    """A tape that also labels in the profile when each turn begins."""
 
     def turn(self, name: str, stage: int, microbatch: int) -> None:
         """The rank turns to something."""
@@ -200,8 +200,8 @@ def _flat(roots: Sequence[Any]) -> Iterator[Event]:
 
 
 def pieces_of(
-    events: Sequence[Event], device: str = "cpu", known: Mapping[int, Piece] | None = None
-) -> list[Piece]:
+    events: Sequence[Event], device: str = "cpu", known: Mapping[int, AllocatedPiece] | None = None
+) -> list[AllocatedPiece]:
     """Return all allocations on a type of device with their ends, but what is offloaded.
 
     `known` are those of before the profile, by their addresses.
@@ -212,7 +212,7 @@ def pieces_of(
     """
     ends = sorted(node.end_time_ns for node, _ in events if node.name.startswith(COLLECTIVES))
 
-    def end_unseen(piece: Piece, latest: int | None) -> None:
+    def end_unseen(piece: AllocatedPiece, latest: int | None) -> None:
         place = bisect.bisect_left(ends, piece.start)
         times = [*ends[place : place + 1], *([] if latest is None else [latest])]
         piece.end = min(times, default=None)
@@ -232,9 +232,9 @@ def pieces_of(
             if size > 0:
                 made_in = str(maker or "")
                 kind = "buffers" if "c10d::" in made_in else REST  # gloo's own copies
-                live[address] = Piece(size, node.start_time_ns, None, kind, made_in)
+                live[address] = AllocatedPiece(size, node.start_time_ns, None, kind, made_in)
                 pieces.append(live[address])
-        elif node.name.startswith("mark "):
+        elif node.name.startswith("label "):
             _, kind, address = node.name.split()
             if int(address) in live:
                 live[int(address)].kind = kind
@@ -244,12 +244,12 @@ def pieces_of(
     return [piece for piece in pieces if piece.kind != HOST]
 
 
-def alive(pieces: Sequence[Piece], at: int) -> list[Piece]:
+def alive(pieces: Sequence[AllocatedPiece], at: int) -> list[AllocatedPiece]:
     """Return the pieces that are there at a moment."""
     return [p for p in pieces if p.start <= at and (p.end is None or p.end > at)]
 
 
-def moments_of(pieces: Sequence[Piece], begins: Sequence[int]) -> list[Moment]:
+def moments_of(pieces: Sequence[AllocatedPiece], begins: Sequence[int]) -> list[MeasuredMoment]:
     """Return what is held as each turn begins, and at its peak; the last of `begins` is the end.
 
     Times are in ns, as those of the pieces. What is of no other kind are activations.
@@ -267,7 +267,7 @@ def moments_of(pieces: Sequence[Piece], begins: Sequence[int]) -> list[Moment]:
         while place < len(changes) and changes[place][0] <= begin:
             held[changes[place][2]] += changes[place][1]
             place += 1
-        found.append(Moment(turn, 0.0, now()))
+        found.append(MeasuredMoment(turn, 0.0, now()))
         peak, total = found[-1], held.total()
         highest = total
         while place < len(changes) and changes[place][0] <= end:
@@ -277,10 +277,10 @@ def moments_of(pieces: Sequence[Piece], begins: Sequence[int]) -> list[Moment]:
             place += 1
             if total > highest:
                 highest = total
-                peak = Moment(turn, (at - begin) / (end - begin), now())
+                peak = MeasuredMoment(turn, (at - begin) / (end - begin), now())
         if peak is not found[-1]:
             found.append(peak)
-    return [*found, Moment(len(begins) - 1, 0.0, now())]
+    return [*found, MeasuredMoment(len(begins) - 1, 0.0, now())]
 
 
 @contextmanager
@@ -297,7 +297,7 @@ def _silent() -> Iterator[None]:
         os.close(kept)
 
 
-class StepProfile:
+class MemoryProfile:
     """The memory of one step in the course of a run, as a context around it.
 
     What was there before must be known: it is `lasting`.
@@ -309,18 +309,20 @@ class StepProfile:
         """Take what the step will work on."""
         self._trained = parallel, shards, optimizer
         self._device = parallel.device.type
-        self._known: dict[int, Piece] = {}
+        self._known: dict[int, AllocatedPiece] = {}
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._contexts = ExitStack()
 
-    def __enter__(self) -> StepProfile:
+    def __enter__(self) -> MemoryProfile:
         parallel, shards, _ = self._trained
         for kind, tensor in lasting(*self._trained):
             storage = local_shard(tensor.detach()).untyped_storage()
             if storage.device.type == self._device and storage.data_ptr():
-                self._known[storage.data_ptr()] = Piece(storage.nbytes(), 0, None, kind, "")
-        self._contexts.enter_context(marked_in_data())
-        self._contexts.enter_context(marked_gradients(parallel, shards))
+                self._known[storage.data_ptr()] = AllocatedPiece(
+                    storage.nbytes(), 0, None, kind, ""
+                )
+        self._contexts.enter_context(labelled_in_data())
+        self._contexts.enter_context(labelled_gradients(parallel, shards))
         # Under torchrun and Slurm the terminal would have what torch says as a profile begins and
         # ends, and once in it, of memory from before: a piece of that is freed here.
         unseen = torch.empty(1)
@@ -333,8 +335,8 @@ class StepProfile:
         with _silent():
             self._contexts.close()
 
-    def moments(self) -> list[Moment]:
-        """Return what was held as each turn of a `MarkedTape` began, and at its peak."""
+    def moments(self) -> list[MeasuredMoment]:
+        """Return what was held as each turn of a `LabellingTape` began, and at its peak."""
         events = events_of(self._profile)
         begins = [event.start_time_ns for event, _ in events if event.name.startswith(TURN)]
         return moments_of(pieces_of(events, self._device, self._known), begins)

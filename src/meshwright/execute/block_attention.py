@@ -25,7 +25,7 @@ MASKED: Final = -1e30
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-class Block(NamedTuple):
+class BlockAttention(NamedTuple):
     """One way to compute the attention of a block.
 
     `forward(q, k, v, mask, causal)` returns the result, as q, and the log-sum-exp.
@@ -39,7 +39,7 @@ class Block(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool], Grads]
 
 
-def choose(q: Tensor, masked: bool) -> Block:
+def choose(q: Tensor, masked: bool) -> BlockAttention:
     """Return the fastest block that serves q's device and dtype, with a mask or without."""
     if q.device.type == "cpu" and not (masked and q.dtype == torch.float16):
         # The kernel's fp16 mask cannot hold MASKED.
@@ -49,25 +49,25 @@ def choose(q: Tensor, masked: bool) -> Block:
     return plain()
 
 
-def cpu_flash() -> Block:
+def cpu_flash() -> BlockAttention:
     """Return the block of PyTorch's CPU kernel: all float dtypes, and masks but in fp16."""
-    return Block(_cpu_forward, _cpu_backward)
+    return BlockAttention(_cpu_forward, _cpu_backward)
 
 
-def cuda_flash() -> Block:
+def cuda_flash() -> BlockAttention:
     """Return the block of FlashAttention on CUDA: fp16 and bf16, head_dim a multiple of 8 to 256.
 
     It takes no mask. arXiv:2307.08691.
     """
-    return Block(_cuda_forward, _cuda_backward)
+    return BlockAttention(_cuda_forward, _cuda_backward)
 
 
-def plain() -> Block:
+def plain() -> BlockAttention:
     """Return the block in plain operations, in fp32 at least: any device, dtype and mask.
 
     It holds all scores at once, `[batch, heads, queries, keys]`.
     """
-    return Block(_plain_forward, _plain_backward)
+    return BlockAttention(_plain_forward, _plain_backward)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

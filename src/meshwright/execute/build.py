@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.execute.borders import Borders
 from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.data import distribute_data, replicate_in_place
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.documents import attend_documents
 from meshwright.execute.float8 import take_float8
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, together
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.program.lower import Program
@@ -50,10 +50,9 @@ def build(
     """
     products = take_route(program.train.matmul, device)
     deferral = Deferral()
-    on_cpu = device.type == "cpu"
     wrap = compiler(products) if compiled else None
-    modules = describe(program, groups, deferral, on_cpu=on_cpu, wrap=wrap)
-    return materialise(program, groups, device, source, modules, deferral, on_cpu=on_cpu)
+    modules = describe(program, groups, deferral, wrap=wrap)
+    return materialise(program, groups, device, source, modules, deferral)
 
 
 def describe(
@@ -61,7 +60,6 @@ def describe(
     groups: Groups,
     deferral: Deferral,
     *,
-    on_cpu: bool,
     wrap: Callable[[nn.Module], None] | None = None,
 ) -> dict[int, Transformer]:
     """Return this rank's stages on the meta device, cut and wrapped, by number."""
@@ -74,12 +72,12 @@ def describe(
         cut_over_tp(model, program, groups, deferral)
         cut_over_cp(model, program, groups)
         if program.train.fp8:
-            take_float8(model.blocks, on_cpu=on_cpu)
+            take_float8(model.blocks, program.target)
         for block in model.blocks:
             recompute(block, layout.recompute)
             if wrap is not None:
                 wrap(block)
-        if not sums_in_place(layout, on_cpu=on_cpu):
+        if not sums_in_place(layout, program.target):
             distribute_data(model, model.blocks, layout, program.train, groups.parameters)
         modules[stage.index] = model
     return modules
@@ -100,23 +98,21 @@ def materialise(
     source: Source,
     modules: dict[int, Transformer],
     deferral: Deferral,
-    *,
-    on_cpu: bool,
 ) -> Parallel:
     """Give the stages that `describe` has returned memory, and weights from `source`."""
     layout, train = program.layout, program.train
     at, places = _positions(program, groups, device)
-    held: list[Held] = []
+    held: list[HeldParameter] = []
     for index, model in modules.items():
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
         trained = dict(model.named_parameters())
-        if sums_in_place(layout, on_cpu=on_cpu):  # only now: the parameters are new ones
+        if sums_in_place(layout, program.target):  # only now: the parameters are new ones
             trained = replicate_in_place(model, layout, train, groups)
         held += _held(program, index, trained)
     whole: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)
-    rows = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
+    rows = loss_rows(sizes.tokens, sizes.element, program.target)
     parallel = Parallel(program, groups, device, whole, held, at, places, deferral, rows)
     fill(parallel, source)
     return parallel
@@ -129,17 +125,17 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
     if layout.tp == 1 and not defers:
         return
     # A second forward has what it gathers for the backward that comes at once.
-    borders = Borders(groups.tp, layout.sp, gathers_again=layout.recompute == "none")
+    tp_region = TPRegion(groups.tp, layout.sp, gathers_again=layout.recompute == "none")
     for path, module in model.layers.named_modules(prefix="layers"):
         if isinstance(module, nn.Linear):
             is_row = program.shardings[f"{path}.weight"].tp_dim == 1
-            (RowLinear if is_row else ColumnLinear).take_over(module, borders, deferral)
+            (RowLinear if is_row else ColumnLinear).take_over(module, tp_region, deferral)
     for block in model.blocks:
-        block.attn.project = block.mlp.project = together(borders, deferral)
+        block.attn.project = block.mlp.project = together(tp_region, deferral)
     if layout.tp == 1:
         return
     if model.embed is not None:
-        VocabEmbedding.take_over(model.embed, borders)
+        VocabEmbedding.take_over(model.embed, tp_region)
     _make_sharded(model, program, groups)
 
 
@@ -168,7 +164,7 @@ def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
     if program.layout.cp == 1:
         return
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
-    core = Ring(group, ledger=groups.ledger) if is_ring else Ulysses(group, attend_documents)
+    core = Ring(group, recorder=groups.recorder) if is_ring else Ulysses(group, attend_documents)
     for block in model.blocks:
         block.attn.core = core
 
@@ -188,7 +184,7 @@ def _positions(
     return at, places
 
 
-def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> list[Held]:
+def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> list[HeldParameter]:
     """Return the parameters of a stage that this rank holds shards of."""
     layout, held = program.layout, []
     ranks_of_stage = layout.world // layout.pp
@@ -197,7 +193,7 @@ def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> lis
         copies = ranks_of_stage // sharding.distinct
         if name == "embed.weight" and stage > 0:
             copies = 0
-        held.append(Held(name, stage, parameter, sharding, copies))
+        held.append(HeldParameter(name, stage, parameter, sharding, copies))
     return held
 
 
@@ -218,7 +214,7 @@ def fill(parallel: Parallel, source: Source) -> None:
         held.shard.copy_(source(held.name, held.sharding.part.shape, region))
 
 
-def region_of(held: Held, parallel: Parallel) -> Region:
+def region_of(held: HeldParameter, parallel: Parallel) -> Region:
     """Return where this rank's shard of a parameter lies in the whole."""
     at = parallel.groups.at
     return held.sharding.region(at["tp"], shard_rank(parallel.program.layout, at))

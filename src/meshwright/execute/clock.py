@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.ledger import Pending
+from meshwright.execute.flight_recorder import Pending
 from meshwright.execute.tape import Clock, HostClock
 from meshwright.execute.world import World, exchange
 
@@ -96,8 +96,8 @@ def _ask(world: World, now: Callable[[], float]) -> tuple[float, float]:
     """Return how long rank 0 took to say its time, and how far that is from this rank's."""
     told = torch.zeros(1, dtype=torch.float64)
     sent = now()
-    Pending(world.ledger, dist.isend(told, 0)).wait()
-    Pending(world.ledger, dist.irecv(told, 0)).wait()
+    Pending(world.recorder, dist.isend(told, 0)).wait()
+    Pending(world.recorder, dist.irecv(told, 0)).wait()
     got = now()
     return got - sent, told.item() - (sent + got) / 2
 
@@ -105,6 +105,6 @@ def _ask(world: World, now: Callable[[], float]) -> tuple[float, float]:
 def _answer(world: World, rank: int, now: Callable[[], float]) -> None:
     """Tell a rank the time as soon as it asks."""
     told = torch.zeros(1, dtype=torch.float64)
-    Pending(world.ledger, dist.irecv(told, rank)).wait()
+    Pending(world.recorder, dist.irecv(told, rank)).wait()
     told.fill_(now())
-    Pending(world.ledger, dist.isend(told, rank)).wait()
+    Pending(world.recorder, dist.isend(told, rank)).wait()

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.block_attention import Block, choose, wide
-from meshwright.execute.ledger import Ledger, Pending
+from meshwright.execute.block_attention import BlockAttention, choose, wide
+from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
 
@@ -52,14 +52,17 @@ class Ring:
 
     arXiv:2310.01889, with the balanced order of arXiv:2311.09431 and Llama 3, section 3.3.2. It
     keeps nothing between calls. `block` is for tests; without it the device's fastest serves.
-    `ledger` is where this rank enters what it waits for.
+    `recorder` is where this rank enters what it waits for.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, block: Block | None = None, ledger: Ledger | None = None
+        self,
+        group: dist.ProcessGroup,
+        block: BlockAttention | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         size = dist.get_world_size(group)
-        self.place = _Place(group, dist.get_rank(group), size, ledger or Ledger())
+        self.place = _RingPlace(group, dist.get_rank(group), size, recorder or FlightRecorder())
         self.block = block
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -173,13 +176,13 @@ def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RingPlace:
     """This rank's place in a ring."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    ledger: Ledger
+    recorder: FlightRecorder
 
     def owner(self, step: int) -> int:
         """Return the rank whose keys are here after so many exchanges."""
@@ -203,7 +206,7 @@ class _Place:
             ]
         )
 
-        pending = Pending(self.ledger, *works)
+        pending = Pending(self.recorder, *works)
 
         def wait() -> Tensor:
             pending.wait()
@@ -222,7 +225,7 @@ class _Piece:
     mask: Tensor | None
 
 
-def _piece(place: _Place, owner: int, length: int, segments: Tensor | None) -> _Piece:
+def _piece(place: _RingPlace, owner: int, length: int, segments: Tensor | None) -> _Piece:
     """Return what rank `place.rank` sees of rank `owner`'s keys, `length` of them.
 
     Of two ranks the lower one's first chunk precedes, and its second chunk follows, both chunks of
@@ -269,8 +272,8 @@ class _RingAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         segments: Tensor | None,
-        place: _Place,
-        block: Block,
+        place: _RingPlace,
+        block: BlockAttention,
     ) -> Tensor:
         if segments is not None:
             segments = _in_ring_order(segments, place.size)
@@ -301,8 +304,8 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, segments = ctx.saved_tensors
-        place: _Place = ctx.place
-        block: Block = ctx.block
+        place: _RingPlace = ctx.place
+        block: BlockAttention = ctx.block
         kv = torch.stack((k, v))
         grad_q = own_k = own_v = q  # set in step 0
         sums: Callable[[], Tensor] | None = None

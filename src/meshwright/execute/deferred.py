@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshwright.execute.borders import Borders
 from meshwright.execute.groups import Link
+from meshwright.execute.tp_regions import TPRegion
 
 Work = Callable[[], None]
-_ALONE = Borders(Link(None, (0,), 0), sp=False)
+_ALONE = TPRegion(Link(None, (0,), 0), sp=False)
 
 
 class Deferral:
@@ -46,16 +46,16 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        borders: Borders,
+        tp_region: TPRegion,
         deferral: Deferral,
         owners: Sequence[Tensor],
         count: int,
         *shards: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = shards[:count], shards[count:]
-        inputs = borders.entering(x)()
-        ctx.save_for_backward(x if borders.gathers_again else inputs, *weights)
-        ctx.borders, ctx.deferral, ctx.owners = borders, deferral, owners
+        inputs = tp_region.entering(x)()
+        ctx.save_for_backward(x if tp_region.gathers_again else inputs, *weights)
+        ctx.tp_region, ctx.deferral, ctx.owners = tp_region, deferral, owners
         ctx.has_bias = [bias is not None for bias in biases]
         pairs = zip(weights, biases, strict=True)
         return tuple(_product(inputs, weight, bias) for weight, bias in pairs)
@@ -63,14 +63,14 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, *weights = ctx.saved_tensors
-        borders: Borders = ctx.borders
+        tp_region: TPRegion = ctx.tp_region
         rows = [grad.flatten(0, -2) for grad in grads]
-        again = borders.entering(kept) if borders.gathers_again else lambda: kept
+        again = tp_region.entering(kept) if tp_region.gathers_again else lambda: kept
         part = None
         if ctx.needs_input_grad[0]:
             part = _input_grad(rows, weights).view(*grads[0].shape[:-1], -1)
         inputs = again().flatten(0, -2)
-        sent = None if part is None else borders.returning(part)
+        sent = None if part is None else tp_region.returning(part)
         del again, part  # they would keep what was gathered, and what has been sent
         biases = [one.sum(0) if has else None for one, has in zip(rows, ctx.has_bias, strict=True)]
         pending, found = ctx.deferral.pending, list[Tensor | None]()
@@ -132,16 +132,16 @@ def linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     deferral: Deferral,
-    borders: Borders = _ALONE,
+    tp_region: TPRegion = _ALONE,
 ) -> tuple[Tensor, ...]:
-    """Return `x @ weight.T + bias` of some layers, once the stream `x` has entered over borders.
+    """Return `x @ weight.T + bias` of some layers, once the stream `x` has entered the region.
 
-    x `[batch, seq or its share, in]`, and of any shape `[..., in]` without borders; weights
+    x `[batch, seq or its share, in]`, and of any shape `[..., in]` without a region; weights
     `[out, in]` are parameters or DTensors.
     """
     shards = [*map(local, weights), *(None if bias is None else local(bias) for bias in biases)]
     out: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
-        x, borders, deferral, tuple(weights), len(weights), *shards
+        x, tp_region, deferral, tuple(weights), len(weights), *shards
     )
     return out
 

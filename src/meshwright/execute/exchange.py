@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.execute.groups import Link
-from meshwright.execute.ledger import Ledger, Pending
 from meshwright.execute.masters import Weight
 from meshwright.execute.rows import leave_gradients, leave_weights
 from meshwright.execute.shared import Left
@@ -33,7 +33,7 @@ class Exchange:
         link: Link | None,
         rank: int,
         dtype: torch.dtype,
-        ledger: Ledger,
+        recorder: FlightRecorder,
     ) -> None:
         """Send the rows of others in a dtype, and add this rank's own to their sums.
 
@@ -45,7 +45,7 @@ class Exchange:
         self._shapes: list[torch.Size] = []
         self._pending: Pending | Left | None = None
         if link is not None and not link.is_shared:
-            self._pending = self._send(link.required, rank, dtype, ledger)
+            self._pending = self._send(link.required, rank, dtype, recorder)
         for weight in weights:
             weight.add(weight.rows_of_gradient(rank))
         if link is not None and link.is_shared:
@@ -54,7 +54,7 @@ class Exchange:
             weight.clear()
 
     def _send(
-        self, group: dist.ProcessGroup, rank: int, dtype: torch.dtype, ledger: Ledger
+        self, group: dist.ProcessGroup, rank: int, dtype: torch.dtype, recorder: FlightRecorder
     ) -> Pending:
         weights, ranks = self._weights, range(len(self._weights[0].rows))
         others = [at for at in ranks if at != rank]
@@ -68,7 +68,7 @@ class Exchange:
         sent = [piece for at in others for piece in pieces[at]]
         for room, piece in zip(_views(self._sent, [p.shape for p in sent]), sent, strict=True):
             room.copy_(piece)
-        return Pending(ledger, group.alltoall_base(self._got, self._sent, arriving, leaving))
+        return Pending(recorder, group.alltoall_base(self._got, self._sent, arriving, leaving))
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class Exchange:
 
 
 def gather(
-    weights: Sequence[Weight], link: Link, rank: int, ledger: Ledger
+    weights: Sequence[Weight], link: Link, rank: int, recorder: FlightRecorder
 ) -> list[Pending] | list[Left]:
     """Have each rank's rows of weights on their way, from where they lie to where they belong.
 
@@ -104,9 +104,9 @@ def gather(
             after, before = (rank + step) % ranks, (rank - step) % ranks
             mine, theirs = weight.rows_used(rank), weight.rows_used(before)
             if mine.numel():
-                works.append(Pending(ledger, group.send([mine], after, _TAG)))
+                works.append(Pending(recorder, group.send([mine], after, _TAG)))
             if theirs.numel():
-                works.append(Pending(ledger, group.recv([theirs], before, _TAG)))
+                works.append(Pending(recorder, group.recv([theirs], before, _TAG)))
     return works
 
 

@@ -15,17 +15,18 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.program.target import Target
 
 CAPABILITY: Final = (8, 9)  # Ada; Hopper is 9.0
 
 
-def take_float8(blocks: Iterable[nn.Module], *, on_cpu: bool) -> None:
+def take_float8(blocks: Iterable[nn.Module], target: Target) -> None:
     """Have the linear layers of blocks compute in float8, in place: parameters keep their names.
 
     On a CPU operands are rounded the same way, and the products are plain ones. Raises
     `MeshwrightError` where the GPU has no such products.
     """
-    if not on_cpu and torch.cuda.is_available():
+    if not target.on_cpu and torch.cuda.is_available():
         found = torch.cuda.get_device_capability()
         if found < CAPABILITY:
             raise MeshwrightError(
@@ -37,4 +38,4 @@ def take_float8(blocks: Iterable[nn.Module], *, on_cpu: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     for block in blocks:
-        convert_to_float8_training(block, config=Float8LinearConfig(emulate=on_cpu))
+        convert_to_float8_training(block, config=Float8LinearConfig(emulate=target.on_cpu))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.parallel import Parallel
 
 
@@ -25,8 +25,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def on_stages(
-    parallel: Parallel, tensor_of: Callable[[Held], Tensor | None]
-) -> Iterator[tuple[Held, Tensor | None]]:
+    parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor | None]
+) -> Iterator[tuple[HeldParameter, Tensor | None]]:
     """Yield the whole tensors of this rank's own stages; a collective among a stage's ranks."""
     for held in parallel.held:
         tensor = tensor_of(held)
@@ -35,7 +35,7 @@ def on_stages(
 
 @torch.no_grad()
 def on_rank_0(
-    parallel: Parallel, tensor_of: Callable[[Held], Tensor]
+    parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of the model in its order, on the host of rank 0.
 

@@ -19,7 +19,7 @@ SHORT: Final = 16384
 ROW: Final = 1024
 
 
-class Held(NamedTuple):
+class HeldParameter(NamedTuple):
     """A parameter that this rank holds a shard of.
 
     `copies` is how many ranks hold the same shard, 0 where another entry already counts for it: the
@@ -49,7 +49,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def complete(held: list[Held], groups: Groups, *, tied: bool) -> None:
+def complete(held: list[HeldParameter], groups: Groups, *, tied: bool) -> None:
     """Finish the sums that data parallelism does not: over tp, and between tied copies.
 
     Under sequence parallelism norms see other tokens on each tp rank; a tied matrix has one
@@ -117,7 +117,7 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def global_norm(held: list[Held], world_size: int, device: torch.device) -> Norm:
+def global_norm(held: list[HeldParameter], world_size: int, device: torch.device) -> Norm:
     """Return the 2-norm of the whole model's gradient, each element counted once.
 
     A shard that several ranks hold counts for its share on each of them, so that one sum over the
@@ -144,7 +144,7 @@ def global_norm(held: list[Held], world_size: int, device: torch.device) -> Norm
 
 
 @torch.no_grad()
-def scale_gradients(held: list[Held], factor: float) -> None:
+def scale_gradients(held: list[HeldParameter], factor: float) -> None:
     """Multiply all gradients."""
     gradients = [g for h in held if (g := h.gradient) is not None]
     if gradients:

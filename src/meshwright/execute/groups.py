@@ -13,30 +13,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.shared import Open, share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
-from meshwright.program.messages import goes_by_lane
+from meshwright.program.messages import goes_by_channel
 from meshwright.program.shards import sums_in_place
+from meshwright.program.target import Target
 
 
 @dataclass(frozen=True)
 class Link:
     """The ranks along one axis or some, and this rank's place among them; `size` 1 has no group.
 
-    `lane` is the group's through the memory of the machine that they all are on, if it has one.
+    `channel` is the group's through the memory of the machine that they all are on, if it has one.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
-    lane: Open | None = field(default=None, compare=False, repr=False)
+    channel: Open | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_shared(self) -> bool:
         """Whether messages go through memory that the ranks share."""
-        return self.lane is not None
+        return self.channel is not None
 
     @property
     def size(self) -> int:
@@ -64,7 +65,7 @@ class Groups:
     lie: `shard` joins dp_shard and cp, or `replicate` joins dp_replicate and cp without ZeRO, since
     ranks of one context group hold gradients of the same weights. `data` are the ranks that see
     different tokens. `ends` are the first and the last pipeline rank, which share tied weights.
-    `ledger` is where this rank enters what it does.
+    `recorder` is where this rank enters what it does.
     """
 
     at: Mapping[str, int]
@@ -76,7 +77,7 @@ class Groups:
     replicate: Link
     data: Link
     ends: Link
-    ledger: Ledger = field(default_factory=Ledger)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)
 
 
 def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Groups:
@@ -88,8 +89,8 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     mesh, opener = layout.mesh, _Opener(world, datetime.timedelta(seconds=timeout_s))
     shape = (
         layout.pp,
-        layout.dp_replicate * (1 if layout.zero else layout.cp),
-        layout.dp_shard * layout.cp if layout.zero else 1,
+        layout.replica_ranks,
+        layout.shard_ranks,
         layout.tp,
     )
     # The mesh's groups come first, so that equal shapes have equal groups: torch caches by shape.
@@ -116,7 +117,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     }
     links |= _shared(links, layout, world, timeout_s)
     at = mesh.coordinates(world.rank)
-    groups = Groups(at, parameters, **links, ledger=world.ledger)
+    groups = Groups(at, parameters, **links, recorder=world.recorder)
     _label(groups)
     return groups
 
@@ -124,7 +125,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
 def _shared(
     links: Mapping[str, Link], layout: Layout, world: World, timeout_s: float
 ) -> Mapping[str, Link]:
-    """Return the links between CPU ranks of one machine whose messages go through a lane.
+    """Return the links between CPU ranks of one machine whose messages go through a channel.
 
     FSDP2 knows of none.
     """
@@ -133,19 +134,19 @@ def _shared(
     found = {
         axis: link
         for axis, link in links.items()
-        if goes_by_lane(axis)
+        if goes_by_channel(axis)
         and link.group is not None
         and len({world.node(rank) for rank in link.ranks}) == 1
-        and (axis != "shard" or sums_in_place(layout, on_cpu=True))
+        and (axis != "shard" or sums_in_place(layout, Target("cpu")))
     }
     return {
-        axis: replace(link, lane=share(link.required, world.ledger, timeout_s))
+        axis: replace(link, channel=share(link.required, world.recorder, timeout_s))
         for axis, link in found.items()
     }
 
 
 def _label(groups: Groups) -> None:
-    """Enter into the ledger what each group is for."""
+    """Enter into the flight recorder what each group is for."""
     found = {"world": cast(dist.ProcessGroup, dist.group.WORLD)}
     for axis in ("replicate", "shard", "tp", "cp", "pp", "data", "ends"):
         link: Link = getattr(groups, axis)
@@ -153,7 +154,7 @@ def _label(groups: Groups) -> None:
             found[axis] = link.group
     for axis, group in found.items():
         if group.size() > 1:
-            groups.ledger.group(group.group_name, dist.get_process_group_ranks(group), axis)
+            groups.recorder.group(group.group_name, dist.get_process_group_ranks(group), axis)
 
 
 def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -51,6 +52,37 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def listen_at(host: str, port: int, *, is_alone: bool) -> tuple[socket.socket, str]:
+    """Return a socket that listens at a host that is this machine, and the address to reach it.
+
+    It listens on the one interface that the host's address belongs to. Where the name leads to
+    loopback here, as Debian's hosts file has a machine's own name, loopback does only for ranks
+    that are all on this machine (`is_alone`); for others it listens on all interfaces, and so it
+    does where the address is not one of this machine's, as behind a translation of addresses.
+    Raises `OSError` where the port is taken.
+    """
+    addresses = _addresses(host, port)
+    if is_alone or not any(is_loopback(address) for _, address in addresses):
+        for family, address in addresses:
+            try:
+                return socket.create_server((address, port), family=family, backlog=1024), address
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    server = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
+    return server, host
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(family, str(at[0])) for family, _, _, _, at in found]
 
 
 def interfaces() -> dict[str, str]:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.execute.borders import Borders, begin_gather
 from meshwright.execute.deferred import local
 from meshwright.execute.groups import Link
+from meshwright.execute.tp_regions import TPRegion, begin_gather
 
 
 def loss_sum(
@@ -27,14 +27,14 @@ def loss_sum(
     weight: Tensor,
     targets: Tensor,
     ignore: int,
-    borders: Borders,
+    tp_region: TPRegion,
     at_once: int,
     *,
     fuses: bool = False,
 ) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
-    hidden `[batch, seq or its share, dim]` enters over `borders`, weight `[vocab / ranks, dim]`
+    hidden `[batch, seq or its share, dim]` enters `tp_region`, weight `[vocab / ranks, dim]`
     multiplies it; targets int64 `[batch, seq]` have global ids, those that are `ignore` count for
     nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
     is not a number until the backward fills it in. `fuses` has loss and gradient compiled where no
@@ -43,13 +43,15 @@ def loss_sum(
     own = local(weight)
     if torch.is_grad_enabled():
         out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            hidden, own, targets.flatten(), ignore, borders, at_once, fuses
+            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses
         )
         return out
-    inputs = borders.entering(hidden)().flatten(0, 1)
+    inputs = tp_region.entering(hidden)().flatten(0, 1)
     total = inputs.new_zeros((), dtype=torch.float32)
     for rows in _chunks(len(inputs), at_once):
-        total += soften(inputs[rows] @ own.t(), targets.flatten()[rows], ignore, borders.link).loss
+        total += soften(
+            inputs[rows] @ own.t(), targets.flatten()[rows], ignore, tp_region.link
+        ).loss
     return total
 
 
@@ -61,39 +63,39 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         ignore: int,
-        borders: Borders,
+        tp_region: TPRegion,
         at_once: int,
         fuses: bool,
     ) -> Tensor:
         value = hidden.new_full((), float("nan"), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, targets, value)
-        ctx.ignore, ctx.borders, ctx.at_once, ctx.fuses = ignore, borders, at_once, fuses
+        ctx.ignore, ctx.tp_region, ctx.at_once, ctx.fuses = ignore, tp_region, at_once, fuses
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, value = ctx.saved_tensors
-        borders: Borders = ctx.borders
-        gathered = borders.entering(hidden)()
+        tp_region: TPRegion = ctx.tp_region
+        gathered = tp_region.entering(hidden)()
         inputs = gathered.flatten(0, 1)
         back = torch.empty_like(gathered)
         sent = total = None
         losses = []
-        is_fused = ctx.fuses and borders.link.size == 1 and weight.dtype.itemsize == 2
+        is_fused = ctx.fuses and tp_region.link.size == 1 and weight.dtype.itemsize == 2
         for rows in _chunks(len(inputs), ctx.at_once):
             if is_fused:
                 logits = inputs[rows] @ weight.t()
                 loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad)
                 del logits
             else:
-                found = soften(inputs[rows] @ weight.t(), targets[rows], ctx.ignore, borders.link)
+                found = soften(inputs[rows] @ weight.t(), targets[rows], ctx.ignore, tp_region.link)
                 loss, logits_grad = found.loss, found.gradient(grad, weight.dtype)
                 del found
             losses.append(loss)
             back.view_as(inputs)[rows] = logits_grad @ weight
             if rows.stop == len(inputs):  # it travels beside the last of the weight's products
-                sent = borders.returning(back)
+                sent = tp_region.returning(back)
                 del back  # it would keep what has been sent
             if total is None:
                 total = logits_grad.t() @ inputs[rows]

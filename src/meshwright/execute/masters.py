@@ -30,13 +30,12 @@ class Weight:
         mesh: DeviceMesh,
         rank: int,
         *,
-        sheds: bool = False,
+        reshards: bool = False,
     ) -> None:
         """Take over a parameter in fp32.
 
         `mesh` has the axes `shard`, which cuts rows, and `tp`; `rank` is this one's along `shard`.
-        One that `sheds` has no memory of its own for what is gathered, but between `make_room` and
-        `shed`.
+        One that `reshards` has memory for what is gathered only between `make_room` and `reshard`.
         """
         self._mesh, self._shards = mesh, mesh["shard"]
         self._ranks, self._rank = self._shards.size(), rank
@@ -48,10 +47,10 @@ class Weight:
         )
         self._rows = self.rows[rank]
         self._memory, self.used = local, parameter
-        if sheds or dtype != local.dtype:
+        if reshards or dtype != local.dtype:
             self._memory = torch.empty_like(local, dtype=dtype)
             self.used = nn.Parameter(_like(parameter, self._memory))
-        self.sheds, self.is_copy = sheds, sheds or dtype != torch.float32
+        self.reshards, self.is_copy = reshards, reshards or dtype != torch.float32
         self.master = parameter
         if self._ranks > 1:
             rows = local_shard(self.used.detach())[self._rows]
@@ -60,8 +59,8 @@ class Weight:
         # Unknown to autograd, for which a weight that is gathered again is the one it has saved.
         self._memory = self._memory.data
         self._size = self._memory.untyped_storage().nbytes()
-        if sheds:
-            self.shed()
+        if reshards:
+            self.reshard()
         self._sum: Tensor | None = None
 
     def _cut(self, rows: Tensor) -> DTensor:
@@ -92,7 +91,7 @@ class Weight:
         if storage.nbytes() == 0:
             storage.resize_(self._size)
 
-    def shed(self) -> None:
+    def reshard(self) -> None:
         """Let go of the memory of what has been gathered."""
         self._memory.untyped_storage().resize_(0)
 
@@ -160,7 +159,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def take_over(
-    model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, rank: int, *, sheds: bool = False
+    model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, rank: int, *, reshards: bool = False
 ) -> dict[str, Weight]:
     """Replace the parameters of a model by those that products use; returns them by name.
 
@@ -170,7 +169,7 @@ def take_over(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in weights:
-                weights[parameter] = Weight(parameter, dtype, mesh, rank, sheds=sheds)
+                weights[parameter] = Weight(parameter, dtype, mesh, rank, reshards=reshards)
             setattr(module, name, weights[parameter].used)
     of = {weight.used: weight for weight in weights.values()}
     return {name: of[used] for name, used in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""From a tape to a `RankLedger`: spans, messages and seconds by cause of a step that was recorded.
+"""From a tape to a `RankProfile`: spans, messages and seconds by cause of a step that was recorded.
 
 No torch here.
 """
@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Final, NamedTuple, get_args
 
 from meshwright.execute.tape import Sent, Tape, Turn
-from meshwright.program.ledger import CAUSES, MemoryPoint, Span, Traffic
 from meshwright.program.messages import Axis
+from meshwright.program.profile import CAUSES, MemoryPoint, Span, Traffic
 
 COMPUTE: Final = ("F", "B", "I", "W")
-# Phases as a ledger of a step names them.
+# Phases as a profile of a step names them.
 PHASES: Final = {"data": "input"}
 # Where the step's own messages end, and those about it begin.
 AFTER: Final = "log"
@@ -31,8 +31,8 @@ _CAUSES: Final[Mapping[str, str]] = {
 }
 # Which turns belong to which cause, but for the waits in them.
 _WORK: Final[Mapping[str, Callable[[Span], bool]]] = {
-    "compute": lambda one: one.lane == "compute",
-    "bubble": lambda one: one.lane == "messages",
+    "compute": lambda one: one.track == "compute",
+    "bubble": lambda one: one.track == "messages",
     "optimizer": lambda one: one.name == "update",
     "input": lambda one: one.name == "input",
 }
@@ -82,15 +82,15 @@ def recorded(tape: Tape, label: Callable[[int], str], *, pp: int, dp: int) -> Re
     world = "bubble" if pp > 1 else "data" if dp > 1 else "tp"
     turns = list(zip(tape.turns, pairwise(times), strict=True))
     work = [_worked(turn, place, waits) for turn, place in turns]
-    messages = [one for one in work if one.lane == "messages"]
+    messages = [one for one in work if one.track == "messages"]
     messages += _waiting(tape.turns, waits)
-    spans = [one for one in work if one.lane != "messages"]
+    spans = [one for one in work if one.track != "messages"]
     spans += [one for one in messages if one.seconds >= seconds * SHORTEST]
     return Recorded(
         began,
         seconds,
         times,
-        tuple(sorted(spans, key=lambda one: (one.start, one.lane))),
+        tuple(sorted(spans, key=lambda one: (one.start, one.track))),
         _traffic(tape, label, waits),
         _by_cause(seconds, work, waits, {**_CAUSES, "world": world}),
     )
@@ -195,8 +195,8 @@ def _without(places: Sequence[tuple[float, float]], waits: Sequence[tuple[float,
     return total
 
 
-class Moment(NamedTuple):
-    """What a rank held in a turn after a share of its time, in bytes by `program.ledger.MEMORY`."""
+class MeasuredMoment(NamedTuple):
+    """What a rank held in a turn after a share of its time: bytes by `program.profile.MEMORY`."""
 
     turn: int
     share: float
@@ -204,7 +204,7 @@ class Moment(NamedTuple):
 
 
 def memory_points(
-    turns: Sequence[Turn], moments: Sequence[Moment], times: Sequence[float] | None
+    turns: Sequence[Turn], moments: Sequence[MeasuredMoment], times: Sequence[float] | None
 ) -> tuple[MemoryPoint, ...]:
     """Return what was held in a step as points of one with the same turns.
 
@@ -224,5 +224,5 @@ def memory_points(
 
 
 def name_of(turn: Turn) -> str:
-    """Return a turn as a ledger of a step names it: `F 0 1`, `input`."""
+    """Return a turn as a profile of a step names it: `F 0 1`, `input`."""
     return PHASES.get(turn.name, str(turn))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import HeldParameter
 
 
 class Shards:
@@ -17,7 +17,7 @@ class Shards:
     gradients come and updated weights go each step.
     """
 
-    def __init__(self, held: list[Held], *, on_host: bool) -> None:
+    def __init__(self, held: list[HeldParameter], *, on_host: bool) -> None:
         self.held, self.on_host = held, on_host
         self.leaves = [nn.Parameter(self._copy(h.shard)) for h in held]
 

@@ -57,7 +57,7 @@ def check_first(model: nn.Module, attention: OwnAttention, layout: Layout, link:
     handle = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
 
 
-class _Both(NamedTuple):
+class _ShareAndWhole(NamedTuple):
     """Arguments of a forward: a rank's share of a short row, and all of it."""
 
     cut: tuple[Any, Any]
@@ -126,7 +126,7 @@ class _BothWays:
         if flag.item():
             raise ConfigError(wrong or "another rank was refused: its own error says why")
 
-    def _short_row(self, args: Any, kwargs: Any) -> _Both:
+    def _short_row(self, args: Any, kwargs: Any) -> _ShareAndWhole:
         """Return the first tokens of the batch's first row; raises if it is cut wrongly."""
         leaves, form = tree_flatten((args, kwargs))
         tokens = next((one for one in leaves if isinstance(one, Tensor) and one.dim() > 1), None)
@@ -153,7 +153,7 @@ class _BothWays:
         numbered = kwargs.get("position_ids")
         if isinstance(numbered, Tensor) and numbered.dim() == 2 and numbered.shape[1] == n:
             self._refuse_documents(self._gathered(numbered, 1))
-        return _Both(tree_unflatten(cut, form), tree_unflatten(whole, form))
+        return _ShareAndWhole(tree_unflatten(cut, form), tree_unflatten(whole, form))
 
     def _agree_on(self, rows: int, n: int, device: torch.device) -> None:
         """Raise if ranks have different numbers of rows or tokens."""

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.borders import Borders
 from meshwright.execute.data import DTYPES, finish_replicas, reshard
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.documents import takes_bounds
-from meshwright.execute.gradients import Held
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups, Link
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.loss import loss_sum
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.models import Transformer
 from meshwright.models.context import causal_mask
 from meshwright.program.lower import Program
@@ -39,7 +39,7 @@ class Parallel:
     groups: Groups
     device: torch.device
     modules: dict[int, nn.Module]
-    held: list[Held]
+    held: list[HeldParameter]
     positions: Tensor | None
     places: Tensor | None
     deferral: Deferral
@@ -63,9 +63,9 @@ class Parallel:
         return self.program.layout.zero
 
     @property
-    def ledger(self) -> Ledger:
+    def recorder(self) -> FlightRecorder:
         """Where this rank enters what it does."""
-        return self.groups.ledger
+        return self.groups.recorder
 
     @property
     def counts_loss(self) -> bool:
@@ -87,7 +87,7 @@ class Parallel:
                 loss_sum,
                 targets=batch.targets,
                 ignore=IGNORE,
-                borders=Borders(self.groups.tp, self.program.layout.sp),
+                tp_region=TPRegion(self.groups.tp, self.program.layout.sp),
                 at_once=self.loss_rows,
                 # A CPU's kernels gain nothing by it.
                 fuses=self.program.train.is_compiled and self.device.type == "cuda",

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ConfigError, nearest_divisors, refusal
-from meshwright.execute.borders import Borders
 from meshwright.execute.context import positions as cut_positions
 from meshwright.execute.data import distribute_data
 from meshwright.execute.deferred import Deferral
@@ -23,9 +22,10 @@ from meshwright.execute.gradients import local_shard, norms
 from meshwright.execute.groups import Link
 from meshwright.execute.own_attention import OwnAttention
 from meshwright.execute.own_check import check_first
-from meshwright.execute.parts import Agreement, Parts
+from meshwright.execute.parts import GradientAgreement, PartFollower
 from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout import AXES, Layout
 from meshwright.spec.training import TrainSpec
 
@@ -201,13 +201,13 @@ def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]
     return {name: _STYLES.get(style, style) for name, style in found.items() if style != _FOUND}
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> Parts:
+def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> PartFollower:
     """Cut the layers that a plan names; raises where a pattern fits none or a size does not cut.
 
     Returns what follows the parts between them.
     """
     link = _link(mesh)
-    borders = Borders(link, sp=False)
+    tp_region = TPRegion(link, sp=False)
     found = dict(model.named_modules())
     uses = Counter(one for _, one in model.named_parameters(remove_duplicate=False))
     # By what they were: tied parameters stay one.
@@ -220,11 +220,11 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> Parts:
         if not names:
             raise ConfigError(f"the plan's {pattern} fits no layer of the model")
         for name in names:
-            _cut_one(name, found[name], style, mesh, borders, link, tied)
+            _cut_one(name, found[name], style, mesh, tp_region, link, tied)
             (begins if style == "column" else ends).append(found[name])
     _refuse_half_cut(model, tied)
-    Agreement(model, link, [*begins, *ends])
-    return Parts(link, begins, ends)
+    GradientAgreement(model, link, [*begins, *ends])
+    return PartFollower(link, begins, ends)
 
 
 def _refuse_half_cut(model: nn.Module, tied: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
@@ -242,7 +242,7 @@ def _cut_one(
     module: nn.Module,
     style: str,
     mesh: DeviceMesh,
-    borders: Borders,
+    tp_region: TPRegion,
     link: Link,
     tied: dict[nn.Parameter, nn.Parameter | None],
 ) -> None:
@@ -274,13 +274,13 @@ def _cut_one(
             tied[parameter] = cut
         setattr(module, of, cut)
     if isinstance(module, nn.Embedding):
-        VocabEmbedding.take_over(module, borders)
+        VocabEmbedding.take_over(module, tp_region)
         return
     assert isinstance(module, nn.Linear)
     if style == "row":
-        RowLinear.take_over(module, borders, Deferral())
+        RowLinear.take_over(module, tp_region, Deferral())
         return
-    ColumnLinear.take_over(module, borders, Deferral())
+    ColumnLinear.take_over(module, tp_region, Deferral())
     if style == "column_gathered":
         module.register_forward_hook(lambda m, args, out: _gather(out, link))
 

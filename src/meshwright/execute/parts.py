@@ -39,7 +39,7 @@ def mark(values: Any, *, part: bool) -> None:
             setattr(value, _MARK, part)
 
 
-class Parts(Following):
+class PartFollower(Following):
     """Follows parts through the operators of a forward, and sums the gradients of what they meet.
 
     `begins` are the layers whose outputs are parts, `ends` those whose outputs are whole again.
@@ -132,7 +132,7 @@ class _SumOfParts(torch.autograd.Function):
         return total, None
 
 
-class Agreement:
+class GradientAgreement:
     """Holds whole parameters' first gradients to be the same on all ranks of tp.
 
     Each rank computes them from the same whole activations, so that a difference beyond rounding

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import end_backward, finish_backward, prepare_backward
 from meshwright.execute.deferred import Deferral, Work
+from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.execute.groups import Link
-from meshwright.execute.ledger import Ledger, Pending
 from meshwright.program.schedule import Action, Table
 
 Key = tuple[int, int]  # stage, microbatch
@@ -48,7 +48,7 @@ class Stages(Protocol):
         """The ZeRO stage."""
 
     @property
-    def ledger(self) -> Ledger:
+    def recorder(self) -> FlightRecorder:
         """Where this rank enters what it does."""
 
     def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
@@ -121,13 +121,13 @@ class Pipeline:
         }
         with nullcontext() if self.scale is not None else torch.no_grad():
             for action in self.table:
-                self.stages.ledger.action(*action)
+                self.stages.recorder.action(*action)
                 started = time.perf_counter()
                 perform[action.kind](action)
                 if observe is not None:
                     observe(action, started, time.perf_counter())
         if self.scale is not None:
-            self.stages.ledger.phase("reduce")
+            self.stages.recorder.phase("reduce")
         for departures in self._leaving.values():
             _wait(departures)
         total = torch.zeros((), dtype=torch.float64, device=self.stages.device)
@@ -203,7 +203,7 @@ class Pipeline:
             action.stage - 1 if action.kind == "RECV_F" else action.stage + 1,
         )
         peer = self.stages.stage_ranks[stage]
-        work = Pending(self.stages.ledger, dist.irecv(buffer, pp.ranks[peer], pp.group))
+        work = Pending(self.stages.recorder, dist.irecv(buffer, pp.ranks[peer], pp.group))
         self._arriving[action] = Arrival(work, buffer, self._leaving.pop(peer, []))
 
     def _send_output(self, action: Action) -> None:
@@ -215,7 +215,7 @@ class Pipeline:
     def _send(self, tensor: Tensor, to_stage: int) -> None:
         pp, tensor = self.stages.pp, tensor.contiguous()
         peer = self.stages.stage_ranks[to_stage]
-        work = Pending(self.stages.ledger, dist.isend(tensor, pp.ranks[peer], pp.group))
+        work = Pending(self.stages.recorder, dist.isend(tensor, pp.ranks[peer], pp.group))
         self._leaving.setdefault(peer, []).append(Departure(work, tensor))
 
 

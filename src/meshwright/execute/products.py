@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from meshwright.execute.processor import processor
-from meshwright.program.target import Matmul, Route, route
+from meshwright.program.target import Matmul, Route, Target, route
+from meshwright.spec.training import TrainSpec
 
 
 def take_route(matmul: Matmul, device: torch.device) -> Route:
@@ -28,6 +29,14 @@ def take_route(matmul: Matmul, device: torch.device) -> Route:
     if found.rows or _router.cache_info().currsize:
         _router().route = found
     return found
+
+
+def target_of(train: TrainSpec, device: torch.device, *, packed: bool = False) -> Target:
+    """Return what a program is for that this process performs; `packed` as in `Target`."""
+    if device.type != "cpu":
+        return Target("gpu", packed=packed)
+    products = route(train.matmul, processor()) if has_onednn() else Route()
+    return Target("cpu", products, packed)
 
 
 def has_onednn() -> bool:

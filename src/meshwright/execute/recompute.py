@@ -39,7 +39,7 @@ KEPT = frozenset(
 )
 
 
-# By name, as they are registered later: attention by documents, on CPUs and GPUs, and lanes.
+# By name, as they are registered later: attention by documents, on CPUs and GPUs, and channels.
 _LATER = (
     "meshwright::attend_documents",
     "torch_attn::_varlen_attn",

@@ -12,10 +12,12 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.interfaces import address_towards, boot_id, is_loopback
+from meshwright.execute.secret import NONE, Secret
 
 # Ports of Slurm's jobs, one for each of many jobs in a row: above the usual services, below the
 # ports that systems hand out themselves.
@@ -30,7 +32,10 @@ class Rendezvous:
     `listen_fd` is a socket that already listens on loopback, for the rank that hosts the store:
     `TCPStore` given an address would listen on every interface. Without it the store is the one
     that `MASTER_ADDR` names, as under torchrun. `attempt` counts the restarts of the ranks, `job`
-    is torchrun's id of them all, or Slurm's.
+    is torchrun's id of them all, or Slurm's. `agent` tells the torchrun process of this node from
+    any other: the folder that it has made for its logs. `secret` is what a rank proves to know
+    before it is counted; `is_given` says that a launcher keeps the store, and rank 0 joins it as
+    all others do.
     """
 
     rank: int
@@ -43,6 +48,9 @@ class Rendezvous:
     is_local: bool = False
     attempt: int = 0
     job: str | None = None
+    agent: str | None = None
+    secret: Secret = NONE
+    is_given: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Rendezvous | None:
@@ -64,7 +72,16 @@ class Rendezvous:
                 environ.get("MESHWRIGHT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0
             ),
             job=environ.get("TORCHELASTIC_RUN_ID"),
+            agent=_agent(environ.get("TORCHELASTIC_ERROR_FILE", "")),
+            secret=Secret.from_environment(environ),
+            is_given=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
+
+
+def _agent(error_file: str) -> str | None:
+    """Return the log folder of a torchrun, which has `attempt_N/LOCAL_RANK/error.json` in it."""
+    parents = PurePath(error_file).parents
+    return str(parents[2]) if len(parents) > 2 else None
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
@@ -77,7 +94,10 @@ def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
     if size == 1 or "SLURM_PROCID" not in environ:
         return None
     job, tasks = environ["SLURM_JOB_ID"], list(_tasks_of(environ["SLURM_STEP_TASKS_PER_NODE"]))
-    port = _FIRST_PORT + int(job) % _PORTS
+    secret = Secret.from_environment(environ)
+    # Anyone can read a job's number, so the port follows from the secret where there is one.
+    drawn = int(secret.tag("port", job), 16) if secret else int(job)
+    port = _FIRST_PORT + drawn % _PORTS
     host = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
     if len(tasks) > 1 and is_loopback(host):
         what = f"MASTER_ADDR = {host} is every node itself, and the step has {len(tasks)} nodes"
@@ -97,6 +117,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
         port=int(environ.get("MASTER_PORT") or port),
         attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
         job=f"slurm-{job}",
+        secret=secret,
     )
 
 

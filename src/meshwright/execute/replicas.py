@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.execute.exchange import Exchange, gather
+from meshwright.execute.flight_recorder import Pending
 from meshwright.execute.groups import Groups, Link
-from meshwright.execute.ledger import Pending
 from meshwright.execute.masters import Weight, take_over
 from meshwright.execute.shared import Left
 from meshwright.program.shards import unit_of
@@ -28,12 +28,12 @@ class Unit:
 
     `is_current` says that products have what the masters are, or will when it has arrived. `left`
     is how many gradients the backward has not brought yet. `has_met` says that the sums of this
-    rank's rows are on their way to those of its replicas. One that `sheds` is dropped when nothing
+    rank's rows are on their way to those of its replicas. One that `reshards` is freed when nothing
     computes with it.
     """
 
-    def __init__(self, weights: Sequence[Weight], *, sheds: bool) -> None:
-        self.weights, self.left, self.sheds = weights, len(weights), sheds
+    def __init__(self, weights: Sequence[Weight], *, reshards: bool) -> None:
+        self.weights, self.left, self.reshards = weights, len(weights), reshards
         self.is_current, self.has_met = False, False
         self.arriving: Sequence[Pending | Left] = ()
 
@@ -45,7 +45,7 @@ class Unit:
 
     def drop(self) -> None:
         """Let go of what has been gathered, where it does not stay for the step."""
-        if self.sheds and self.is_current:
+        if self.reshards and self.is_current:
             self.expire()
 
     def expire(self) -> None:
@@ -53,8 +53,8 @@ class Unit:
         self.arrive()
         self.is_current = False
         for weight in self.weights:
-            if weight.sheds:
-                weight.shed()
+            if weight.reshards:
+                weight.reshard()
 
 
 class Replicas:
@@ -78,7 +78,7 @@ class Replicas:
         `rank` is this one's place among those that share rows. `dtypes` are those of products and
         of sums.
         """
-        mesh, self._ledger = groups.parameters, groups.ledger
+        mesh, self._recorder = groups.parameters, groups.recorder
         used, self._summed = dtypes
         self._shards = groups.shard
         self.replicas: Link | None = groups.replicate
@@ -88,14 +88,14 @@ class Replicas:
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
         self._works: list[tuple[Pending, list[Tensor]]] = []
-        sheds = self._zero == 3
-        self.weights = take_over(model, used, mesh["shard", "tp"], rank, sheds=sheds)
+        reshards = self._zero == 3
+        self.weights = take_over(model, used, mesh["shard", "tp"], rank, reshards=reshards)
         found: dict[str, list[Weight]] = {}
         for name, weight in self.weights.items():
             found.setdefault(unit_of(name, in_place=True), []).append(weight)
         # What is in no block stays for a step.
         self.units = [
-            Unit(weights, sheds=sheds and name.startswith("layers."))
+            Unit(weights, reshards=reshards and name.startswith("layers."))
             for name, weights in found.items()
         ]
         # The module that a unit is needed by first.
@@ -103,7 +103,7 @@ class Replicas:
         for index, (name, unit) in enumerate(zip(found, self.units, strict=True)):
             if self._zero or used != torch.float32:
                 module = model.get_submodule(first.get(name, name))
-                leave = partial(self._leave, index) if unit.sheds else None
+                leave = partial(self._leave, index) if unit.reshards else None
                 around_forward(module, partial(self._need, index), leave)
             for place, weight in enumerate(unit.weights):
                 hook = self._hook(index, place)
@@ -144,7 +144,7 @@ class Replicas:
         if index + 1 < len(units):
             units[index + 1].drop()
         self._gather(units[index])
-        if index and units[index - 1].sheds:
+        if index and units[index - 1].reshards:
             self._gather(units[index - 1])
         units[index].arrive()
 
@@ -163,7 +163,7 @@ class Replicas:
             weight.make_room()
             weight.round()
         if self._zero:
-            unit.arriving = gather(unit.weights, self._shards, self._rank, self._ledger)
+            unit.arriving = gather(unit.weights, self._shards, self._rank, self._recorder)
 
     def expire(self) -> None:
         """Take note that weights may have changed."""
@@ -172,7 +172,7 @@ class Replicas:
 
     def look_ahead(self) -> None:
         """Begin to gather what a backward needs first."""
-        blocks = [unit for unit in self.units if unit.sheds]
+        blocks = [unit for unit in self.units if unit.reshards]
         if blocks:
             self._gather(blocks[-1])
 
@@ -213,7 +213,7 @@ class Replicas:
             return
         if self._zero:
             self._settle()
-            sent = Exchange(weights, self.link, self._rank, self._summed, self._ledger)
+            sent = Exchange(weights, self.link, self._rank, self._summed, self._recorder)
             self._leaving = (sent, unit, self._is_last)
         else:
             self._meet(self.link, [w.gradient for w in weights if w.gradient is not None])
@@ -240,7 +240,7 @@ class Replicas:
         if link is None or link.group is None or not gradients:
             return
         work = link.group.allreduce_coalesced(gradients)
-        self._works.append((Pending(self._ledger, work), gradients))
+        self._works.append((Pending(self._recorder, work), gradients))
 
     def finish(self) -> None:
         """Sum what no hook has told of, wait, and leave the gradients with the masters.

@@ -1,4 +1,4 @@
-"""Rows of weights and of gradients through a lane, a few at a time.
+"""Rows of weights and of gradients through a channel, a few at a time.
 
 As `exchange` sends them by gloo, to the same bits: but rows of gradients are added to their sums
 from where the others have left them, and neither what is sent nor what is received has a buffer.
@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.execute.lane import LARGEST
+from meshwright.execute.channel import LARGEST
 from meshwright.execute.masters import Weight
-from meshwright.execute.shared import Left, enter, lane_of
+from meshwright.execute.shared import Left, channel_of, enter
 
 
-class _Cut(NamedTuple):
+class _RankCut(NamedTuple):
     """A tensor, flat, and which of its elements belong to each rank."""
 
     whole: Tensor
@@ -62,7 +62,7 @@ def leave_weights(weights: Sequence[Weight], group: dist.ProcessGroup, rank: int
 
 
 def _leave_to_owners(
-    cuts: Sequence[_Cut],
+    cuts: Sequence[_RankCut],
     sums: Sequence[Tensor],
     group: dist.ProcessGroup,
     rank: int,
@@ -70,7 +70,7 @@ def _leave_to_owners(
     entries: Sequence[int],
 ) -> int:
     """Leave what belongs to others, and add theirs to sums of this rank's; returns the number."""
-    lane, number, others = lane_of(group), -1, group.size() - 1
+    channel, number, others = channel_of(group), -1, group.size() - 1
     for turn in _turns(cuts, LARGEST // (others * dtype.itemsize)):
         pieces = [
             cuts[at].whole[cut] for at, of in turn for whose, cut in enumerate(of) if whose != rank
@@ -78,7 +78,7 @@ def _leave_to_owners(
         each = [sum(_length(of[whose]) for _, of in turn) for whose in range(others + 1)]
         counts = [sum(each) - own for own in each]
         finish = partial(_add, turn, [c.cuts[rank] for c in cuts], sums, rank)
-        number = lane.leave_pieces(pieces, dtype, counts, finish, entries)
+        number = channel.leave_pieces(pieces, dtype, counts, finish, entries)
     return number
 
 
@@ -101,19 +101,19 @@ def _add(
 
 
 def _leave_to_all(
-    cuts: Sequence[_Cut], group: dist.ProcessGroup, rank: int, entries: Sequence[int]
+    cuts: Sequence[_RankCut], group: dist.ProcessGroup, rank: int, entries: Sequence[int]
 ) -> int:
     """Leave what belongs to this rank, and take what belongs to others; returns the number."""
-    lane, number, dtype = lane_of(group), -1, cuts[0].whole.dtype
+    channel, number, dtype = channel_of(group), -1, cuts[0].whole.dtype
     for turn in _turns(cuts, LARGEST // dtype.itemsize):
         pieces = [cuts[at].whole[of[rank]] for at, of in turn]
         counts = [sum(_length(of[whose]) for _, of in turn) for whose in range(group.size())]
         finish = partial(_put, turn, cuts, rank)
-        number = lane.leave_pieces(pieces, dtype, counts, finish, entries)
+        number = channel.leave_pieces(pieces, dtype, counts, finish, entries)
     return number
 
 
-def _put(turn: _Turn, cuts: Sequence[_Cut], rank: int, parts: Sequence[Tensor]) -> None:
+def _put(turn: _Turn, cuts: Sequence[_RankCut], rank: int, parts: Sequence[Tensor]) -> None:
     for whose, part in enumerate(parts):
         if whose != rank:
             into = [cuts[at].whole[of[whose]] for at, of in turn]
@@ -123,7 +123,7 @@ def _put(turn: _Turn, cuts: Sequence[_Cut], rank: int, parts: Sequence[Tensor]) 
                 room.copy_(found)
 
 
-def _turns(cuts: Sequence[_Cut], most: int) -> Iterator[_Turn]:
+def _turns(cuts: Sequence[_RankCut], most: int) -> Iterator[_Turn]:
     """Yield what goes at a time: of each rank so many elements at most."""
     turn: _Turn = []
     left = most
@@ -143,9 +143,9 @@ def _turns(cuts: Sequence[_Cut], most: int) -> Iterator[_Turn]:
         yield turn
 
 
-def _by_rows(tensor: Tensor, rows: Sequence[slice]) -> _Cut:
+def _by_rows(tensor: Tensor, rows: Sequence[slice]) -> _RankCut:
     size = math.prod(tensor.shape[1:])
-    return _Cut(tensor.view(-1), [slice(own.start * size, own.stop * size) for own in rows])
+    return _RankCut(tensor.view(-1), [slice(own.start * size, own.stop * size) for own in rows])
 
 
 def _length(elements: slice) -> int:

@@ -1,6 +1,6 @@
-"""Collectives through a `Lane`, as operators like torch's functional ones.
+"""Collectives through a `Channel`, as operators like torch's functional ones.
 
-`torch.ops.meshwright_lane` has some of `torch.ops._c10d_functional`, with their arguments and
+`torch.ops.meshwright_channel` has some of `torch.ops._c10d_functional`, with their arguments and
 meaning: what begins gives a tensor that is filled once `wait_tensor` returns. As operators they are
 seen by what records messages and by what chooses the results that recomputation keeps.
 """
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
-from meshwright.execute.lane import LARGEST, Finish, Lane, open_lane
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.channel import LARGEST, Channel, Finish, open_channel
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.world import exchange
 
-SPACE: Final = "meshwright_lane"
+SPACE: Final = "meshwright_channel"
 _SCHEMAS: Final = (
     "all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor",
     "all_reduce_(Tensor input, str reduce_op, str group_name) -> Tensor",
@@ -37,77 +37,77 @@ _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "ma
 
 @dataclass
 class Open:
-    """A group's lane, and its number in the lane's ledger."""
+    """A group's channel, and its number in the channel's flight recorder."""
 
     group: dist.ProcessGroup
-    lane: Lane
+    channel: Channel
     rank: int
     number: int = 0
 
 
 @dataclass
 class _Process:
-    """What a process has: lanes by the names of groups, and what was begun by its memory.
+    """What a process has: channels by the names of groups, and what was begun by its memory.
 
-    The lanes are those that links keep.
+    The channels are those that links keep.
     """
 
-    lanes: WeakValueDictionary[str, Open] = field(default_factory=WeakValueDictionary)
+    channels: WeakValueDictionary[str, Open] = field(default_factory=WeakValueDictionary)
     begun: dict[int, tuple[Open, int, int]] = field(default_factory=dict)
 
 
-def share(group: dist.ProcessGroup, ledger: Ledger, timeout_s: float) -> Open | None:
-    """Return the lane of a gloo group, a new one where it has none. A collective.
+def share(group: dist.ProcessGroup, recorder: FlightRecorder, timeout_s: float) -> Open | None:
+    """Return the channel of a gloo group, a new one where it has none. A collective.
 
-    None on all its ranks where it can't have one. A lane lasts as long as what is returned is
+    None on all its ranks where it can't have one. A channel lasts as long as what is returned is
     kept: those of layouts that nobody trains any more would add up.
     """
-    known, name = _process().lanes, group.group_name
+    known, name = _process().channels, group.group_name
     one = known.get(name)
     if one is not None and one.group is not group:  # names come again with new worlds
         one = None
     # Each rank forgets what nobody keeps at a moment of its own.
     if not all(exchange("" if one is None else "known", group)):
-        lane = open_lane(group, timeout_s, ledger)
-        if lane is None:
+        channel = open_channel(group, timeout_s, recorder)
+        if channel is None:
             return None
-        one = known[name] = Open(group, lane, dist.get_rank(group))
+        one = known[name] = Open(group, channel, dist.get_rank(group))
     assert one is not None
-    one.lane.ledger = ledger  # another world may have opened it
-    one.number = ledger.group(name, dist.get_process_group_ranks(group))
+    one.channel.recorder = recorder  # another world may have opened it
+    one.number = recorder.group(name, dist.get_process_group_ranks(group))
     return one
 
 
-def lane_of(group: dist.ProcessGroup) -> Lane:
-    """Return the lane of a group that shares memory."""
-    return _process().lanes[group.group_name].lane
+def channel_of(group: dist.ProcessGroup) -> Channel:
+    """Return the channel of a group that shares memory."""
+    return _process().channels[group.group_name].channel
 
 
 class Left:
-    """A message that was left in a lane in parts, entered into the ledger as some collectives.
+    """A message that was left in a channel in parts, entered into the recorder as some collectives.
 
-    As `ledger.Pending`, for what gloo sends.
+    As `flight_recorder.Pending`, for what gloo sends.
     """
 
     def __init__(self, group: dist.ProcessGroup, number: int, entries: Sequence[int]) -> None:
         """Take the number of its last part, and its entries."""
         self._open, self._number, self._entries = (
-            _process().lanes[group.group_name],
+            _process().channels[group.group_name],
             number,
             entries,
         )
 
     def wait(self) -> None:
         """Wait until all its parts are where they belong."""
-        lane = self._open.lane
-        lane.ledger.wait(*self._entries)
+        channel = self._open.channel
+        channel.recorder.wait(*self._entries)
         with _RecordFunctionFast(f"{SPACE}::collect"):  # as what is an operator has a name
-            lane.collect(self._number)
-        lane.ledger.end(*self._entries)
+            channel.collect(self._number)
+        channel.recorder.end(*self._entries)
 
 
 def enter(kind: str, size: int, group: dist.ProcessGroup, peer: int = -1) -> int:
-    """Enter a message of some bytes that goes through a lane; returns its entry.
+    """Enter a message of some bytes that goes through a channel; returns its entry.
 
     `peer` is the place in the group of the rank that it is sent to, or received from.
     """
@@ -115,14 +115,14 @@ def enter(kind: str, size: int, group: dist.ProcessGroup, peer: int = -1) -> int
 
 
 def _enter(kind: str, size: int, peer: int, group: str) -> int:
-    found = _process().lanes[group]
+    found = _process().channels[group]
     if peer >= 0:
         peer = dist.get_process_group_ranks(found.group)[peer]
-    return found.lane.ledger.begin(kind, found.number, size, peer)
+    return found.channel.recorder.begin(kind, found.number, size, peer)
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
-    """Return the operators that a message goes by: a lane's or torch's functional ones.
+    """Return the operators that a message goes by: a channel's or torch's functional ones.
 
     Every rank must ask with as large a message. Code that is being compiled has torch's.
     """
@@ -141,12 +141,12 @@ def _all_reduce_(x: Tensor, op: str, group: str) -> Tensor:
 
 
 def _reduce(x: Tensor, out: Tensor, op: str, group: str) -> Tensor:
-    found = _process().lanes[group]
+    found = _process().channels[group]
     return _begin(found, "all_reduce", x, out, x, partial(_sum, out, _REDUCTIONS[op]))
 
 
 def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    found, out = _process().lanes[group], x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    found, out = _process().channels[group], x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
     def finish(parts: list[Tensor]) -> None:
         for into, part in zip(out.chunk(ranks), parts, strict=True):
@@ -156,7 +156,7 @@ def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
-    found, out = _process().lanes[group], x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    found, out = _process().channels[group], x.new_empty(x.shape[0] // ranks, *x.shape[1:])
     reduced = _REDUCTIONS[op]
 
     def finish(parts: list[Tensor]) -> None:
@@ -168,10 +168,10 @@ def _reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Tensor:
 def _begin(
     found: Open, kind: str, x: Tensor, out: Tensor, message: Tensor, finish: Finish
 ) -> Tensor:
-    """Leave this rank's part `x` of what `out` will be; `message` is what the ledger counts."""
+    """Leave this rank's part `x` of what `out` will be; `message` is what the recorder counts."""
     size = message.numel() * message.element_size()
-    entry = found.lane.ledger.begin(kind, found.number, size)
-    _process().begun[out.data_ptr()] = (found, found.lane.leave(x, finish, (entry,)), entry)
+    entry = found.channel.recorder.begin(kind, found.number, size)
+    _process().begun[out.data_ptr()] = (found, found.channel.leave(x, finish, (entry,)), entry)
     return out
 
 
@@ -180,10 +180,10 @@ def _wait(x: Tensor) -> Tensor:
     begun = _process().begun.pop(x.data_ptr(), None)
     if begun is not None:
         found, number, entry = begun
-        lane = found.lane
-        lane.ledger.wait(entry)
-        lane.collect(number)
-        lane.ledger.end(entry)
+        channel = found.channel
+        channel.recorder.wait(entry)
+        channel.collect(number)
+        channel.recorder.end(entry)
     return x
 
 
@@ -196,7 +196,7 @@ def _sum(out: Tensor, reduced: Callable[..., Tensor], parts: list[Tensor]) -> No
 
 @cache
 def _process() -> _Process:
-    """Return this process's; its operators are defined once, with the first lane."""
+    """Return this process's; its operators are defined once, with the first channel."""
     _define()
     return _Process()
 

@@ -1,7 +1,7 @@
-"""`Tape`: all that a rank tells its ledger in the course of one step, with the times.
+"""`Tape`: all that a rank tells its flight recorder in the course of one step, with the times.
 
-A ledger writes down where its rank is now; a tape that is put into it keeps what has been. No torch
-here: what a time is, the tape's clock says.
+A flight recorder holds where its rank is now; a tape that is put into it keeps what has been. No
+torch here: what a time is, the tape's clock says.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message that the rank began, and in which turn; `group` is its number in the ledger."""
+    """A message that the rank began, and in which turn; `group` is its number in the recorder."""
 
     kind: str
     group: int
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """That the rank waited for some messages, by their entries in the ledger."""
+    """That the rank waited for some messages, by their entries in the flight recorder."""
 
     entries: tuple[int, ...]
     since: Any

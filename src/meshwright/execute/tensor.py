@@ -2,7 +2,7 @@
 
 Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence. The
 parameters are DTensors cut over tp; what flows between the modules are plain local tensors, which
-enter and leave by `borders`.
+enter and leave by a `tp_region`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.execute.borders import Borders
 from meshwright.execute.deferred import Deferral, linear, linears, local
+from meshwright.execute.tp_regions import TPRegion
 from meshwright.models.attention import Project
 
 
@@ -24,53 +24,53 @@ class ColumnLinear(nn.Linear):
     Also any linear layer whose weight gradient may be deferred: without tp it is a plain one.
     """
 
-    borders: Borders
+    tp_region: TPRegion
     deferral: Deferral
 
     @classmethod
-    def take_over(cls, module: nn.Linear, borders: Borders, deferral: Deferral) -> None:
+    def take_over(cls, module: nn.Linear, tp_region: TPRegion, deferral: Deferral) -> None:
         """Make a linear layer one of this class, in place: its parameters keep their names."""
         module.__class__ = below(type(module), cls)
         assert isinstance(module, ColumnLinear)
-        module.borders, module.deferral = borders, deferral
+        module.tp_region, module.deferral = tp_region, deferral
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq, out / ranks]` of the stream `[batch, seq or its share, in]`."""
-        return linears(input, (self.weight,), (self.bias,), self.deferral, self.borders)[0]
+        return linears(input, (self.weight,), (self.bias,), self.deferral, self.tp_region)[0]
 
 
 class RowLinear(ColumnLinear):
-    """A linear layer whose inputs are cut: partial sums leave over the border, then the bias."""
+    """A linear layer whose inputs are cut: partial sums leave the region summed, then the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
-        out = self.borders.leave(linear(input, self.weight, None, self.deferral))
+        out = self.tp_region.leave(linear(input, self.weight, None, self.deferral))
         return out if self.bias is None else out + local(self.bias).to(out.dtype)
 
 
 class VocabEmbedding(nn.Embedding):
     """An embedding whose rows are cut: tokens of other ranks look up zero, and the sum leaves."""
 
-    borders: Borders
+    tp_region: TPRegion
 
     @classmethod
-    def take_over(cls, module: nn.Embedding, borders: Borders) -> None:
+    def take_over(cls, module: nn.Embedding, tp_region: TPRegion) -> None:
         """Make an embedding one of this class, in place."""
         module.__class__ = below(type(module), cls)
         assert isinstance(module, VocabEmbedding)
-        module.borders = borders
+        module.tp_region = tp_region
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq or its share, dim]` of int64 ids `[batch, seq]`."""
         weight = local(self.weight)
-        first = self.borders.link.rank * weight.shape[0]
+        first = self.tp_region.link.rank * weight.shape[0]
         own = input - first
         outside = (own < 0) | (own >= weight.shape[0])
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None  # another rank's row
         found = F.embedding(own.masked_fill(outside, 0), weight, padding)
-        return self.borders.leave(found.masked_fill(outside[..., None], 0))
+        return self.tp_region.leave(found.masked_fill(outside[..., None], 0))
 
 
 def below(kind: Any, cut: Any) -> Any:
@@ -83,7 +83,7 @@ def below(kind: Any, cut: Any) -> Any:
     return type(f"{cut.__name__}{kind.__name__}", (kind, cut), {})
 
 
-def together(borders: Borders, deferral: Deferral) -> Project:
+def together(tp_region: TPRegion, deferral: Deferral) -> Project:
     """Return what replaces `models.attention.each`: layers of one input, which enters once.
 
     Their modules are not called, so that hooks on these do not see it.
@@ -91,6 +91,6 @@ def together(borders: Borders, deferral: Deferral) -> Project:
 
     def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         weights, biases = [one.weight for one in layers], [one.bias for one in layers]
-        return linears(x, weights, biases, deferral, borders)
+        return linears(x, weights, biases, deferral, tp_region)
 
     return project

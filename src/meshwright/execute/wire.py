@@ -1,4 +1,4 @@
-"""What really happens on a rank: `Wire` records what it sends, `Work` what it multiplies.
+"""What really happens on a rank: `Wire` records what it sends, `WorkCounter` what it multiplies.
 
 Both are dispatch modes, so they see every operation that reaches the kernels, in the forward, the
 backward and a recomputed forward, and those that torch's own data parallelism issues. An operation
@@ -46,16 +46,16 @@ MESSAGES: Final[Mapping[str, tuple[str, str]]] = {
     "_c10d_functional::all_reduce_": ("all_reduce", "input"),
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
 }
-# A lane's operators are like the functional ones.
+# A channel's operators are like the functional ones.
 _SPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", shared.SPACE)
 # Only waits for what was recorded when it began.
 _WAITS: Final = ("_c10d_functional::wait_tensor", f"{shared.SPACE}::wait_tensor")
 
-# Says what a message is that goes through a lane in parts.
+# Says what a message is that goes through a channel in parts.
 _ENTERS: Final = f"{shared.SPACE}::enter"
 
 
-class Message(NamedTuple):
+class WireMessage(NamedTuple):
     """A message as this rank sees it: kind, axis, bytes as in `program.collectives.Collective`.
 
     Anything torch sends that has no kind there is recorded by the name of its operation.
@@ -75,7 +75,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, groups: Groups) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.messages: Counter[Message] = Counter()
+        self.messages: Counter[WireMessage] = Counter()
         self._axes = _named(groups)
 
     def axis(self, name: str) -> str:
@@ -103,7 +103,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _WAITS or (group is not None and group.size() == 1):
             return
         if name == _ENTERS:
-            message = Message(values["kind"], self._axis_of(group), values["size"])
+            message = WireMessage(values["kind"], self._axis_of(group), values["size"])
             self.messages[message] += 1
             return
         like = name.replace(f"{shared.SPACE}::", "_c10d_functional::")
@@ -113,7 +113,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = values[message] if message else out
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        self.messages[Message(kind, self._axis_of(group), size)] += 1
+        self.messages[WireMessage(kind, self._axis_of(group), size)] += 1
 
     def _axis_of(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -125,15 +125,17 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((axis for axis in _AXES if self._axes.get(axis) == group), "")
 
 
-def expected_messages(program: Program, rank: int, wire: Wire, *, on_cpu: bool) -> Counter[Message]:
+def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[WireMessage]:
     """Return what a program says that a rank sends in a step, by the axes as `wire` names them."""
-    found: Counter[Message] = Counter()
-    for one in collectives(program, rank, on_cpu=on_cpu):
-        found[Message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
+    found: Counter[WireMessage] = Counter()
+    for one in collectives(program, rank):
+        found[WireMessage(one.kind, wire.axis(one.axis), one.bytes)] += one.count
     return found
 
 
-def message_differences(expected: Counter[Message], observed: Counter[Message]) -> Iterator[str]:
+def message_differences(
+    expected: Counter[WireMessage], observed: Counter[WireMessage]
+) -> Iterator[str]:
     """Yield in words where messages differ from those that were expected."""
     for message in sorted(expected | observed):
         if expected[message] != observed[message]:
@@ -190,7 +192,7 @@ _OURS: Final = (f"{blockwise.SPACE}::attention", f"{blockwise.SPACE}::attend_doc
 _FORWARD, _BACKWARD = 2, 5
 
 
-class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of this rank's matrix products, `2 m n k` each, and those of its attention.
 
     Attention's are two products forward and five backward over the pairs of query and key: half of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
@@ -15,16 +16,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.interfaces import (
     address_towards,
     asked_for,
     interface_of,
     interfaces,
     is_loopback,
+    listen_at,
     own_address,
 )
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.rendezvous import Rendezvous, Seat, loopback_interface, own_seat, seated
+from meshwright.execute.secret import VARIABLE
 
 _READ_S: Final = 5.0  # for other ranks to read why rank 0 ends
 
@@ -34,7 +37,7 @@ class World:
     """All ranks as one of them sees them, numbered node by node (`rendezvous.seated`).
 
     `store` holds small texts that all ranks can read. `opened` are the groups that
-    `execute.groups` has opened so far, by how they divide the ranks. `ledger` is where this rank
+    `execute.groups` has opened so far, by how they divide the ranks. `recorder` is where this rank
     enters what it does. `nodes` are the names of the nodes, which have equally
     many ranks in a row; ranks that a supervisor has started have none.
     """
@@ -44,7 +47,7 @@ class World:
     device: torch.device
     store: Store
     opened: dict[object, dist.ProcessGroup | None] = field(default_factory=dict, compare=False)
-    ledger: Ledger = field(default_factory=Ledger, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False)
     nodes: tuple[str, ...] = ()
 
     def sum_on_host(self, values: list[float]) -> list[float]:
@@ -85,7 +88,7 @@ class World:
 
 
 def join(
-    at: Rendezvous, device: str, timeout_s: float = 600.0, ledger: Ledger | None = None
+    at: Rendezvous, device: str, timeout_s: float = 600.0, recorder: FlightRecorder | None = None
 ) -> World:
     """Join the process group and return the world; gloo serves the host, NCCL the GPUs.
 
@@ -107,7 +110,7 @@ def join(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={met.interface}")
     rank, store = met.rank, met.store
     dist.init_process_group(backend, store=store, rank=rank, world_size=at.size, timeout=timeout)
-    return World(rank, at.size, own, store, ledger=ledger or Ledger(), nodes=met.nodes)
+    return World(rank, at.size, own, store, recorder=recorder or FlightRecorder(), nodes=met.nodes)
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,20 @@ class Meeting:
 def meet(at: Rendezvous, timeout_s: float) -> Meeting:
     """Meet the other ranks in a store, and find this one's number and its interface.
 
-    Raises as `join` does.
+    Where the job has a secret, only ranks that know it are counted, and what they store after
+    that lies under keys that nobody can guess. Raises as `join` does, and `MeshwrightError` where
+    ranks do not prove that they know it.
     """
     asked = asked_for(os.environ)
     store = _store(at, datetime.timedelta(seconds=timeout_s))
+    own = Seat("", "", 0, 0) if at.is_local else own_seat(at, os.environ)
+    texts: list[str] = []
+    if at.secret:
+        texts, store = roll_call(store, at, json.dumps(own))
+    elif not at.is_local:
+        texts = shared(store, at, "seat", json.dumps(own))
     if at.is_local:
         return Meeting(at.rank, store, (), asked or loopback_interface(), at.host, asked is None)
-    own = own_seat(at, os.environ)
-    texts = shared(store, at, "seat", json.dumps(own))
     seats = [Seat(*json.loads(text)) for text in texts]
     try:
         numbers = seated(seats)
@@ -153,6 +162,55 @@ def meet(at: Rendezvous, timeout_s: float) -> Meeting:
     return Meeting(numbers[at.rank], store, nodes, asked, address, is_chosen=False)
 
 
+def roll_call(store: Store, at: Rendezvous, text: str) -> tuple[list[str], Store]:
+    """Return every rank's text once each has proved to know the secret, and the store from then on.
+
+    Rank 0 asks with a number of its own, each rank answers with its text and a number, and rank 0
+    sends back all answers: each is signed, so that neither an answer nor rank 0 itself can be
+    made up, or repeated from another time. Raises `MeshwrightError` naming who does not prove it.
+    """
+    secret, drawn = at.secret, secrets.token_hex(16)
+    hidden = dist.PrefixStore(secret.tag("keys", str(at.attempt)), store)  # type: ignore[attr-defined]
+    if at.rank == 0:
+        hidden.set("asked", drawn)
+    asked = _awaited(hidden, "asked", [0])
+    answer = json.dumps([text, drawn])
+    hidden.set(f"answer/{at.rank}", secret.sign(answer, asked, str(at.rank)))
+    if at.rank == 0:
+        answers = []
+        for rank in range(at.size):
+            found = _awaited(hidden, f"answer/{rank}", range(rank, at.size))
+            answers.append(_proved(secret.opened(found, asked, str(rank)), rank))
+        hidden.set("all", secret.sign(json.dumps(answers), asked, "all"))
+    else:
+        found = _awaited(hidden, "all", [0])
+        answers = json.loads(_proved(secret.opened(found, asked, "all"), 0))
+        _proved(answer if answers[at.rank] == answer else None, 0)
+    session = dist.PrefixStore(secret.tag("session", *answers), store)  # type: ignore[attr-defined]
+    return [str(json.loads(one)[0]) for one in answers], session
+
+
+def _proved(answer: str | None, rank: int) -> str:
+    if answer is None:
+        raise MeshwrightError(
+            f"rank {rank} does not prove that it knows this job's secret ({VARIABLE}): someone "
+            "else has written to the store, or the ranks have different secrets"
+        )
+    return answer
+
+
+def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
+    """Return what one of some ranks puts into the store; those that have not come are named."""
+    try:
+        return str(store.get(key).decode("utf-8", "replace"))
+    except dist.DistError as error:
+        missing = [rank for rank in ranks if len(ranks) == 1 or not store.check([f"answer/{rank}"])]
+        raise MeshwrightError(
+            f"rank {', '.join(map(str, missing))} did not come within the time-out, or does not "
+            f"know this job's secret ({VARIABLE}). {error}"
+        ) from error
+
+
 def shared(store: Store, at: World | Rendezvous, key: str, text: str) -> list[str]:
     """Return every rank's text, by the rank it has in `at`; rank 0 puts them together."""
     store.set(f"{key}/{at.rank}", text)
@@ -167,39 +225,47 @@ def _store(at: Rendezvous, timeout: datetime.timedelta) -> Store:
     """Return the store that the ranks of this attempt meet in."""
     if at.is_local:
         listen = at.listen_fd if at.rank == 0 else None
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            at.host,
-            at.port,
-            at.size,
-            is_master=at.rank == 0,
-            timeout=timeout,
-            master_listen_fd=listen,
-        )
-    found = _met_by_environment(at, timeout)
+        return _tcp_store(at, at.host, timeout, listen)
     # torchrun keeps one store for all attempts: without a prefix of its own each would read where
     # dead ranks of the one before have listened.
-    return dist.PrefixStore(f"meshwright/{at.attempt}", found)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"meshwright/{at.attempt}", _met_on_network(at, timeout))  # type: ignore[attr-defined]
 
 
-def _met_by_environment(at: Rendezvous, timeout: datetime.timedelta) -> Store:
-    """Return the store of torchrun or of a wrapper, or rank 0's own where nothing has made one.
+def _met_on_network(at: Rendezvous, timeout: datetime.timedelta) -> Store:
+    """Return the store of torchrun, or rank 0's own where no launcher keeps one.
 
-    Raises `MeshwrightError` where rank 0 is not to be found.
+    Raises `MeshwrightError` where rank 0 is not to be found, or cannot listen.
     """
     try:
-        return _store_of_environment(at, timeout)
+        if at.is_given:
+            found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
+            return cast(Store, found)
+        if at.rank > 0:
+            return _tcp_store(at, at.host, timeout)
+        listener, host = listen_at(at.host, at.port, is_alone=at.local_size == at.size)
+        return _tcp_store(at, host, timeout, listener.detach())
     except dist.DistNetworkError as error:
         itself = is_loopback(address_towards(at.host, at.port))
         hint = ", which is this machine: name an address that all nodes see" if itself else ""
         where = f"MASTER_ADDR = {at.host}, port {at.port}{hint}"
         raise MeshwrightError(f"rank {at.rank} does not find rank 0 at {where}. {error}") from error
+    except OSError as error:
+        where = f"MASTER_ADDR = {at.host}, port {at.port}"
+        raise MeshwrightError(f"rank 0 cannot listen at {where}: {error.strerror}") from error
 
 
-def _store_of_environment(at: Rendezvous, timeout: datetime.timedelta) -> Store:
-    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-        found, _, _ = next(dist.rendezvous("env://", at.rank, at.size, timeout=timeout))  # type: ignore[attr-defined]
-        return cast(Store, found)
-    return dist.TCPStore(at.host, at.port, at.size, is_master=at.rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+def _tcp_store(
+    at: Rendezvous, host: str, timeout: datetime.timedelta, listen_fd: int | None = None
+) -> Store:
+    """Return rank 0's store; `TCPStore` itself would listen on every interface."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        at.port,
+        at.size,
+        is_master=at.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listen_fd,
+    )
 
 
 def _from_rank_0(store: Store, at: World | Rendezvous, key: str, make: Callable[[], str]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from meshwright.interop.source import Source
+from meshwright.interop.source import ImportSource
 
 
-class Choice(NamedTuple):
+class KeyValue(NamedTuple):
     """A key with its value, the other system's default where the file leaves it out."""
 
     key: str
@@ -17,15 +17,15 @@ class Choice(NamedTuple):
 class Traits(NamedTuple):
     """What tells the families apart; `heads` and `kv_heads` are numbers or None."""
 
-    norm: Choice
+    norm: KeyValue
     is_rms: bool
-    activation: Choice
+    activation: KeyValue
     is_gated: bool
-    rotary: Choice
-    parallel: Choice
+    rotary: KeyValue
+    parallel: KeyValue
 
 
-def read_family(source: Source, traits: Traits) -> str | None:
+def read_family(source: ImportSource, traits: Traits) -> str | None:
     """Take the keys that make a model Llama's kind or GPT-NeoX's, and return the family.
 
     Llama: RMSNorm, a gated MLP, all of a head rotated, no parallel residual. GPT-NeoX: LayerNorm
@@ -58,7 +58,7 @@ def read_family(source: Source, traits: Traits) -> str | None:
     return family
 
 
-def _take(source: Source, choice: Choice, to: str, value: Any) -> None:
+def _take(source: ImportSource, choice: KeyValue, to: str, value: Any) -> None:
     if choice.key in source.values:
         source.honour(choice.key, {to: value})
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.interop.source import Source
+from meshwright.interop.source import ImportSource
 
 _DEGREES = ("layout.dp_replicate", "layout.dp_shard")
 
@@ -17,21 +17,22 @@ class Names(NamedTuple):
     accumulation: str
 
 
-def read_batch(source: Source, names: Names) -> None:
+def read_batch(source: ImportSource, names: Names) -> int | None:
     """Take the batch keys, fill in what follows, and report numbers that contradict each other.
 
     The data-parallel degree is that of the base config, else what the number of devices leaves
     after `pp`, `cp` and `tp`; where the user gave none and the file has all three sizes, it is what
     they mean together. Sets `train.batch`, `layout.microbatch` and the data-parallel degree.
+    Returns the accumulation; None where the files do not say it, or contradict each other.
     """
     total, micro, accumulation = (source.whole(name) for name in names)
     if total is None and micro is None:
         _spread(source, None, "")
-        return  # the base config's batch stays
+        return None  # the base config's batch stays
     known = dict(zip(names, (total, micro, accumulation), strict=True))
     ranks, whence = _data_ranks(source, known, names)
     if ranks == 0:
-        return
+        return None
     if not source.setting.is_fixed and total is not None and _from_devices(whence):
         ranks = _that_divide(ranks, total, (micro or 1) * (accumulation or 1))
     # What is left out follows: DeepSpeed infers the third of three, and accumulates once at least.
@@ -46,7 +47,7 @@ def read_batch(source: Source, names: Names) -> None:
     assert micro is not None
     if micro * accumulation * ranks != total or micro < 1:
         _contradiction(source, names, known, ranks, whence)
-        return
+        return None
     product = f"{micro} x {accumulation} x {ranks} data-parallel ranks = {total}"
     note = f"{product}; {whence}"
     if known[names.total] is None:
@@ -58,6 +59,7 @@ def read_batch(source: Source, names: Names) -> None:
         follows = "follows here from train.batch / (layout.microbatch x data-parallel ranks)"
         source.translate(names.accumulation, {"train.batch": total}, follows)
     _fill(source, micro, total, ranks, note)
+    return accumulation
 
 
 def _from_devices(whence: str) -> bool:
@@ -75,7 +77,9 @@ def _that_divide(ranks: int, total: int, size: int) -> int:
 _HERE = "the devices here"
 
 
-def _data_ranks(source: Source, known: dict[str, int | None], names: Names) -> tuple[int, str]:
+def _data_ranks(
+    source: ImportSource, known: dict[str, int | None], names: Names
+) -> tuple[int, str]:
     """Return the data-parallel degree and where it comes from; 0 where the devices do not do."""
     base = [source.target(key) for key in _DEGREES]
     is_asked = any(key in source.setting.given for key in _DEGREES)
@@ -103,7 +107,7 @@ def _data_ranks(source: Source, known: dict[str, int | None], names: Names) -> t
 
 
 def _contradiction(
-    source: Source,
+    source: ImportSource,
     names: Names,
     known: dict[str, int | None],
     ranks: int | None,
@@ -126,7 +130,7 @@ def _contradiction(
     source.contradict(present, f"{text}; nearest: {wanted}", ["train.batch"])
 
 
-def _fill(source: Source, micro: int, total: int, ranks: int, why: str) -> None:
+def _fill(source: ImportSource, micro: int, total: int, ranks: int, why: str) -> None:
     """Set what the file implies: the microbatch, the batch, and how the data ranks divide."""
     for key, value in (("layout.microbatch", micro), ("train.batch", total)):
         if source.target(key) is None:
@@ -134,7 +138,7 @@ def _fill(source: Source, micro: int, total: int, ranks: int, why: str) -> None:
     _spread(source, ranks, why)
 
 
-def _spread(source: Source, ranks: int | None, why: str) -> None:
+def _spread(source: ImportSource, ranks: int | None, why: str) -> None:
     """Set how the data-parallel ranks divide: under ZeRO, the states are sharded over all of them.
 
     Degrees that the user gave, or that the file has, stay.

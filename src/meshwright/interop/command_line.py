@@ -7,16 +7,19 @@ stays as it is written, and is reported.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.parsing import MAX_DIGITS
 
 _ASSIGNMENT = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(\w+)(\+?)=(\((?:[^()]|\([^()]*\))*\)|\"[^\"]*\"|'[^']*'|[^\s;]*)",
     re.MULTILINE,
 )
+_LONGEST = 1_000_000
 _REFERENCE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|(\w+))")
 _PRODUCT = re.compile(r"\$\(\(([\d\s*+()-]+)\)\)")
 
@@ -63,6 +66,8 @@ def _resolve(text: str, variables: dict[str, str]) -> str:
 
     for _ in range(8):  # a variable may hold another's name
         new = _REFERENCE.sub(value, text)
+        if len(new) > _LONGEST:
+            raise ConfigError(f"its variables make a text of more than {_LONGEST} characters")
         if new == text:
             break
         text = new
@@ -74,10 +79,9 @@ def _product(text: str) -> str:
     factors = [part.strip() for part in text.split("*")]
     if not all(factor.isdigit() for factor in factors):
         return f"$(({text}))"
-    product = 1
-    for factor in factors:
-        product *= int(factor)
-    return str(product)
+    if sum(map(len, factors)) > MAX_DIGITS:
+        return f"$(({text}))"
+    return str(math.prod(map(int, factors)))
 
 
 def _parts(word: str) -> list[str]:
@@ -106,6 +110,8 @@ def _arguments(words: list[str]) -> list[tuple[str, Any]]:
 
 def _typed(word: str) -> Any:
     """Return a number where a word is one."""
+    if len(word) > MAX_DIGITS:
+        return word
     for kind in (int, float):
         try:
             return kind(word) if "_" not in word else word

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.interop.batch import Names, read_batch
-from meshwright.interop.source import AUTO, Source
+from meshwright.interop.source import AUTO, ImportSource
 
 BATCH = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ZERO = "zero_optimization"
 
 
-def read_deepspeed(source: Source) -> None:
+def read_deepspeed(source: ImportSource) -> None:
     """Give every key of a DeepSpeed config its verdict."""
     read_parallel(source)
     read_precision(source)
@@ -26,7 +26,7 @@ def read_deepspeed(source: Source) -> None:
     source.finish()
 
 
-def read_parallel(source: Source) -> None:
+def read_parallel(source: ImportSource) -> None:
     """Take the sizes of tensor, sequence and pipeline parallelism."""
     for key, to in (
         ("tensor_parallel.autotp_size", "layout.tp"),
@@ -45,7 +45,7 @@ def read_parallel(source: Source) -> None:
         source.translate("sequence_parallel_size", degree | kind, note)
 
 
-def read_precision(source: Source) -> None:
+def read_precision(source: ImportSource) -> None:
     """Take the switches of fp16, bf16 and autocast; both at once contradict each other."""
     names = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
     on = {key: to for key, to in names.items() if source.get(key) is True}
@@ -66,7 +66,7 @@ def read_precision(source: Source) -> None:
 _PRECISION = "train.precision"
 
 
-def _read_autocast(source: Source) -> None:
+def _read_autocast(source: ImportSource) -> None:
     dtype = str(source.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
     to = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if to is None:
@@ -78,7 +78,7 @@ def _read_autocast(source: Source) -> None:
     source.translate("torch_autocast.dtype", {_PRECISION: to})
 
 
-def read_zero(source: Source) -> None:
+def read_zero(source: ImportSource) -> None:
     """Take where states are offloaded to, and how far they are sharded."""
     source.take(f"{_ZERO}.stage")
     devices = {
@@ -101,7 +101,7 @@ def read_zero(source: Source) -> None:
     _read_mics(source)
 
 
-def _read_mics(source: Source) -> None:
+def _read_mics(source: ImportSource) -> None:
     key = f"{_ZERO}.mics_shard_size"
     if source.get(key) == -1:
         source.honour(key, note="off")
@@ -123,7 +123,7 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def read_scheduler(source: Source) -> None:
+def read_scheduler(source: ImportSource) -> None:
     """Take the learning-rate schedule: warm-up, then constant, linear or cosine decay."""
     kind = source.get("scheduler.type")
     if kind is None:
@@ -156,7 +156,7 @@ def read_scheduler(source: Source) -> None:
     _read_rates(source, params, kind)
 
 
-def _read_rates(source: Source, params: str, kind: str) -> None:
+def _read_rates(source: ImportSource, params: str, kind: str) -> None:
     highest, first = f"{params}warmup_max_lr", f"{params}warmup_min_lr"
     if source.get(highest) is not None:
         lr = source.number(highest, 0.0)

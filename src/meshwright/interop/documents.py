@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright.interop.source import Source
+from meshwright.interop.source import ImportSource
 
 
-def read_split(source: Source, key: str) -> None:
+def read_split(source: ImportSource, key: str) -> None:
     """Take the shares of training, validation and test as `data.validation`."""
     text = str(source.get(key))
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.parsing import check_size, parse_json
 
 System = Literal["deepspeed", "gpt-neox", "hf", "megatron"]
 SYSTEMS: tuple[System, ...] = ("deepspeed", "gpt-neox", "hf", "megatron")
@@ -18,6 +18,9 @@ SYSTEMS: tuple[System, ...] = ("deepspeed", "gpt-neox", "hf", "megatron")
 
 # GPT-NeoX's configs may be JSON too; these keys are none of DeepSpeed's
 _NEOX_KEYS = frozenset(("num_layers", "pipe_parallel_size", "vocab_file", "train_iters"))
+
+
+_MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,9 +48,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         if path.suffix == ".json":
-            content = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
+            content = parse_json(text, lambda pairs: _once(path, pairs))
         else:
-            content = yaml.load(text, Loader=_Loader)
+            content = _read_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid {_language(path)}: {where}") from None
@@ -56,13 +59,23 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
+def _read_yaml(text: str) -> Any:
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except (RecursionError, OverflowError, TypeError) as error:
+        raise ValueError(str(error)) from None
+    check_size(content, _MOST_VALUES)  # a few aliases of aliases would stand for billions
+    return content
+
+
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse a key that a file has twice: the first would be dropped silently."""
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{path} has the key {twice} twice; keep one")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ConfigError(f"{path} has the key {name} twice; keep one")
+        found[name] = value
+    return found
 
 
 def _language(path: Path) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.interop.architecture import Choice, Traits, read_family
+from meshwright.interop.architecture import KeyValue, Traits, read_family
 from meshwright.interop.batch import read_batch
 from meshwright.interop.deepspeed import BATCH, read_precision, read_zero
 from meshwright.interop.documents import read_split
-from meshwright.interop.source import Source
+from meshwright.interop.source import ImportSource
 from meshwright.spec.resolve import BUILTIN_VOCAB, tokenizer_json_size
 from meshwright.units import round_up
 
@@ -21,7 +21,7 @@ _GATED = {"swiglu": "silu", "geglu": "gelu"}
 _PLAIN = {"gelu": "gelu", "silu": "silu", "swish": "silu"}
 
 
-def read_gpt_neox(source: Source) -> None:
+def read_gpt_neox(source: ImportSource) -> None:
     """Give every key of GPT-NeoX configs its verdict."""
     _read_parallel(source)
     if source.values.keys() & {"num_layers", "hidden_size"}:  # else another file has the model
@@ -33,11 +33,30 @@ def read_gpt_neox(source: Source) -> None:
     _read_recompute(source)
     _read_data(source)
     _read_log(source)
-    read_batch(source, BATCH)
+    _read_gas(source, read_batch(source, BATCH))
     source.finish()
 
 
-def _read_parallel(source: Source) -> None:
+def _read_gas(source: ImportSource, accumulation: int | None) -> None:
+    """Hold `gas` against the accumulation that the other keys mean.
+
+    Releases that knew it have the accumulation in `gas`, too, but read
+    `gradient_accumulation_steps` alone: what a file has for `gas` is overwritten.
+    """
+    asked = source.whole("gas")
+    if asked is None or accumulation is None:
+        return
+    if asked == accumulation:
+        source.honour("gas", note=f"{BATCH.accumulation} is as many")
+    else:
+        why = (
+            f"GPT-NeoX reads {BATCH.accumulation}, not gas, and accumulates {accumulation}; "
+            f"nearest: gas = {accumulation}, or {BATCH.accumulation} = {asked}"
+        )
+        source.contradict(["gas"], why, ["train.batch"])
+
+
+def _read_parallel(source: ImportSource) -> None:
     key = "pipe_parallel_size"
     if source.get(key) == 0:
         source.translate(key, {"layout.pp": 1}, "0 means one stage without a pipeline")
@@ -48,7 +67,7 @@ def _read_parallel(source: Source) -> None:
         source.honour("model_parallel_size", {"layout.tp": size})
 
 
-def _read_model(source: Source) -> None:
+def _read_model(source: ImportSource) -> None:
     norm = str(source.get("norm", "layernorm"))
     activation = str(source.get("activation", "gelu"))
     if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
@@ -60,12 +79,12 @@ def _read_model(source: Source) -> None:
         return
     is_rms = norm.endswith("rmsnorm")
     traits = Traits(
-        norm=Choice("norm", norm),
+        norm=KeyValue("norm", norm),
         is_rms=is_rms,
-        activation=Choice("activation", activation),
+        activation=KeyValue("activation", activation),
         is_gated=activation in _GATED,
-        rotary=Choice("rotary_pct", source.number("rotary_pct", 1.0)),
-        parallel=Choice("gpt_j_residual", source.get("gpt_j_residual", False)),
+        rotary=KeyValue("rotary_pct", source.number("rotary_pct", 1.0)),
+        parallel=KeyValue("gpt_j_residual", source.get("gpt_j_residual", False)),
     )
     family = read_family(source, traits)
     _read_activation(source, activation)
@@ -87,7 +106,7 @@ def _read_model(source: Source) -> None:
         source.fill("model.tie_embeddings", tied, "GPT-NeoX ties the embeddings by default")
 
 
-def _read_activation(source: Source, activation: str) -> None:
+def _read_activation(source: ImportSource, activation: str) -> None:
     ours = (_GATED | _PLAIN)[activation]
     is_tanh = activation == "gelu" and source.get("bias_gelu_fusion", False)
     if is_tanh:
@@ -102,7 +121,7 @@ def _read_activation(source: Source, activation: str) -> None:
         source.fill("model.activation", ours, "GPT-NeoX's default of activation")
 
 
-def _read_norm(source: Source, is_rms: bool) -> None:
+def _read_norm(source: ImportSource, is_rms: bool) -> None:
     mine, other = ("rms_norm_epsilon", "layernorm_epsilon")[:: 1 if is_rms else -1]
     source.ignore(other, "of the other norm")
     if source.get(mine) is not None:
@@ -115,7 +134,7 @@ def _read_norm(source: Source, is_rms: bool) -> None:
         source.refuse("use_bias_in_norms", "LayerNorm has a bias")
 
 
-def _read_ffn(source: Source, is_gated: bool) -> None:
+def _read_ffn(source: ImportSource, is_gated: bool) -> None:
     """Set the width of the MLP as megatron/model/transformer.py's ParallelMLP has it."""
     dim = source.whole("hidden_size")
     if dim is None:
@@ -140,7 +159,7 @@ def _read_ffn(source: Source, is_gated: bool) -> None:
         source.translate("mlp_multiple_of", {"model.ffn_dim": inner}, note)
 
 
-def _read_attention(source: Source) -> None:
+def _read_attention(source: ImportSource) -> None:
     key, rotary = "pos_emb", source.get("pos_emb", "learned")
     if rotary == "rotary":
         source.honour(key, note="as both families do")
@@ -164,7 +183,7 @@ def _attention_kinds(config: Any) -> set[str]:
     return kinds
 
 
-def _read_precision(source: Source) -> None:
+def _read_precision(source: ImportSource) -> None:
     names = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
     stated = source.get("precision")
     if stated is None and source.get("fp16.enabled") and source.get("fp16.type") == "bfloat16":
@@ -187,9 +206,9 @@ def _read_precision(source: Source) -> None:
     read_precision(source)
 
 
-def _read_schedule(source: Source) -> None:
+def _read_schedule(source: ImportSource) -> None:
     style = source.get("lr_decay_style", "linear")
-    ours = {"cosine": "cosine", "linear": "linear", "constant": "constant"}.get(style)
+    ours = {"cosine": "cosine", "linear": "linear", "constant": "constant"}.get(str(style))
     if ours is None:
         why = f"no {style} decay; nearest: cosine, linear, constant"
         source.refuse("lr_decay_style", why, settled_by=["optimizer.schedule"])
@@ -223,7 +242,7 @@ def _read_schedule(source: Source) -> None:
             source.fill("optimizer.warmup_steps", int(share * total), note)
 
 
-def _read_recompute(source: Source) -> None:
+def _read_recompute(source: ImportSource) -> None:
     if "checkpoint_activations" not in source.values:
         return
     is_on = bool(source.get("checkpoint_activations", False))
@@ -234,7 +253,7 @@ def _read_recompute(source: Source) -> None:
             source.ignore(key, "checkpoint_activations is not on")
 
 
-def _read_data(source: Source) -> None:
+def _read_data(source: ImportSource) -> None:
     train = source.get("train_data_paths")
     if isinstance(train, list):
         source.honour("train_data_paths", {"data.source": train})
@@ -264,7 +283,7 @@ def _read_data(source: Source) -> None:
     _read_vocabulary(source)
 
 
-def _read_log(source: Source) -> None:
+def _read_log(source: ImportSource) -> None:
     if source.get("tensorboard_dir") is not None:
         note = "events go into the run folder"
         source.translate("tensorboard_dir", {"log.tensorboard": True}, note)
@@ -277,7 +296,7 @@ def _read_log(source: Source) -> None:
         source.ignore("wandb_project", "use_wandb is not true")
 
 
-def _read_vocabulary(source: Source) -> None:
+def _read_vocabulary(source: ImportSource) -> None:
     """Pad the vocabulary as GPT-NeoX does, where the tokenizer's size is known."""
     key = "make_vocab_size_divisible_by"
     name = source.target("data.tokenizer")

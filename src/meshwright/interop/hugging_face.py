@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.interop.source import Source
-from meshwright.interop.table import Row
+from meshwright.interop.source import ImportSource
+from meshwright.interop.table import KeyRow
 from meshwright.spec.hf import spec_from_hf
 
 # Where each key lands; what has no own place is a condition that the model meets.
@@ -36,12 +36,12 @@ _TARGETS = {
     "rotary_pct": "rotary_pct",
     "rotary_emb_base": "rope_theta",
 }
-_BY_RULE = Row(by_rule=True)
+_BY_RULE = KeyRow(by_rule=True)
 # Without them there is no model.
 _NEEDED = ("model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
-def read_hugging_face(source: Source) -> None:
+def read_hugging_face(source: ImportSource) -> None:
     """Give every key of a config.json its verdict.
 
     What `spec_from_hf` refuses is the verdict of the key that it names first; the others are those
@@ -70,7 +70,7 @@ def read_hugging_face(source: Source) -> None:
     source.finish()
 
 
-def _fields(source: Source, config: dict[str, Any]) -> dict[str, Any]:
+def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:
     """Return the model of a config, less the keys that are refused; none where it is no model."""
     while True:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +21,14 @@ from meshwright.interop.flat import (
 from meshwright.interop.gpt_neox import read_gpt_neox
 from meshwright.interop.hugging_face import read_hugging_face
 from meshwright.interop.megatron import read_megatron
-from meshwright.interop.report import Report
-from meshwright.interop.source import Setting, Source
+from meshwright.interop.report import Filled, KeyReport, Report
+from meshwright.interop.source import ImportSetting, ImportSource
 from meshwright.interop.table import load_table
+from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import SECTIONS, read_given
 from meshwright.spec.resolve import Value, Values
 
-_READERS: Mapping[System, tuple[Callable[[Source], None], tuple[str, ...]]] = {
+_READERS: Mapping[System, tuple[Callable[[ImportSource], None], tuple[str, ...]]] = {
     "deepspeed": (read_deepspeed, ("deepspeed",)),
     "gpt-neox": (read_gpt_neox, ("gpt_neox", "deepspeed")),
     "hf": (read_hugging_face, ("hf",)),
@@ -70,21 +72,47 @@ def import_files(
         raise ConfigError(f"{paths[0]} has no keys")
     reader, tables = _READERS[known]
     base_values = _by_name(stated) | _by_name(over)
-    setting = Setting(base_values, tuple(_by_name(over)), devices, is_fixed)
-    source = Source(values, [load_table(name) for name in tables], setting)
+    setting = ImportSetting(base_values, tuple(_by_name(over)), devices, is_fixed)
+    source = ImportSource(values, [load_table(name) for name in tables], setting)
     reader(source)
     for key, how in clashes.items():
         row = source.tables[0].find(key)
         source.contradict([key], f"{how}; keep one", [row.to] if row and row.to else [])
-    entries = _ordered(source)
-    given = tuple(setting.given)
-    refused = tuple(entry for entry in entries if entry.refuses(accepted, given))
+    found = _ordered(source)
+    refused = [entry for entry in found if entry.refuses(accepted, setting.given)]
+    entries = tuple(one if one in refused else _overridden(one, _by_name(over)) for one in found)
     files = tuple(path.name for path in paths)
-    report = Report(known, files, entries, tuple(source.filled), refused)
-    return Imported(report, _compose(report, stated, over))
+    report = Report(known, files, entries, tuple(source.filled), tuple(refused))
+    given = _compose(report, stated, over)
+    return Imported(replace(report, filled=tuple(_in_effect(report, given))), given)
 
 
-def _ordered(source: Source) -> tuple[Any, ...]:
+def _overridden(entry: KeyReport, over: Mapping[str, Any]) -> KeyReport:
+    """Return an entry as the overrides leave it: what was given takes the place of its own."""
+    settles = (*entry.to, *entry.settled_by)
+    given = {key: over[key] for key in settles if key in over and over[key] != entry.to.get(key)}
+    if not given:
+        return entry
+    told = f"given: {', '.join(f'{key} = {toml_value(value)}' for key, value in given.items())}"
+    rest = {key: value for key, value in entry.to.items() if key not in given}
+    if rest:
+        return replace(entry, to=rest, note="; ".join(filter(None, (told, entry.note))))
+    return replace(entry, verdict="ignored", to={}, note=told)
+
+
+def _in_effect(report: Report, given: Mapping[str, Values]) -> Iterator[Filled]:
+    """Yield what follows from what the files leave out, where nothing else has set it."""
+    for filled in report.filled:
+        section, _, key = filled.key.partition(".")
+        if given[section][key].origin == _origin(filled):
+            yield filled
+
+
+def _origin(filled: Filled) -> str:
+    return f"import: {filled.why}"
+
+
+def _ordered(source: ImportSource) -> tuple[Any, ...]:
     """Return the entries in the order of the files; what they leave out comes last."""
     of_file = [source.entries[key] for key in source.values]
     return (*of_file, *(entry for entry in source.entries.values() if entry.is_default))
@@ -130,7 +158,7 @@ def _compose(
     for filled in report.filled:
         section, _, key = filled.key.partition(".")
         if key not in given[section] or not filled.is_default:
-            put(filled.key, filled.value, f"import: {filled.why}")
+            put(filled.key, filled.value, _origin(filled))
     where = " + ".join(report.files)
     for entry in report.entries:
         for name, value in entry.to.items():
@@ -142,7 +170,8 @@ def _compose(
 
 def refusal_text(report: Report) -> str:
     """Return why an import is refused: each key with its value and reason, and what to do."""
-    lines = [f"{len(report.refused)} keys of {' + '.join(report.files)} cannot be taken over:"]
+    keys = "1 key" if len(report.refused) == 1 else f"{len(report.refused)} keys"
+    lines = [f"{keys} of {' + '.join(report.files)} cannot be taken over:"]
     for entry in report.refused:
         told = " (left out)" if entry.is_default else ""
         lines.append(f"  {entry.key} = {entry.value!r}{told}: {entry.note}")

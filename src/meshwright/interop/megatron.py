@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.interop.architecture import Choice, Traits, read_family
+from meshwright.interop.architecture import KeyValue, Traits, read_family
 from meshwright.interop.batch import Names, read_batch
 from meshwright.interop.documents import read_split
-from meshwright.interop.source import Source
+from meshwright.interop.source import ImportSource
 from meshwright.spec.resolve import BUILTIN_VOCAB
 from meshwright.units import round_up
 
@@ -20,7 +20,7 @@ _ROTARY = "use-rotary-position-embeddings"
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read_megatron(source: Source) -> None:
+def read_megatron(source: ImportSource) -> None:
     """Give every argument of a Megatron command line its verdict."""
     _read_launcher(source)
     _read_parallel(source)
@@ -35,7 +35,7 @@ def read_megatron(source: Source) -> None:
     source.finish()
 
 
-def _read_launcher(source: Source) -> None:
+def _read_launcher(source: ImportSource) -> None:
     """Take torchrun's number of ranks, where `--devices` does not say it."""
     nodes, each = source.whole("nnodes"), source.whole("nproc-per-node")
     if each is None:
@@ -48,7 +48,7 @@ def _read_launcher(source: Source) -> None:
     source.translate("nnodes", {"cluster.nodes": nodes or 1}, note)
 
 
-def _read_parallel(source: Source) -> None:
+def _read_parallel(source: ImportSource) -> None:
     for name, to in (
         ("tensor-model-parallel-size", "layout.tp"),
         ("pipeline-model-parallel-size", "layout.pp"),
@@ -73,16 +73,16 @@ def _read_parallel(source: Source) -> None:
         source.translate(key, both)
 
 
-def _read_model(source: Source) -> None:
+def _read_model(source: ImportSource) -> None:
     norm = str(source.get("normalization", "LayerNorm"))
     is_gated = source.get("swiglu", False) is True
     traits = Traits(
-        norm=Choice("normalization", norm),
+        norm=KeyValue("normalization", norm),
         is_rms=norm == "RMSNorm",
-        activation=Choice("swiglu", "swiglu" if is_gated else "gelu"),
+        activation=KeyValue("swiglu", "swiglu" if is_gated else "gelu"),
         is_gated=is_gated,
-        rotary=Choice("rotary-percent", source.number("rotary-percent", 1.0)),
-        parallel=Choice("parallel-residual", False),
+        rotary=KeyValue("rotary-percent", source.number("rotary-percent", 1.0)),
+        parallel=KeyValue("parallel-residual", False),
     )
     family = read_family(source, traits)
     source.honour("swiglu", {"model.activation": "silu"}, "a gated MLP")
@@ -111,7 +111,7 @@ def _read_model(source: Source) -> None:
         source.refuse("attention-dropout", why, default=0.1)
 
 
-def _read_heads(source: Source, family: str | None) -> None:
+def _read_heads(source: ImportSource, family: str | None) -> None:
     heads, groups = source.whole("num-attention-heads"), source.whole("num-query-groups")
     is_grouped = source.get("group-query-attention", False) is True
     if is_grouped and groups is not None:
@@ -126,7 +126,7 @@ def _read_heads(source: Source, family: str | None) -> None:
         source.fill("model.n_kv_heads", heads, "a key/value head per head")
 
 
-def _read_biases(source: Source) -> None:
+def _read_biases(source: ImportSource) -> None:
     none = source.get("disable-bias-linear", False) is True
     qkv = source.get("add-qkv-bias", False) is True
     if none and qkv:
@@ -139,7 +139,7 @@ def _read_biases(source: Source) -> None:
             source.fill(key, value, "Megatron's linear layers have biases by default")
 
 
-def _read_precision(source: Source) -> None:
+def _read_precision(source: ImportSource) -> None:
     on = [name for name in ("fp16", "bf16") if source.get(name) is True]
     if len(on) > 1:
         source.contradict(on, "both are given; keep one", ["train.precision"])
@@ -153,7 +153,7 @@ def _read_precision(source: Source) -> None:
         source.ignore("hysteresis", "of fp16")
 
 
-def _read_sharding(source: Source) -> None:
+def _read_sharding(source: ImportSource) -> None:
     zero = 1 if source.get("use-distributed-optimizer") is True else 0
     fsdp = [n for n in ("use-megatron-fsdp", "use-torch-fsdp2") if source.get(n) is True]
     name = "data-parallel-sharding-strategy"
@@ -167,7 +167,7 @@ def _read_sharding(source: Source) -> None:
         source.translate(flag, {"layout.zero": zero})
 
 
-def _read_batch_and_steps(source: Source) -> None:
+def _read_batch_and_steps(source: ImportSource) -> None:
     read_batch(source, BATCH)
     samples, batch = source.whole("train-samples"), source.target("train.batch")
     if samples is not None and batch:
@@ -175,7 +175,7 @@ def _read_batch_and_steps(source: Source) -> None:
         source.translate("train-samples", {"train.steps": samples // int(batch)}, note)
 
 
-def _read_schedule(source: Source) -> None:
+def _read_schedule(source: ImportSource) -> None:
     batch, steps = int(source.target("train.batch") or 1), source.target("train.steps")
     steps = source.whole("train-iters") or steps
     decay = source.whole("lr-decay-iters")
@@ -209,7 +209,7 @@ def _read_schedule(source: Source) -> None:
         source.fill("optimizer.betas", betas, "Megatron's default of adam-beta1, adam-beta2")
 
 
-def _read_recompute(source: Source) -> None:
+def _read_recompute(source: ImportSource) -> None:
     kind = source.get("recompute-granularity")
     if source.get("recompute-activations") is True:
         source.translate("recompute-activations", {"layout.recompute": "selective"})
@@ -217,7 +217,7 @@ def _read_recompute(source: Source) -> None:
         source.honour("recompute-granularity", {"layout.recompute": kind})
 
 
-def _read_data(source: Source) -> None:
+def _read_data(source: ImportSource) -> None:
     kind, model = source.get("tokenizer-type"), source.get("tokenizer-model")
     settles = ["data.tokenizer"]
     if kind == "GPT2BPETokenizer" or (kind is None and source.get("vocab-file") is not None):

@@ -17,7 +17,7 @@ VERDICTS: tuple[Verdict, ...] = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyReport:
     """What becomes of one key.
 
     `to` are the Meshwright keys that it sets, by name. `note` says what differs, why the key does
@@ -68,9 +68,9 @@ class Report:
 
     system: str
     files: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyReport, ...]
     filled: tuple[Filled, ...]
-    refused: tuple[Entry, ...]
+    refused: tuple[KeyReport, ...]
 
     def count(self, verdict: Verdict) -> int:
         """Return how many keys of the files have a verdict."""

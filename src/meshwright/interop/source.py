@@ -9,16 +9,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.errors import nearest
-from meshwright.interop.report import Entry, Filled, Verdict
-from meshwright.interop.table import Row, Table
+from meshwright.interop.report import Filled, KeyReport, Verdict
+from meshwright.interop.table import KeyRow, Table
+from meshwright.parsing import MAX_DIGITS
 from meshwright.spec.loading import SECTIONS
 from meshwright.spec.training import Zero
 
 AUTO = "auto"
+_TOO_LARGE = 10**MAX_DIGITS
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < _TOO_LARGE  # neither infinite nor NaN
 
 
 @dataclass(frozen=True)
-class Setting:
+class ImportSetting:
     """What an import knows beside the files.
 
     `base` are the values of the base config and the overrides, by `section.key`; `given` those
@@ -32,17 +39,17 @@ class Setting:
     is_fixed: bool = False
 
 
-class Source:
+class ImportSource:
     """The flattened keys of the files, and the verdicts so far.
 
     A key has its verdict once: what a rule has taken, the table leaves alone.
     """
 
-    def __init__(self, values: Mapping[str, Any], tables: Sequence[Table], setting: Setting):
+    def __init__(self, values: Mapping[str, Any], tables: Sequence[Table], setting: ImportSetting):
         self.values = dict(values)
         self.tables = list(tables)
         self.setting = setting
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, KeyReport] = {}
         self.filled: list[Filled] = []
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -55,7 +62,7 @@ class Source:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        if not _is_number(value) or value != int(value):
             self.contradict([key], f"{value!r} must be a whole number")
             return None
         if value < 1:
@@ -66,7 +73,7 @@ class Source:
     def number(self, key: str, default: float) -> float:
         """Return a number, or the default where the key is absent or not one."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_number(value):
             self.contradict([key], f"{value!r} must be a number")
             return default
         return float(value)
@@ -119,7 +126,7 @@ class Source:
         value = default if is_default else self.values[key]
         self.entries.setdefault(
             key,
-            Entry(
+            KeyReport(
                 key,
                 value,
                 "unsupported",
@@ -141,7 +148,7 @@ class Source:
         present = [key for key in keys if key in self.values] or list(keys)[:1]
         for key in present:
             value = self.values.get(key)
-            self.entries[key] = Entry(
+            self.entries[key] = KeyReport(
                 key,
                 value,
                 "contradictory",
@@ -175,9 +182,9 @@ class Source:
             if silent and with_it and row.to not in self._set():
                 self.fill(row.to, row.default, f"{table.name}'s default of {key}")
 
-    def _rows(self) -> list[tuple[Table, str, Row]]:
+    def _rows(self) -> list[tuple[Table, str, KeyRow]]:
         """Return all rows; where two tables have a key, the first one's."""
-        found: dict[str, tuple[Table, str, Row]] = {}
+        found: dict[str, tuple[Table, str, KeyRow]] = {}
         for table in self.tables:
             for key, row in table.rows.items():
                 found.setdefault(key, (table, key, row))
@@ -216,21 +223,22 @@ class Source:
                 of = ", ".join(dict.fromkeys(str(v) for v in row.values.values()))
                 why = f"{why}; {row.to} has {of}" if why else f"{row.to} has {of}"
             settled = (row.to,) if row.to else ()
-            entry = Entry(key, value, "unsupported", {}, why, row.changes, settled)
+            entry = KeyReport(key, value, "unsupported", {}, why, row.changes, settled)
             self.entries[key] = entry
 
-    def _auto(self, row: Row) -> str:
+    def _auto(self, row: KeyRow) -> str:
         """Return what a value "auto" stands for: the base config's, or the default here."""
         if not row.to:
-            return "auto: as the base config or the default has it"
+            return "as the base config or the default has it"
         base = self.target(row.to)
         if base is not None:
-            return f"auto: the base config's {row.to} = {base}"
+            whose = "given" if row.to in self.setting.given else "the base config's"
+            return f"{whose}: {row.to} = {base}"
         section, _, name = row.to.partition(".")
         default = SECTIONS[section].model_fields[name].get_default()
-        return f"auto: the default, {row.to} = {default}"
+        return f"the default: {row.to} = {default}"
 
-    def _set_to(self, key: str, value: Any, row: Row) -> None:
+    def _set_to(self, key: str, value: Any, row: KeyRow) -> None:
         new = value if row.values is None else _lower(row.values)[_spelled(value)]
         # JSON and YAML of others write whole numbers as 1e5 or 5.0 too
         if isinstance(new, float) and new.is_integer() and _is_whole(row.to):
@@ -251,7 +259,7 @@ class Source:
         close = nearest(key, known)
         hint = f"; nearest known: {close[0]}" if close else ""
         why = f"unknown to {self.tables[0].name} as Meshwright knows it{hint}"
-        self.entries[key] = Entry(key, value, "unsupported", {}, why, changes=True)
+        self.entries[key] = KeyReport(key, value, "unsupported", {}, why, changes=True)
 
     def _off(self, key: str) -> str | None:
         """Return the switch that turns a key's section off, if any."""
@@ -269,7 +277,7 @@ class Source:
 
     def _take(self, key: str, verdict: Verdict, to: Mapping[str, Any] | None, note: str) -> None:
         if key in self.values and key not in self.entries:
-            self.entries[key] = Entry(key, self.values[key], verdict, dict(to or {}), note)
+            self.entries[key] = KeyReport(key, self.values[key], verdict, dict(to or {}), note)
 
 
 def _is_whole(name: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 
-class Row(BaseModel):
+class KeyRow(BaseModel):
     """One key of another system; the module's docstring has the fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,9 +48,9 @@ class Table(BaseModel):
 
     name: str
     switched: tuple[str, ...] = ()
-    rows: dict[str, Row]
+    rows: dict[str, KeyRow]
 
-    def find(self, key: str) -> Row | None:
+    def find(self, key: str) -> KeyRow | None:
         """Return the row of a key: its own, else that of the longest pattern."""
         if key in self.rows:
             return self.rows[key]

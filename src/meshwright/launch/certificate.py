@@ -7,7 +7,6 @@ layout and the model are made small, as for every proof. No torch here.
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,9 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import MANIFEST, step_name, steps
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
+from meshwright.launch.resuming import Resume
 from meshwright.launch.saved import Arrays, above_noise, distance, minus, read_whole
-from meshwright.launch.session import Resume, Run, train
+from meshwright.launch.session import Run, train
 from meshwright.layout import Layout
+from meshwright.parsing import parse_json
 from meshwright.prove.case import Case
 from meshwright.prove.verdict import Divergence, Quantity, Verdict
 from meshwright.spec.loading import Config
@@ -195,7 +196,7 @@ def _whole(run: Run) -> Run:
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:
     path = folder / "checkpoints" / step_name(step) / MANIFEST
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     return found
 
 

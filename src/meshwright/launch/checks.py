@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
+from typing import Final
 
 from meshwright.data.store import is_store
 from meshwright.errors import ConfigError, refusal
@@ -11,7 +13,13 @@ from meshwright.launch.machine import gpu_name, memory_of_machine
 from meshwright.launch.planned import setting_on
 from meshwright.layout import Layout, Machine
 from meshwright.spec.loading import Config
-from meshwright.units import format_bytes
+from meshwright.units import MIB, format_bytes
+
+# What ranks hold between steps.
+_STATES: Final = ("weights", "gradients", "optimizer")
+# What a CPU rank needs besides tensors: measured were 4 to 20 MiB, by the layout. With less no
+# thread can start, and the C library ends the process without a word of Python's.
+_OWN: Final = 24 * MIB
 
 
 def check_extras(config: Config) -> None:
@@ -56,6 +64,33 @@ def check_tokenizer(config: Config) -> None:
         f"model.init_from = {init_from!r} does not say which tokenizer it was trained with: give "
         "data.tokenizer"
     )
+
+
+def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
+    """Refuse a `cluster.memory` on a CPU in which no step of a layout can be done.
+
+    What is counted is what the ranks hold all the time, and what their threads take. Whether the
+    activations fit too, the step shows, and its rank says what helps.
+    """
+    limit = config.cluster.memory
+    if limit is None or machine.device != "cpu":
+        return
+    # Not above: `train --help` starts without it.
+    from meshwright.predict.price import memory
+
+    setting = setting_on(config, machine, layout)
+    states = max(
+        sum(each.bytes for each in memory(setting, layout, place).terms if each.category in _STATES)
+        for place in range(layout.pp)
+    )
+    least = states + _OWN
+    if limit < least:
+        rule = (
+            f"cluster.memory = {format_bytes(limit)} is less than a rank needs: "
+            f"{format_bytes(states)} for its weights, gradients and optimizer states, and "
+            f"{format_bytes(_OWN)} for its threads and messages"
+        )
+        raise ConfigError(refusal(rule, legal=[f"cluster.memory={math.ceil(least / MIB)}MiB"]))
 
 
 def check_memory(config: Config, layout: Layout, machine: Machine) -> str:

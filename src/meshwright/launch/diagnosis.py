@@ -1,23 +1,32 @@
-"""`doctor RUN`: what became of a run, in words, from its ledgers, failures, events and steps.
+"""`doctor RUN`: what became of a run, in words, from its recorders, failures, events and steps.
 
 It reads only, so it may look at a run that is being trained. No torch here.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from meshwright.checkpoint.commit import read_manifest, steps
-from meshwright.errors import CheckpointError
-from meshwright.launch.explain import ELSEWHERE, Witness, explain, lost_a_peer, mismatch, witnesses
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.explain import (
+    ELSEWHERE,
+    Witness,
+    explain,
+    lost_a_peer,
+    mismatch,
+    read_failure,
+    witnesses,
+)
 from meshwright.launch.lock import read_holder
 from meshwright.launch.restart import Recovery, recoveries, step_of
+from meshwright.parsing import foreign
+from meshwright.program.events import Event, Events, ending
 from meshwright.train.run_folder import Job, RunFolder, read_job
 from meshwright.units import format_seconds
 
@@ -75,10 +84,15 @@ class Diagnosis:
 def diagnose(path: Path) -> Diagnosis:
     """Return what became of the run in a folder; raises `ConfigError` where there is none."""
     job = read_job(path)
+    with foreign(f"what {path} holds of its run", ConfigError):
+        return _diagnose(path, job)
+
+
+def _diagnose(path: Path, job: Job) -> Diagnosis:
     folder, world = job.folder, job.layout.world
     found = tuple(witnesses(folder, world))
-    events = read_events(folder)
-    failures = {rank: said for rank in range(world) if (said := _failure(folder, rank))}
+    events = Events.read(folder.events) if folder.events.is_file() else Events()
+    failures = {rank: said for rank in range(world) if (said := read_failure(folder, rank))}
     state, why = _state(folder, found, events, failures)
     return Diagnosis(
         path,
@@ -93,23 +107,6 @@ def diagnose(path: Path) -> Diagnosis:
     )
 
 
-def read_events(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the events of a run; what is left of a line that was cut off is not one."""
-    found = []
-    if folder.events.is_file():
-        for line in folder.events.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                found.append(dict(json.loads(line)))
-            except ValueError:
-                continue
-    return found
-
-
-def _failure(folder: RunFolder, rank: int) -> dict[str, Any]:
-    path = folder.failure(rank)
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
 def _raised(said: Mapping[str, Any]) -> str:
     return f"{said['type']}: {said['message']}"
 
@@ -117,7 +114,7 @@ def _raised(said: Mapping[str, Any]) -> str:
 def _state(
     folder: RunFolder,
     found: tuple[Witness, ...],
-    events: list[dict[str, Any]],
+    events: Sequence[Event],
     failures: Mapping[int, Mapping[str, Any]],
 ) -> tuple[str, str]:
     """Return the state of a run and why it is in it."""
@@ -129,13 +126,12 @@ def _state(
         if silent < SILENT_S:
             return "running", "; ".join(f"rank {one.rank} is in {one.place}" for one in found)
         return "silent", f"nothing for {format_seconds(silent)}: {explain(found, now)}"
-    ends = ("end", "failed", "start", "restart")
-    last = next((e for e in reversed(events) if e["event"] in ends), None)
+    last = ending(events)
     if last is not None and last["event"] == "end":
         if last["stopped"]:
             return "stopped", f"stopped on request after step {last['step']}"
         return "done", f"done after {last['step']} steps"
-    if last is not None and last["event"] == "failed":
+    if last is not None:
         return "failed", str(last["cause"])
     # No supervisor has told: it was ended itself, or torchrun started the ranks.
     first = {rank: said for rank, said in failures.items() if not lost_a_peer(said)}

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import time
-import tomllib
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,14 +15,16 @@ from typing import Final, NamedTuple
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import ConfigError
+from meshwright.launch.elastic import read_word
 from meshwright.launch.lock import RunLock, read_holder, refused
+from meshwright.spec.stored import steps_folder
 from meshwright.train.run_folder import RunFolder
 
 # Of a cache folder, what the data's room makes again when it is missing. Measurements are small.
 PREPARED: Final = {"stores": "a prepared corpus", "downloads": "a download"}
 
 
-class Entry(NamedTuple):
+class DiskEntry(NamedTuple):
     """A folder or file that may go: its bytes on the disk, and when it last changed, or was read.
 
     The time is in seconds since 1970. `in_use` says by whom; such an entry is never removed.
@@ -36,7 +37,7 @@ class Entry(NamedTuple):
     in_use: str = ""
 
 
-def runs_of(root: Path) -> list[Entry]:
+def runs_of(root: Path) -> list[DiskEntry]:
     """Return the runs in a folder, the newest first; nothing else in it is one.
 
     Raises `ConfigError` where there is no such folder.
@@ -48,15 +49,13 @@ def runs_of(root: Path) -> list[Entry]:
     return sorted(found, key=lambda one: -one.time)
 
 
-def _run(folder: RunFolder) -> Entry:
-    checkpoints, about = folder.checkpoints, ""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged config names no folder
-        own = tomllib.loads(folder.config.read_text(encoding="utf-8"))["checkpoint"]["dir"]
-        checkpoints, about = Path(own), f"; steps in {own} stay"
+def _run(folder: RunFolder) -> DiskEntry:
+    checkpoints = steps_folder(folder.path)
+    stay = "" if checkpoints == folder.checkpoints else f"; steps in {checkpoints} stay"
     count = len(steps(checkpoints))
-    about = f"{count} step{'' if count == 1 else 's'} saved{about}"
+    about = f"{count} step{'' if count == 1 else 's'} saved{stay}"
     last = folder.events if folder.events.is_file() else folder.plan
-    return Entry(folder.path, size_of(folder.path), last.stat().st_mtime, about, _user(folder))
+    return DiskEntry(folder.path, size_of(folder.path), last.stat().st_mtime, about, _user(folder))
 
 
 def _user(folder: RunFolder) -> str:
@@ -82,7 +81,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def prepared_in(cache: Path) -> list[Entry]:
+def prepared_in(cache: Path) -> list[DiskEntry]:
     """Return the prepared stores and the downloads in a cache folder, the last used first."""
     folders = [cache / name for name in PREPARED if (cache / name).is_dir()]
     paths = [path for one in folders for path in one.iterdir() if not path.is_symlink()]
@@ -91,12 +90,12 @@ def prepared_in(cache: Path) -> list[Entry]:
     return sorted(found, key=lambda one: -one.time)
 
 
-def _prepared(path: Path, user: str) -> Entry:
+def _prepared(path: Path, user: str) -> DiskEntry:
     stats = [one.lstat() for one in (path, *path.rglob("*"))]
     used = max(max(stat.st_mtime, stat.st_atime) for stat in stats[1:] or stats)
     if not user and _is_locked(path / ".lock"):
         user = "in use: it is being prepared"
-    return Entry(path, size_of(path), used, PREPARED[path.parent.name], user)
+    return DiskEntry(path, size_of(path), used, PREPARED[path.parent.name], user)
 
 
 def _mapped(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
@@ -117,13 +116,13 @@ def size_of(path: Path) -> int:
     return sum(one.lstat().st_blocks * 512 for one in (path, *path.rglob("*")))
 
 
-class Choice(NamedTuple):
+class DiskSelection(NamedTuple):
     """What may go: all but the newest `keep`, of what is older than `age_s`; None: no matter."""
 
     keep: int | None = None
     age_s: float | None = None
 
-    def of(self, entries: Sequence[Entry], now: float | None = None) -> list[Entry]:
+    def of(self, entries: Sequence[DiskEntry], now: float | None = None) -> list[DiskEntry]:
         """Return the entries that are to go; none where nothing was chosen."""
         if self.keep is None and self.age_s is None:
             return []
@@ -132,15 +131,13 @@ class Choice(NamedTuple):
         return [one for one in old if not one.in_use and one.time <= before]
 
 
-def remove(entries: Iterable[Entry]) -> Iterator[tuple[Entry, str]]:
+def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
     """Remove entries, and yield each with why it could not be; empty where it is gone."""
     for entry in entries:
         problem = ""
         try:
             with contextlib.ExitStack() as held:
                 folder = RunFolder(entry.path)
-                if folder.lock.is_symlink():  # to whatever file: taking the lock writes
-                    raise ConfigError(f"{folder.lock} is a link")
                 if folder.plan.is_file():  # nobody begins to go on with it now
                     held.enter_context(RunLock(folder.lock))
                 # Renamed first: half of a run must not look like one.
@@ -158,6 +155,6 @@ def forget_gone(root: Path) -> None:
     if latest.is_symlink() and not latest.exists():
         latest.unlink()
     for note in root.glob(".job-*"):
-        with contextlib.suppress(OSError, ValueError):
-            if not Path(note.read_text(encoding="utf-8")).exists():
-                note.unlink()
+        word = read_word(note)
+        if word is not None and not Path(word.folder).exists():
+            note.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -18,11 +17,17 @@ from typing import Final
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
-from meshwright.launch.checks import check_device, check_extras, check_memory, check_tokenizer
+from meshwright.launch.checks import (
+    check_device,
+    check_extras,
+    check_limit,
+    check_memory,
+    check_tokenizer,
+)
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.finding import Finding
 from meshwright.launch.machine import detect, memory_of_machine
-from meshwright.launch.notes import config_notes
+from meshwright.launch.notes import config_notes, layout_notes
 from meshwright.launch.planned import setting_on, settled
 from meshwright.launch.session import cache_folder
 from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
@@ -32,6 +37,7 @@ from meshwright.predict.price import worst_memory
 from meshwright.program.parts import parameter_count
 from meshwright.spec.loading import Config
 from meshwright.spec.training import ClusterSpec
+from meshwright.spec.words import busy
 from meshwright.units import format_bytes, format_count
 from meshwright.version import __version__
 
@@ -93,7 +99,10 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     for text in config_notes(config):
         yield Finding("config", text, "note")
     if layout is not None:
-        yield _fits(config, layout, detect(config.cluster, environ))
+        machine = detect(config.cluster, environ)
+        for text in layout_notes(config, layout, machine):
+            yield Finding("config", text, "note")
+        yield _fits(config, layout, machine)
 
 
 def _looked_at(name: str, look: Callable[[], str]) -> Finding:
@@ -125,11 +134,11 @@ def _devices(environ: Mapping[str, str]) -> str:
 
 
 def _load() -> Finding:
-    """Return how busy the machine is: one rank that is slowed slows all."""
-    cores, load = detect(ClusterSpec(device="cpu"), {}).cores, os.getloadavg()[0]
-    busy = load > cores / 2
-    hint = "; other processes take time from the ranks" if busy else ""
-    return Finding("load", f"{load:.1f} on {cores} cores{hint}", "note" if busy else "ok")
+    """Return how busy the machine is."""
+    machine = detect(ClusterSpec(device="cpu"), {})
+    if (text := busy(machine.load, machine.cores)) is not None:
+        return Finding("load", text, "note")
+    return Finding("load", f"{machine.load:.1f} on {machine.cores} cores")
 
 
 def _memory() -> Finding:
@@ -218,7 +227,12 @@ def _room(config: Config, root: Path) -> str:
 
 def _fits(config: Config, layout: Layout, machine: Machine) -> Finding:
     """Compare the predicted peak of all ranks of this machine with its memory."""
-    found = _looked_at("peak", lambda: check_memory(config, layout, machine))
+
+    def look() -> str:
+        check_limit(config, layout, machine)
+        return check_memory(config, layout, machine)
+
+    found = _looked_at("peak", look)
     limit = config.cluster.memory
     if limit is None or found.state == "bad":
         return found

@@ -1,9 +1,8 @@
-"""What the ledgers of ranks say together: who waits for whom, and in what. No torch here."""
+"""What the recorders of ranks say together: who waits for whom, and in what. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,10 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import MeshwrightError
+from meshwright.execute.flight_recorder_file import Reading, Record, read_flight_recorder
 from meshwright.execute.interfaces import machine_id
-from meshwright.execute.ledger_file import Reading, Record, read_ledger
 from meshwright.execute.processor import processor
+from meshwright.parsing import parse_json
 from meshwright.predict.price import memory
+from meshwright.program.events import Events
 from meshwright.search.plan import setting_of
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_seconds
@@ -42,6 +43,31 @@ _SECOND_HAND_WORDS: Final = (
 TIMED_OUT: Final = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
+# What a rank leaves of its failure: see `worker.record_failure`.
+_FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "time": (int, float),
+    "type": str,
+    "message": str,
+    "expected": bool,
+    "exit_code": int,
+    "out_of_memory": bool,
+    "place": str,
+    "traceback": str,
+}
+
+
+def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
+    """Return what a rank has left of its failure; None where it left nothing, or it is damaged."""
+    try:
+        said = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    is_whole = all(isinstance(said.get(key), kind) for key, kind in _FAILURE.items())
+    return said if is_whole else None
+
+
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:
     """Whether a rank's record of its failure tells of another rank that was gone before."""
     return failure["type"] in _SECOND_HAND or any(
@@ -51,7 +77,7 @@ def lost_a_peer(failure: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Witness:
-    """A rank as others see it: its ledger, if it has begun one, and the state of its process."""
+    """A rank as others see it: its recorder, if it has begun one, and the state of its process."""
 
     rank: int
     reading: Reading | None
@@ -83,10 +109,10 @@ def process_state(pid: int) -> str:
 
 
 def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[Witness]:
-    """Return what is to be seen of each rank; without `pids` those that the ledgers name."""
+    """Return what is to be seen of each rank; without `pids` those that the recorders name."""
     found, here = [], machine_id()
     for rank in range(world):
-        reading = read_ledger(folder.ledger(rank))
+        reading = read_flight_recorder(folder.flight_recorder(rank))
         if reading is not None and reading.machine != here:
             found.append(Witness(rank, reading, ELSEWHERE))
             continue
@@ -151,13 +177,11 @@ def memory_words(folder: RunFolder, rank: int) -> str:
         place = job.layout.mesh.coordinates(rank)["pp"]
         found = memory(setting, job.layout, place).allocated
         words.append(f"predicted {format_bytes(found)} of tensors")
-    with contextlib.suppress(OSError, ValueError):  # also of a line that was cut off
-        for line in reversed(folder.events.read_text(encoding="utf-8").splitlines()):
-            if '"peak_memory_bytes"' in line:
-                event = json.loads(line)
-                peak = format_bytes(event["peak_memory_bytes"][str(rank)])
-                words.append(f"measured {peak} at step {event['step']}")
-                break
+    with contextlib.suppress(OSError, KeyError, TypeError):
+        steps = [e for e in Events.read(folder.events) if "peak_memory_bytes" in e]
+        if steps:
+            peak = format_bytes(steps[-1]["peak_memory_bytes"][str(rank)])
+            words.append(f"measured {peak} at step {steps[-1]['step']}")
     return f" ({', '.join(words)})" if words else ""
 
 

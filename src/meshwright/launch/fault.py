@@ -11,9 +11,9 @@ from typing import Final
 
 from meshwright.checkpoint.commit import PLACES
 from meshwright.errors import ConfigError, nearest, refusal
-from meshwright.execute.ledger_file import PHASES
+from meshwright.execute.flight_recorder_file import PHASES
 
-# The phases of a ledger, and the places of a save.
+# The phases of a flight recorder, and the places of a save.
 MOMENTS: Final = (*PHASES, *(f"save.{place}" for place in PLACES))
 ACTIONS: Final = ("kill", "stop", "segfault", "hang_gil", "sleep", "raise", "exit", "nan")
 

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import faulthandler
 import json
+import os
 import signal
 import sys
 import time
@@ -20,23 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, cast
 
-from meshwright.data.files import write_atomic
+from meshwright.checkpoint.commit import LOCK
+from meshwright.data.files import open_own, write_atomic
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.ledger_file import SIZE
+from meshwright.execute.flight_recorder_file import SIZE
 from meshwright.train.run_folder import Job, RunFolder
 
 if TYPE_CHECKING:  # a supervisor never needs torch
     from meshwright.execute.world import World
 
-# Of a log its end is sent; a ledger is sent whole. The store keeps all of it in memory.
+# Of a log its end is sent; a flight recorder is sent whole. The store keeps all of it in memory.
 _LONGEST: Final = 256 * 1024
-_MARK: Final = ".seen"
 _LOOK_S: Final = 3.0  # file systems over a network show new folders late
 _END_S: Final = 30.0  # for what other nodes send when all has gone well
 _FAILED_S: Final = 5.0  # and after a failure, where some of them may be gone
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is needed of torch's stores."""
 
     def set(self, key: str, value: str) -> None:
@@ -50,32 +51,30 @@ class Store(Protocol):
 
 
 def hand_over(job: Job) -> str:
-    """Return what rank 0 tells the others of a run, whose lock it holds."""
-    mark = job.folder.lock.read_text(encoding="utf-8")
-    if job.config.checkpoint.dir is not None:
-        job.checkpoints.mkdir(parents=True, exist_ok=True)
-        (job.checkpoints / _MARK).write_text(mark, encoding="utf-8")
+    """Return what rank 0 tells the others of a run, whose locks it holds."""
+    seen = {
+        str(path): path.read_text(encoding="utf-8")
+        for path in (job.folder.lock, job.checkpoints / LOCK)
+    }
     texts = {
         path.name: path.read_text(encoding="utf-8") for path in (job.folder.config, job.folder.plan)
     }
-    seen = [str(job.folder.lock)]
-    seen += [str(job.checkpoints / _MARK)] if job.config.checkpoint.dir is not None else []
-    return json.dumps({"folder": str(job.folder.path), "mark": mark, "seen": seen, "texts": texts})
+    return json.dumps({"folder": str(job.folder.path), "seen": seen, "texts": texts})
 
 
 def sight(told: Mapping[str, Any]) -> list[bool]:
     """Return whether this node sees rank 0's run folder, and what it checkpoints into."""
     until = time.monotonic() + _LOOK_S
     while True:
-        found = [_reads(Path(path), told["mark"]) for path in told["seen"]]
+        found = [_reads(Path(path), text) for path, text in told["seen"].items()]
         if all(found) or time.monotonic() > until:
-            return [found[0], found[-1]]
+            return found
         time.sleep(0.1)
 
 
-def _reads(path: Path, mark: str) -> bool:
+def _reads(path: Path, text: str) -> bool:
     try:
-        return path.read_text(encoding="utf-8") == mark
+        return path.read_text(encoding="utf-8") == text
     except OSError:
         return False
 
@@ -87,7 +86,7 @@ def check_sights(told: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[b
     """
     blind = sorted({node for node, (_, checkpoints) in sights if not checkpoints})
     if blind:
-        path = Path(told["seen"][-1]).parent
+        path = Path(list(told["seen"])[-1]).parent
         what = f"{', '.join(blind)} cannot see {path}, into which rank 0's node saves"
         legal = ["log.dir on a file system of all nodes", "checkpoint.dir on one"]
         raise ConfigError(refusal(what, legal=legal))
@@ -105,14 +104,18 @@ def make_copy(told: Mapping[str, Any]) -> None:
 class Gathering:
     """Takes what ranks of nodes `apart` leave in their own run folders to rank 0's."""
 
-    store: Store
+    store: KeyValueStore
     folder: RunFolder
     apart: tuple[int, ...]
 
     def send(self, rank: int) -> None:
         """Send what a rank of this node has left; a failure to do so is no other failure."""
         found = {}
-        for path in (self.folder.log(rank), self.folder.ledger(rank), self.folder.failure(rank)):
+        for path in (
+            self.folder.log(rank),
+            self.folder.flight_recorder(rank),
+            self.folder.failure(rank),
+        ):
             with contextlib.suppress(OSError):
                 content = path.read_bytes()[-max(_LONGEST, SIZE) :]
                 found[path.name] = base64.b64encode(content).decode()
@@ -148,10 +151,10 @@ def one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
     if not own[0]:
         make_copy(told)
     apart = tuple(rank for rank, seen in enumerate(sights) if not seen[0])
-    return Gathering(cast(Store, world.store), RunFolder(Path(told["folder"])), apart)
+    return Gathering(cast(KeyValueStore, world.store), RunFolder(Path(told["folder"])), apart)
 
 
-class _Both:
+class _Tee:
     """A stream whose text goes to a log, too."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
@@ -176,18 +179,22 @@ def logged(path: Path, *, stdout: bool) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ["stdout", "stderr"] if stdout else ["stderr"]
     before = {name: getattr(sys, name) for name in names}
-    with path.open("a", encoding="utf-8", buffering=1) as log:
-        for name, stream in before.items():
-            setattr(sys, name, _Both(stream, log))
-        faulthandler.enable(log)
-        faulthandler.register(signal.SIGUSR1, log, all_threads=True)
-        try:
-            yield
-        except BaseException:
+    descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
+    log = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1)
+    for name, stream in before.items():
+        setattr(sys, name, _Tee(stream, log))
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
             traceback.print_exc(file=log)
-            raise
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
-            faulthandler.disable()
-            for name, stream in before.items():
-                setattr(sys, name, stream)
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+        for name, stream in before.items():
+            setattr(sys, name, stream)
+        with contextlib.suppress(OSError):  # what the disk has had no room for
+            log.close()

@@ -16,7 +16,7 @@ from meshwright.launch.fault import Fault
 
 
 class Injector:
-    """Acts a fault out, once for each step that it is for; called with each phase of a ledger."""
+    """Acts a fault out, once for each step that it is for; called with each phase of a recorder."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault

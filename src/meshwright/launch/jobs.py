@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.execute.secret import VARIABLE
 from meshwright.launch.rank_environ import ALLOCATOR
 from meshwright.units import format_seconds
 
@@ -35,10 +36,12 @@ class JobSpec:
 
     `accelerator` is the device in the words of clouds ("H100"), None on CPUs. `time_limit_s` is
     what the scheduler grants, `grace_s` how long before its end ranks are asked to save and stop.
-    `setup` runs before, on each node; `image` is a container's. `log_dir` is where runs are.
+    `setup` runs before, on each node; `image` is a container's. `log_dir` is where runs are,
+    `steps_dir` where this one saves its steps, None in its folder.
     `files` has the texts of the files that the words name, by path: a Kubernetes job carries them.
     `volume` is the PersistentVolumeClaim, or the bucket, that keeps data and runs, `wheel` the file
-    of Meshwright's package, `identity` a random id of this job.
+    of Meshwright's package, `identity` a random id of this job, `secret` what its ranks prove to
+    know.
     """
 
     name: str
@@ -56,11 +59,13 @@ class JobSpec:
     image: str | None = None
     setup: str | None = None
     log_dir: str = "runs"
+    steps_dir: str | None = None
     hosts: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     volume: str | None = None
     wheel: str | None = None
     identity: str = field(default_factory=lambda: secrets.token_hex(4))
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def __post_init__(self) -> None:
         for name, text in self._texts():
@@ -118,13 +123,26 @@ class JobSpec:
         """Where a job that names its run has it."""
         return str(PurePosixPath(self.log_dir) / self.name)
 
+    @property
+    def checkpoints(self) -> str:
+        """Where a job that names its run saves its steps."""
+        return self.steps_dir or str(PurePosixPath(self.run_folder) / "checkpoints")
+
+    @property
+    def elastic(self) -> list[str]:
+        """The command torchrun, which gives ranks as long to save as the job has.
+
+        By itself it kills them 30 seconds after SIGTERM; torch 2.11 knows no other time.
+        """
+        return ["env", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}", "torchrun"]
+
     def torchrun(self, endpoint: str) -> list[str]:
         """Return a node's command; ranks meet at an endpoint, under an id of this job alone.
 
         Otherwise a second job of the same name would join what is left of the first.
         """
         return [
-            "torchrun",
+            *self.elastic,
             *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
             *("--rdzv-id", f"{self.name}-{self.identity}"),
@@ -153,7 +171,8 @@ def torchrun(job: JobSpec) -> str:
     for host in hosts:
         if job.nodes > 1:
             lines.append(f"# on {host}")
-        lines.append(shell(job.torchrun(f"{first}:{PORT}")))
+        # Before the command, not in it: others see the words of a process, not its environment.
+        lines.append(shell([f"{VARIABLE}={job.secret}", *job.torchrun(f"{first}:{PORT}")]))
     return "\n".join(lines) + "\n"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from meshwright.launch.lock import RunLock
 from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.restart import append, run_attempts
 from meshwright.launch.signals import StopSignals
@@ -12,6 +13,7 @@ from meshwright.launch.stopping import Stopping
 from meshwright.launch.supervisor import LocalRanks, Timing, listen_on_loopback, supervise
 from meshwright.launch.view import EventTail, Room, View
 from meshwright.launch.watchdog import Watchdog
+from meshwright.program.events import read_event
 from meshwright.train.run_folder import Job
 
 
@@ -22,11 +24,11 @@ class LocalRun:
         self,
         job: Job,
         environ: Mapping[str, str],
-        lock: int,
+        locks: Sequence[RunLock],
         timing: Timing,
         command: list[str],
     ) -> None:
-        self._job, self._lock, self._timing, self._command = job, lock, timing, command
+        self._job, self._locks, self._timing, self._command = job, locks, timing, command
         threads = job.machine.threads(job.layout.world)
         is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
         self._environ = rank_environ(environ, threads, keeps_memory=not is_limited)
@@ -34,16 +36,18 @@ class LocalRun:
     def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
         """Train to the end and return the exit code; the first attempt meets at `listener`.
 
-        Raises as `Stopping.look` does, too.
+        Raises as `Stopping.look` and `RunLock.check` do, too.
         """
         job = self._job
         stopping = Stopping(
             job, signals, lambda text: view.write({"event": "stopping", "text": text})
         )
-        tail = EventTail(job.folder.events, only_new=job.resume)
+        tail = EventTail(job.folder.events, only_new=job.resume, read=read_event)
         room = Room(job.folder.path)
 
         def look(watchdog: Watchdog) -> None:
+            for lock in self._locks:
+                lock.check()
             if (slow := watchdog.slow()) is not None:
                 append(job, slow)
             for event in (*tail.new(), *room.new()):
@@ -71,5 +75,5 @@ class LocalRun:
             {**self._environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
             meet,
             self._timing,
-            self._lock,
+            [lock.descriptor for lock in self._locks],
         )

@@ -1,4 +1,4 @@
-"""`RunLock`: one run at a time writes into a run folder. No torch here."""
+"""`RunLock`: one run at a time writes into a run folder, or a folder of steps. No torch here."""
 
 from __future__ import annotations
 
@@ -11,42 +11,64 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError
+from meshwright.data.files import open_own
+from meshwright.errors import ConfigError, RankFailed
+from meshwright.parsing import parse_json
 
 
 class RunLock:
-    """The right to write into a run folder, as a context.
+    """The right to write into a folder, as a context; the lock names the run.
 
     The system holds the lock and lets go of it when the last process that has the file open is
     gone, however it went: a lock that is left behind stops nobody. Ranks get the open file, so that
     the folder of a supervisor that was killed stays locked for as long as one of them runs.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, run: str = "", what: str = "run folder") -> None:
+        self._path, self._run, self._what = path, run, what
         self.descriptor = -1
         self.left_by: dict[str, Any] | None = None  # who held it last and did not let go of it
 
     def __enter__(self) -> RunLock:
-        """Take the lock; raises `ConfigError` with who holds it."""
+        """Take the lock; raises `ConfigError` with who holds it, or where its file is a link."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.descriptor = open_own(self._path, os.O_RDWR)
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be locked: {error.strerror}") from None
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = read_holder(self._path)
             os.close(self.descriptor)
             if isinstance(error, BlockingIOError):
-                raise ConfigError(refused(self._path, holder)) from None
+                raise ConfigError(refused(self._path, holder, self._what)) from None
             raise ConfigError(f"{self._path} cannot be locked: {error.strerror}") from None
         self.left_by = read_holder(self._path)
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        mine["run"] = self._run
         self._write(json.dumps(mine))
         return self
 
     def _write(self, text: str) -> None:
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, text.encode(), 0)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the locked file is no longer the one at its path: someone removed the folder."""
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return True
+
+    def check(self) -> None:
+        """Raise `RankFailed` where the lock is lost."""
+        if self.is_lost:
+            raise RankFailed(
+                f"{self._what} {self._path.parent} was removed or replaced while the run wrote "
+                "into it. The run ends: what it has not saved elsewhere is lost"
+            )
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
@@ -57,14 +79,16 @@ class RunLock:
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Return pid, host and time of whoever took a lock and has not let go of it."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        found = parse_json(path.read_text(encoding="utf-8"))
+        time.localtime(found["time"])
+        return {"pid": int(found["pid"]), "host": str(found["host"]), "time": found["time"]}
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError):
         return None
 
 
-def refused(path: Path, holder: dict[str, Any] | None) -> str:
+def refused(path: Path, holder: dict[str, Any] | None, what: str = "run folder") -> str:
     """Word the refusal of a folder that is in use."""
-    text = f"run folder {path.parent} is in use"
+    text = f"{what} {path.parent} is in use"
     if holder is None:
         return f"{text} by another process"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))

@@ -33,6 +33,7 @@ def detect(
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+    load = os.getloadavg()[0]
     if cluster.device == "cuda" and not gpus:
         raise ConfigError(
             refusal("cluster.device = 'cuda', but no NVIDIA GPU is visible", legal=["'cpu'"])
@@ -47,10 +48,10 @@ def detect(
                     f"cluster.devices_per_node = {count}, but {gpus} GPUs are visible", legal=[gpus]
                 )
             )
-        return Machine("cuda", count, cores, "CUDA GPU", is_fixed=True)
+        return Machine("cuda", count, cores, "CUDA GPU", is_fixed=True, load=load)
     count = asked or min(CPU_RANKS, cores)
     name = f"CPU ({_processor()}, {cores} cores)"
-    return Machine("cpu", count, cores, name, is_fixed=asked is not None)
+    return Machine("cpu", count, cores, name, is_fixed=asked is not None, load=load)
 
 
 def memory_of_machine() -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import yaml
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.execute.secret import VARIABLE
 from meshwright.launch.jobs import PORT, Expression, JobSpec, environment, shell
 
 # Where a pod has the volume that keeps data and runs, and the files of its command.
@@ -63,11 +64,11 @@ def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
         [
             "set -e",
             f"RUN={shell([job.run_folder])}",
-            'if ls -d "$RUN"/checkpoints/step-* > /dev/null 2>&1; then',
+            f"if ls -d -- {shell([job.checkpoints])}/step-* > /dev/null 2>&1; then",
             f"  exec {shell([*command, '--resume', run])}",
             "fi",
             f'if [ "${{{node}:-0}}" = 0 ] && [ -e "$RUN" ]; then',
-            '  mv "$RUN" "$RUN-unsaved-$(date +%Y%m%d-%H%M%S)"',
+            '  mv -- "$RUN" "$RUN-unsaved-$(date +%Y%m%d-%H%M%S)"',
             "fi",
             f"exec {shell(begin)}",
             "",
@@ -96,8 +97,9 @@ def skypilot(job: JobSpec) -> str:
     document: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "workdir": "."}
     if resources:
         document["resources"] = resources
-    if environment(job):
-        document["envs"] = dict(environment(job))
+    secret = {VARIABLE: job.secret} if job.nodes > 1 else {}
+    if environ := {**environment(job), **secret}:
+        document["envs"] = environ
     mounts: dict[str, Any] = {}
     setup = [job.setup] if job.setup else []
     if job.wheel is not None:
@@ -136,11 +138,14 @@ def _check_inside(paths: Iterable[str], what: str, hint: str) -> None:
 def jobset(job: JobSpec) -> str:
     """Return a JobSet: a pod for each node, which meet on the first one by its name.
 
-    A ConfigMap with the files that the command names precedes it.
+    A ConfigMap with the files that the command names precedes it, and a Secret where ranks prove
+    to know one.
     """
     job = _carrying(job)
     first = f"{job.name}-node-0-0.{job.name}:{PORT}"
-    pod = _pod(job, "train", ["bash", "-c", _script(job, first, "JOB_COMPLETION_INDEX")])
+    has_secret = job.nodes > 1  # on one node the supervisor draws one
+    script = _script(job, first, "JOB_COMPLETION_INDEX")
+    pod = _pod(job, "train", ["bash", "-c", script], has_secret=has_secret)
     template = {
         "parallelism": job.nodes,
         "completions": job.nodes,
@@ -148,7 +153,7 @@ def jobset(job: JobSpec) -> str:
         "backoffLimit": 0,  # a pod that fails fails the set, which starts anew as a whole
         "template": {"spec": {**pod, "restartPolicy": "Never"}},
     }
-    return _files(job) + _yaml(
+    return _before(job, has_secret=has_secret) + _yaml(
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
@@ -165,17 +170,18 @@ def jobset(job: JobSpec) -> str:
 def pytorchjob(job: JobSpec) -> str:
     """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`).
 
-    A ConfigMap with the files that the command names precedes it.
+    A ConfigMap with the files that the command names and a Secret precede it.
     """
     job = _carrying(job)
-    command = ["torchrun", "-m", *job.train]
+    command = [*job.elastic, "-m", *job.train]
     # The operator finds the container by this name.
-    pod = _pod(job, "pytorch", ["bash", "-c", _run_or_resume(job, command, "RANK")])
+    script = _run_or_resume(job, command, "RANK")
+    pod = _pod(job, "pytorch", ["bash", "-c", script], has_secret=True)
     spec = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **spec}}
     if job.nodes > 1:
         replicas["Worker"] = {"replicas": job.nodes - 1, **spec}
-    return _files(job) + _yaml(
+    return _before(job, has_secret=True) + _yaml(
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
@@ -206,17 +212,27 @@ def _path(file: str) -> str:
     return f"{_CONFIG}/{PurePosixPath(file).name}"
 
 
-def _files(job: JobSpec) -> str:
-    """Return the ConfigMap of the job's files as a document of its own, nothing without files."""
-    if not job.files:
-        return ""
-    data = {PurePosixPath(name).name: text for name, text in job.files.items()}
-    metadata = {"name": f"{job.name}-config"}
-    document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
-    return _yaml(document) + "---\n"
+def _before(job: JobSpec, *, has_secret: bool) -> str:
+    """Return the ConfigMap of a job's files, if any, and its Secret, as documents of their own."""
+    documents = []
+    if job.files:
+        data = {PurePosixPath(name).name: text for name, text in job.files.items()}
+        documents.append({"kind": "ConfigMap", **_named(f"{job.name}-config"), "data": data})
+    if has_secret:
+        told = {VARIABLE: job.secret}
+        documents.append({"kind": "Secret", **_named(_secret_of(job)), "stringData": told})
+    return "".join(f"{_yaml({'apiVersion': 'v1', **document})}---\n" for document in documents)
 
 
-def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
+def _named(name: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}}
+
+
+def _secret_of(job: JobSpec) -> str:
+    return f"{job.name}-secret"
+
+
+def _pod(job: JobSpec, name: str, command: list[str], *, has_secret: bool) -> dict[str, Any]:
     """Return the pod of a node: its files, its volume, and memory that NCCL's ranks share."""
     if job.image is None:
         hint = "Meshwright's Dockerfile makes one: docker build --tag NAME ."
@@ -229,11 +245,16 @@ def _pod(job: JobSpec, name: str, command: list[str]) -> dict[str, Any]:
             "PersistentVolumeClaim that all nodes may write (ReadWriteMany); data and "
             f"{job.log_dir} are in it, by paths relative to its root"
         )
-    _check_inside([job.log_dir], "log.dir is kept by the volume", "name it relative to its root")
+    for key, path in (("log.dir", job.log_dir), ("checkpoint.dir", job.checkpoints)):
+        _check_inside([path], f"{key} is kept by the volume", "name it relative to its root")
     container: dict[str, Any] = {"name": name, "image": job.image, "command": command}
     container["workingDir"] = _VOLUME
-    if environment(job):
-        container["env"] = [{"name": k, "value": v} for k, v in environment(job).items()]
+    env: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in environment(job).items()]
+    if has_secret:
+        reference = {"secretKeyRef": {"name": _secret_of(job), "key": VARIABLE}}
+        env.append({"name": VARIABLE, "valueFrom": reference})
+    if env:
+        container["env"] = env
     if job.device == "cuda":
         container["resources"] = {"limits": {"nvidia.com/gpu": job.per_node}}
     elif job.cores is not None:

@@ -2,7 +2,7 @@
 
 All train the same Llama on the same number of random tokens a step, with gradient clipping and
 AdamW. Each run of a peer says how long its steps took, see `launch.peers.common`; Meshwright's are
-`step_time_s` of its events. The first two steps of a run do not count. Runs take turns, so that the
+`step_time_s` of its events. The first two steps of a run do not count. Runs alternate, so that the
 machine's noise hits all alike. A peer gets the microbatch that is fastest in a short sweep,
 Meshwright its default. PyTorch's own wrappers always take part.
 """
@@ -29,7 +29,7 @@ from meshwright.launch.peers.catalogue import (
     PEERS,
     RANKS,
     SINGLE,
-    Sizes,
+    PeerSizes,
     adapter,
     ranks_of,
 )
@@ -67,7 +67,7 @@ print(json.dumps({
 """
 
 
-class Failure(Exception):
+class PeerFailure(Exception):
     """A run ended without step times."""
 
 
@@ -91,7 +91,7 @@ class Entrant:
 class Bench:
     """How runs are made: the model, the interpreters of the peers, Meshwright's data."""
 
-    sizes: Sizes
+    sizes: PeerSizes
     pythons: Mapping[str, str]
     tokens: Path
     environ: Mapping[str, str]
@@ -106,7 +106,7 @@ class Bench:
                 seconds, peak = self.peer(entrant.system, entrant.mode, entrant.microbatch, steps)
             entrant.seconds += seconds[NOT_COUNTED:]
             entrant.peaks.append(peak)
-        except Failure as failure:
+        except PeerFailure as failure:
             entrant.failure = str(failure)
 
     def sweep(self, entrant: Entrant) -> None:
@@ -117,7 +117,7 @@ class Bench:
         for microbatch in (size for size in SWEEP if rows % size == 0):
             try:
                 seconds, _ = self.peer(entrant.system, entrant.mode, microbatch, SWEEP_STEPS)
-            except Failure as failure:
+            except PeerFailure as failure:
                 failures.append(str(failure))
                 continue
             entrant.sweep[str(microbatch)] = round(min(seconds[NOT_COUNTED:]), 4)
@@ -134,7 +134,7 @@ class Bench:
         out = _output([self.pythons[system], "-m", adapter(system), *words], self.environ)
         lines = [line for line in out.splitlines() if line.startswith('{"seconds"')]
         if not lines:
-            raise Failure("it printed no step times")
+            raise PeerFailure("it printed no step times")
         found = json.loads(lines[-1])
         return found["seconds"], found["peak_bytes"]
 
@@ -176,7 +176,7 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return what a command prints, run by this interpreter or by a peer's.
 
     A peer's finds this package alone, by a link: not what else is installed beside it. Raises
-    `Failure` where it fails.
+    `PeerFailure` where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-peer-") as folder:
         own = command[0] == sys.executable
@@ -192,15 +192,15 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Failure(f"it ran past {LIMIT_S} s") from None
+            raise PeerFailure(f"it ran past {LIMIT_S} s") from None
     if done.returncode:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in said if "Error: " in line] or said[-1:]
-        raise Failure(f"exit code {done.returncode}: {errors[0][:300] if errors else ''}")
+        raise PeerFailure(f"exit code {done.returncode}: {errors[0][:300] if errors else ''}")
     return done.stdout
 
 
-def random_tokens(folder: Path, sizes: Sizes, steps: int) -> Path:
+def random_tokens(folder: Path, sizes: PeerSizes, steps: int) -> Path:
     """Write random tokens as a Megatron pair, enough for a run, and return its path.
 
     Beside it lies a tokenizer of as many entries as the model has.
@@ -230,7 +230,7 @@ def versions(python: str, environ: Mapping[str, str]) -> dict[str, str]:
         found: dict[str, str] = json.loads(
             _output([python, "-c", VERSIONS, json.dumps(PEERS)], environ)
         )
-    except (OSError, Failure) as failure:
+    except (OSError, PeerFailure) as failure:
         raise ConfigError(f"--peers-python {python}: {failure}") from None
     return found
 
@@ -281,7 +281,7 @@ def line_up(modes: Sequence[str], systems: Sequence[str], chosen: Path | None) -
     return entrants
 
 
-def sizes_of(config: Config) -> Sizes:
+def sizes_of(config: Config) -> PeerSizes:
     """Return the model and the step of a config in the words of the peers.
 
     Raises `ConfigError` for what their adapters do not build.
@@ -306,7 +306,7 @@ def sizes_of(config: Config) -> Sizes:
                 legal=[f"train.batch = {2 * RANKS * max(1, train.batch // (2 * RANKS))}"],
             )
         )
-    return Sizes(
+    return PeerSizes(
         model.vocab_size,
         model.dim,
         model.n_layers,

@@ -23,7 +23,7 @@ CALIBRATION: Final = "cluster.calibration"
 # Set to "shipped", nothing is measured without being asked for, and nothing that is kept is read.
 VARIABLE: Final = "MESHWRIGHT_CALIBRATION"
 # The number goes up where the constants' meaning changes: what was kept before is not read.
-_FOLDER: Final = "calibrations-3"
+_FOLDER: Final = "calibrations-4"
 
 
 class Kept(NamedTuple):

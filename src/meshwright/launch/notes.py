@@ -8,14 +8,19 @@ from pathlib import Path
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.schedule import learning_rate
 from meshwright.spec.stored import stored_tokenizer
 from meshwright.spec.words import beyond_context
 from meshwright.train.run_folder import Job
 
-# Keys of the schedule, which a resumed run may change.
+# What a resumed run may change of how it trains: keys of the schedule, and others by section.
 _OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "schedule_steps")
+_OF_STEPS = {
+    "optimizer": ("betas", "eps", "weight_decay", "momentum"),
+    "train": ("precision", "fp8", "loss_scale", "reduce_dtype", "clip_norm", "nonfinite"),
+}
 
 
 def config_notes(config: Config) -> Iterator[str]:
@@ -71,20 +76,23 @@ def run_notes(job: Job) -> Iterator[str]:
     """Yield notes on a run that starts on this machine, or resumes."""
     config, layout, machine = job.config, job.layout, job.machine
     if job.resume:
-        if (text := schedule_note(job)) is not None:
-            yield text
+        yield from resume_notes(job)
     else:
         yield from config_notes(config)
     chosen = config.origins["train.compile"].removeprefix("auto: ")
     if chosen != config.origins["train.compile"]:
         blocks = "compiled" if config.train.is_compiled else "not compiled"
         yield f"blocks are {blocks}: {chosen}"
+    yield from layout_notes(config, layout, machine)
+
+
+def layout_notes(config: Config, layout: Layout, machine: Machine) -> Iterator[str]:
+    """Yield notes on what a layout leaves unused, and on ranks that share cores."""
+    unused = left_over(config, layout, machine.devices * config.cluster.nodes)
+    for text in (None if unused is None else unused.text, unsharded(layout)):
+        if text is not None:
+            yield text
     here = layout.world // config.cluster.nodes
-    if here < machine.devices:
-        yield (
-            f"{here} of {machine.devices} devices are used, as far as train.batch = "
-            f"{config.train.batch} and the layout divide"
-        )
     if machine.device == "cpu" and here > machine.cores:
         yield (
             f"the layout {layout.label} has {here} ranks on this machine, which share "
@@ -92,14 +100,32 @@ def run_notes(job: Job) -> Iterator[str]:
         )
 
 
-def schedule_note(job: Job) -> str | None:
-    """Return how the learning rate of a resumed run departs from its schedule so far."""
+def resume_notes(job: Job) -> Iterator[str]:
+    """Yield what changes in how a run trains from where it goes on."""
     try:
         before = load_config(job.folder.config)
         done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])
     except (ConfigError, CheckpointError, IndexError, ValueError):
-        return None  # a run that is refused elsewhere
-    now, step = job.config, done + 1
+        return  # a run that is refused elsewhere
+    for text in (_schedule_note(before, job.config, done), _change_note(before, job.config, done)):
+        if text is not None:
+            yield text
+
+
+def _change_note(before: Config, now: Config, done: int) -> str | None:
+    """Return what but the learning rate is another after the steps that are done."""
+    changed = []
+    for section, keys in _OF_STEPS.items():
+        for key in keys:
+            old, new = (getattr(getattr(one, section), key) for one in (before, now))
+            if old != new:
+                changed.append(f"{section}.{key} was {old}, is {new}")
+    return f"from step {done + 1} on: {'; '.join(changed)}" if changed else None
+
+
+def _schedule_note(before: Config, now: Config, done: int) -> str | None:
+    """Return how the learning rate of a resumed run departs from its schedule so far."""
+    step = done + 1
     rates = [learning_rate(step, one.train.steps, one.optimizer) for one in (before, now)]
     if abs(rates[1] - rates[0]) <= 1e-6 * rates[0]:
         return None

@@ -30,6 +30,7 @@ from meshwright.errors import (
     RankFailed,
     refusal,
 )
+from meshwright.execute.secret import VARIABLE
 from meshwright.launch.jobs import JobSpec, environment, shell
 from meshwright.launch.signals import StopSignals
 
@@ -78,6 +79,7 @@ def environments(
         "MASTER_PORT": str(endpoint[1]),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_RUN_ID": identity,
+        VARIABLE: job.secret,
     }
     return [
         {**common, "RANK": str(node * job.per_node + local), "LOCAL_RANK": str(local)}
@@ -263,7 +265,7 @@ def submit(job: JobSpec, address: str, wait_s: float) -> int:
         raise ConfigError(f"--address {address}: no Ray cluster there: {error}. {hint}") from None
     try:
         group = _reserve(ray, job, wait_s)
-        identity = f"ray-{job.name}-{ray.get_runtime_context().get_job_id()}"
+        identity = f"ray-{job.name}-{job.identity}"  # Ray counts its jobs anew in each cluster
         with StopSignals() as signals:
 
             def start(attempt: int) -> Nodes:

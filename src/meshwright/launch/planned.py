@@ -14,7 +14,7 @@ from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:  # `config show` has no use for what they bring
     from meshwright.predict.setting import Setting
-    from meshwright.program.ledger import StepLedger
+    from meshwright.program.profile import StepProfile
     from meshwright.train.run_folder import Job
 
 
@@ -33,13 +33,13 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
     if config.train.compile == "auto" and config.cluster.calibration is not None:
-        from meshwright.search.compiling import Choice, choose, decided
+        from meshwright.search.compiling import CompileChoice, choose, decided
 
         layout = resolve_layout(config, machine)
         try:
             setting = setting_on(config, machine, layout)
         except ConfigError as error:  # a run with a layout needs no device that is known
-            return decided(config, Choice(False, str(error)))
+            return decided(config, CompileChoice(False, str(error)))
         if setting.compile_gain is None and config.origins[CALIBRATION].startswith(MEASURED_HERE):
             return config  # nobody has asked for what is not measured
         return decided(config, choose(setting, layout, lacks))
@@ -95,13 +95,12 @@ def on_machine(config: Config, machine: Machine) -> Config:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
 
 
-def predicted(job: Job) -> StepLedger | None:
+def predicted(job: Job) -> StepProfile | None:
     """Return what is predicted of a run's steps; None where the machine's device is not known."""
-    from meshwright.predict.ledger import predicted_ledger
+    from meshwright.predict.profile import predicted_profile
 
     try:
         setting = setting_on(job.config, job.machine, job.layout)
     except ConfigError:
         return None
-    packed = job.config.data.packing == "documents"
-    return predicted_ledger(setting, job.layout, packed=packed)
+    return predicted_profile(setting, job.layout)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import NoProgress
-from meshwright.execute.ledger_file import Reading, read_ledger
+from meshwright.execute.flight_recorder_file import Reading, read_flight_recorder
 from meshwright.launch.supervisor import RanksFailed
-from meshwright.train.events import Event, JsonLines
+from meshwright.program.events import Event
+from meshwright.report.figure import finite
+from meshwright.train.events import JsonLines
 from meshwright.train.run_folder import Job
 
 
@@ -63,8 +65,10 @@ def step_of(path: Path) -> int:
 
 
 def last_step(job: Job) -> int:
-    """Return the last step that any rank finished in the latest attempt, from the ledgers."""
-    found = (read_ledger(job.folder.ledger(rank)) for rank in range(job.layout.world))
+    """Return the last step that any rank finished in the latest attempt, from the recorders."""
+    found = (
+        read_flight_recorder(job.folder.flight_recorder(rank)) for rank in range(job.layout.world)
+    )
     return max((_done(reading) for reading in found if reading is not None), default=0)
 
 
@@ -141,14 +145,23 @@ def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[Recovery]:
                 yield _recovery(pending, None, step_s)
             pending = event
         elif event["event"] == "start" and pending is not None:
-            ready_s = event["time"] - pending["time"]  # by the clocks of two processes
-            yield _recovery(pending, ready_s if ready_s >= 0 else None, step_s)
+            yield _recovery(pending, _between(pending, event), step_s)
             pending = None
     if pending is not None:
         yield _recovery(pending, None, step_s)
 
 
+def _between(event: Mapping[str, Any], later: Mapping[str, Any]) -> float | None:
+    """Return the seconds between two events, by the clocks of two processes; None if not known."""
+    times = finite(event.get("time")), finite(later.get("time"))
+    if times[0] is None or times[1] is None or times[1] < times[0]:
+        return None
+    return times[1] - times[0]
+
+
 def _recovery(event: Mapping[str, Any], ready_s: float | None, step_s: float | None) -> Recovery:
     lost = event["lost_steps"]
     lost_s = 0.0 if not lost else None if step_s is None else lost * step_s
-    return Recovery(event["attempt"], event["cause"], event["detect_s"], ready_s, lost, lost_s)
+    return Recovery(
+        event["attempt"], event["cause"], finite(event.get("detect_s")), ready_s, lost, lost_s
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import safe_open
+
+from meshwright.parsing import parse_json
 
 Arrays = Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]
 
@@ -22,7 +23,7 @@ def read_whole(folder: Path, kind: str) -> Arrays:
     chunks: dict[str, list[tuple[list[int], Any]]] = {}
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
         with safe_open(path, framework="numpy") as opened:
-            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            places = parse_json(opened.metadata()["DCP_SHARDING_INFO"])
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 chunk = opened.get_tensor(name)
                 chunks.setdefault(name, []).append((places[name]["saved_offsets"], chunk))

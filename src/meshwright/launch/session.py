@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
+import secrets
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Final, TextIO
 
-from meshwright.checkpoint.commit import read_manifest, steps
-from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
-from meshwright.data import Dataset, StreamedDataset, open_data
+from meshwright.checkpoint.commit import LOCK, steps
+from meshwright.data import open_data
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
-    CheckpointError,
     ConfigError,
     StoppedOnRequest,
     refusal,
 )
 from meshwright.execute.rendezvous import Rendezvous
-from meshwright.launch.checks import check_device, check_extras, check_memory, check_tokenizer
+from meshwright.launch.checks import (
+    check_device,
+    check_extras,
+    check_limit,
+    check_memory,
+    check_tokenizer,
+)
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.elastic import forget, recorded, restarted, tell
 from meshwright.launch.engine import check_engine, check_fp8
@@ -38,17 +43,20 @@ from meshwright.launch.measuring import measured_first
 from meshwright.launch.notes import run_notes
 from meshwright.launch.planned import predicted, settled
 from meshwright.launch.restart import append
+from meshwright.launch.resuming import Resume, resumed
 from meshwright.launch.signals import StopSignals
 from meshwright.launch.stopping import cut_short, going_on
 from meshwright.launch.supervisor import Timing, listen_on_loopback, worker_command
 from meshwright.launch.view import Lasting, open_view
-from meshwright.layout import resolve_layout
+from meshwright.layout import left_over, resolve_layout
+from meshwright.parsing import parse_json
+from meshwright.program.events import Events
 from meshwright.report.run import write_report
 from meshwright.spec.loading import Config
 from meshwright.train.run_folder import (
     Job,
     RunFolder,
-    TokenizerRecord,
+    RunTokenizer,
     check_writable,
     choose_folder,
     compiled_as,
@@ -61,11 +69,10 @@ from meshwright.train.run_folder import (
 Progress = Callable[[str], None]
 
 
-class Resume(NamedTuple):
-    """A run to go on with, and the parts of its identity that may have changed."""
-
-    run: Path
-    allowed: tuple[str, ...] = ()
+_NO_SECRET: Final = (
+    "the ranks have no secret, so whoever reaches their store can join them: set MESHWRIGHT_SECRET "
+    "on all nodes, as the jobs of `meshwright launch` do"
+)
 
 
 @dataclass(frozen=True)
@@ -76,12 +83,10 @@ class Run:
     exit_code: int
 
     def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of the run, or those of one kind."""
-        with (self.folder / "events.jsonl").open(encoding="utf-8") as lines:
-            for line in lines:
-                event = json.loads(line)
-                if kind is None or event["event"] == kind:
-                    yield event
+        """Yield the events of the run, or those of one kind; a damaged line is left out."""
+        for event in Events.read(RunFolder(self.folder).events):
+            if kind is None or event["event"] == kind:
+                yield event
 
 
 def train(
@@ -110,15 +115,16 @@ def train(
         return _train_joined(config, at, environ, resume, quiet=quiet)
     job = prepare_job(config, environ, resume=resume)
     listener, shown = listen_on_loopback(config.cluster.port), Lasting(out)
-    with RunLock(job.folder.lock) as lock, StopSignals() as signals:
+    with contextlib.ExitStack() as held, StopSignals() as signals:
+        locks = locked(job, held)
         notes = list(run_notes(job))  # before a run that goes on gets its new config
         _create(job)
         _say(shown, f"run folder {job.folder.path}")
-        if lock.left_by is not None:
-            _say(shown, f"note: process {lock.left_by['pid']} had it and is gone without an end")
+        if (before := locks[0].left_by) is not None:
+            _say(shown, f"note: process {before['pid']} had it and is gone without an end")
         for text in notes:
             _say(shown, f"note: {text}")
-        local = LocalRun(job, environ, lock.descriptor, timing or Timing(), command(job.folder))
+        local = LocalRun(job, environ, locks, timing or Timing(), command(job.folder))
         try:
             code = local.train(listener, open_view(shown, quiet=quiet), signals)
         except StoppedOnRequest as stopped:
@@ -126,7 +132,8 @@ def train(
             append(job, cut_short(job))
             _say(shown, str(stopped))
         finally:
-            _write_report(job, shown)
+            if not any(lock.is_lost for lock in locks):
+                _write_report(job, shown)
         if code == EXIT_STOPPED:
             _say(Lasting(sys.stderr) if shown.is_lost else shown, going_on(job))
         return Run(job.folder.path, code)
@@ -157,6 +164,7 @@ def prepare_job(
     check_fp8(config, machine.device)
     check_tokenizer(config)
     check_memory(config, layout, machine)
+    check_limit(config, layout, machine)
     if resume is None:
         folder = choose_folder(config, datetime.datetime.now())
     else:
@@ -168,41 +176,51 @@ def prepare_job(
     dataset.check(config.train)
     found = dataset.tokenizer
     file = None if found.file is None else str(found.file)
-    record = TokenizerRecord(found.name, found.eos_token, file)
-    job = Job(config, layout, machine, cache, folder, record)
+    record = RunTokenizer(found.name, found.eos_token, file)
+    job = Job(config, layout, machine, cache, folder, record, run=secrets.token_hex(8))
     if config.checkpoint.dir is not None:  # its own folder is in that of the run
         check_writable("checkpoint folder", job.checkpoints, "checkpoint.dir")
     if resume is not None:
-        return _resumed(job, dataset, resume)
-    if steps(job.checkpoints):  # a committed step is never written again: its own would be lost
-        raise ConfigError(
-            f"checkpoint.dir = {job.checkpoints} holds steps of another run; choose another "
-            "folder, or go on with that run by --resume"
-        )
+        return resumed(job, dataset, resume)
+    _refuse_steps(job)
     return job
 
 
-def _resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job:
-    """Return the job of a run that goes on; refuses what its newest step was not written by."""
-    check_parts(resume.allowed)
-    found = steps(job.checkpoints)
-    if not found:
-        raise ConfigError(f"--resume {resume.run}: {job.checkpoints} holds no committed step")
-    for step in reversed(found):
-        # A step that is corrupt is the ranks' to set aside: one before it is looked at here.
-        with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(step)
-            break
-    else:
-        raise ConfigError(f"--resume {resume.run}: no step of {job.checkpoints} is readable")
-    now = identity_of(job.config, dataset.identity)
-    refuse_changed(manifest, now, resume.allowed)
-    if manifest["step"] >= job.config.train.steps:
-        raise ConfigError(
-            f"--resume {resume.run}: step {manifest['step']} is there, train.steps = "
-            f"{job.config.train.steps} asks for no more; give train.steps=N"
-        )
-    return replace(job, resume=True, allowed=resume.allowed)
+def _refuse_steps(job: Job) -> None:
+    """Refuse a new run where there are steps: they are another's."""
+    if steps(job.checkpoints):
+        raise ConfigError(_taken(job))
+
+
+def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
+    """Lock what a job writes into while `held` is: the run folder, and that of its steps.
+
+    Raises `ConfigError` where another run has one of them, or has saved there meanwhile.
+    """
+    locks = [
+        RunLock(job.folder.lock, job.run),
+        RunLock(job.checkpoints / LOCK, job.run, "checkpoint folder"),
+    ]
+    for lock in locks:
+        held.enter_context(lock)
+    if not job.resume:
+        _refuse_steps(job)
+    return locks
+
+
+def _taken(job: Job) -> str:
+    """Say that a job's folder of steps is another run's, and how to resume that one."""
+    run, more = "RUN, RUN being its run folder", ""
+    for plan in sorted(Path(job.config.log.dir).glob("*/plan.json")):
+        with contextlib.suppress(ConfigError, OSError):  # a damaged run, or one without steps
+            other = read_job(plan.parent)
+            if not plan.parent.is_symlink() and other.checkpoints.samefile(job.checkpoints):
+                run, wanted = shlex.quote(str(plan.parent)), job.config.train.steps
+                more = f" train.steps={wanted}" if wanted != other.config.train.steps else ""
+    return (
+        f"checkpoint.dir = {job.checkpoints} holds steps of another run. For a new run choose "
+        f"another folder; to resume that one: meshwright train --resume {run}{more}"
+    )
 
 
 def cache_folder(config: Config, environ: Mapping[str, str]) -> Path:
@@ -226,7 +244,7 @@ def _train_joined(
     from meshwright.launch.worker import (
         StopRequest,
         follow_parent,
-        open_ledger,
+        open_flight_recorder,
         record_failure,
         run_rank,
     )
@@ -246,11 +264,11 @@ def _train_joined(
         def prepare() -> str:
             return hand_over(_taken_up(config, at, environ, resume, held))
 
-        gathering = one_folder(world, json.loads(world.from_rank_0("meshwright/run", prepare)))
+        gathering = one_folder(world, parse_json(world.from_rank_0("meshwright/run", prepare)))
         job = read_job(gathering.folder.path)
         _check_world(job, at)
         job.folder.failure(at.rank).unlink(missing_ok=True)
-        world = replace(world, ledger=open_ledger(job.folder, at, environ))
+        world = replace(world, recorder=open_flight_recorder(job.folder, at, environ))
         is_failure, out = True, Lasting(sys.stdout)
         try:
             with logged(job.folder.log(at.rank), stdout=at.rank != 0):
@@ -258,7 +276,7 @@ def _train_joined(
                 code = run_rank(job, world, at.attempt, stop, view=view)
             is_failure = False
         except BaseException as error:
-            record_failure(job.folder, at.rank, error, world.ledger)
+            record_failure(job.folder, at.rank, error, world.recorder)
             raise
         finally:
             if at.rank in gathering.apart:
@@ -285,18 +303,19 @@ def _taken_up(
 
     An attempt that comes back on more or fewer nodes goes on with its run on another layout.
     """
-    folder = recorded(config, at)
+    folder = recorded(config, at, lambda text: _say(sys.stdout, text))
     before = None if folder is None else read_job(folder)
     if before is not None and before.layout.world == at.size:
-        held.enter_context(RunLock(before.folder.lock))
+        locked(replace(before, resume=True), held)
         append(before, restarted(before, at))
         return before
     job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
-    held.enter_context(RunLock(job.folder.lock))
-    for text in run_notes(job):
+    locked(job, held)
+    unproved = [] if at.secret else [_NO_SECRET]
+    for text in (*unproved, *run_notes(job)):
         _say(sys.stdout, f"note: {text}")
     _create(job)
-    tell(job, at)
+    tell(job, config, at)
     if before is not None:
         append(job, restarted(before, at))
     return job
@@ -306,7 +325,9 @@ def _check_world(job: Job, at: Rendezvous) -> None:
     """Refuse ranks that a layout has no use for."""
     if job.layout.world != at.size:
         what = f"the layout {job.layout.label} has {job.layout.world} ranks, and {at.size} started"
-        raise ConfigError(refusal(what, legal=[f"{job.layout.world} ranks", "another layout"]))
+        unused = left_over(job.config, job.layout, at.size)
+        why, legal = (f": {unused.why}", unused.legal) if unused else ("", ("another layout",))
+        raise ConfigError(refusal(what + why, legal=[f"{job.layout.world} ranks", *legal]))
 
 
 def _create(job: Job) -> None:

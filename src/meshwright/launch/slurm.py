@@ -13,6 +13,7 @@ from meshwright.errors import (
     ConfigError,
     MeshwrightError,
 )
+from meshwright.execute.secret import VARIABLE
 from meshwright.launch.jobs import JobSpec, clock, environment, shell
 
 # Cores of a rank unless the job says. One with a GPU has one each for its work, its saver and its
@@ -30,6 +31,8 @@ def slurm(job: JobSpec) -> str:
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {shell([option])}" for option in _options(job)), ""]
     lines += [f"export {shell([f'{name}={value}'])}" for name, value in environment(job).items()]
+    # Drawn as the job starts: Slurm shows the script of a job to more than its owner.
+    lines.append(f"export {VARIABLE}=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')")
     lines += [job.setup] if job.setup else []
     train = [job.python, "-m", "meshwright", "train", *job.words]
     cores = f"--cpus-per-task={_cores(job)}"  # srun no longer takes it from the job

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from meshwright.errors import RankFailed, StoppedOnRequest
-from meshwright.execute.ledger_file import Reading, read_ledger
+from meshwright.execute.flight_recorder_file import Reading, read_flight_recorder
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.elastic import starter
 from meshwright.launch.restart import committed, last_step
@@ -40,7 +40,7 @@ class Stopping:
         if not signals.asked or (self._is_answered and signals.repeats == self._repeats):
             return
         ranks = range(self._job.layout.world)
-        found = [read_ledger(self._job.folder.ledger(rank)) for rank in ranks]
+        found = [read_flight_recorder(self._job.folder.flight_recorder(rank)) for rank in ranks]
         if not self._is_answered:
             if has_done_nothing(found):
                 raise StoppedOnRequest(f"stopped on request {self._kept()}")
@@ -55,6 +55,8 @@ class Stopping:
 
     def _kept(self) -> str:
         saved = committed(self._job)
+        if saved >= self._job.config.train.steps:
+            return f"after the last step: all {saved} steps are saved"
         if saved:
             return f"before step {saved + 1} was done: step {saved} is saved"
         return "before the first step was done: there is nothing to save"
@@ -71,7 +73,7 @@ class Stopping:
 
 
 def has_done_nothing(found: Sequence[Reading | None]) -> bool:
-    """Whether no rank has finished a step since it was started, by their ledgers."""
+    """Whether no rank has finished a step since it was started, by their flight recorders."""
     return all(one is None or (not one.stepped_s and one.phase in _BEFORE) for one in found)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.files import open_own
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_REFUSED,
@@ -23,6 +25,7 @@ from meshwright.errors import (
     RankFailed,
     refusal,
 )
+from meshwright.execute.secret import VARIABLE
 from meshwright.launch.explain import (
     TIMED_OUT,
     explain,
@@ -30,6 +33,7 @@ from meshwright.launch.explain import (
     memory_words,
     mismatch,
     ranks_text,
+    read_failure,
     witnesses,
 )
 from meshwright.launch.watchdog import Watchdog
@@ -47,7 +51,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How a rank ended: its own exception where it left one, else its signal or exit code.
 
     `can_retry`: another attempt may succeed; not so for what was refused. `deed` says what failed
@@ -67,7 +71,7 @@ class Failure:
 class RanksFailed(RankFailed):
     """Ranks failed, or hang; noticed at a time since 1970, `detect_s` after it at most."""
 
-    def __init__(self, text: str, first: Failure, noticed: float, detect_s: float) -> None:
+    def __init__(self, text: str, first: RankFailure, noticed: float, detect_s: float) -> None:
         super().__init__(text)
         self.first, self.noticed, self.detect_s = first, noticed, detect_s
 
@@ -116,12 +120,14 @@ class LocalRanks:
         environ: Mapping[str, str],
         listener: socket.socket,
         timing: Timing,
-        lock: int | None = None,
+        locks: Sequence[int] = (),
     ) -> None:
-        """Prepare them; `lock` is the open file of the run folder's lock, for them to hold, too."""
+        """Prepare them; `locks` are the open files of the run's locks, for them to hold, too."""
         self._command, self._world, self.folder = list(command), world, folder
         self._environ, self._listener, self._timing = dict(environ), listener, timing
-        self._kept = [] if lock is None else [lock]
+        self._kept = list(locks)
+        # Anyone on this machine reaches loopback; only its own user reads a process's environment.
+        self._secret = secrets.token_hex(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lifeline: tuple[int, int] | None = None
 
@@ -131,7 +137,7 @@ class LocalRanks:
         for rank in range(self._world):
             # What an earlier attempt has left says nothing about this one.
             self.folder.failure(rank).unlink(missing_ok=True)
-            self.folder.ledger(rank).unlink(missing_ok=True)
+            self.folder.flight_recorder(rank).unlink(missing_ok=True)
             self._processes.append(self._start(rank, read_end))
         self._listener.close()
         return self
@@ -145,6 +151,7 @@ class LocalRanks:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._listener.getsockname()[1]),
             "MESHWRIGHT_LOCAL": "1",
+            VARIABLE: self._secret,
             "MESHWRIGHT_PARENT_FD": str(lifeline),
         }
         passed = [lifeline, *self._kept]
@@ -153,7 +160,7 @@ class LocalRanks:
             environ["MESHWRIGHT_LISTEN_FD"] = str(self._listener.fileno())
         log = self.folder.log(rank)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with os.fdopen(open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as output:
             return subprocess.Popen(
                 self._command,
                 env=environ,
@@ -184,7 +191,7 @@ class LocalRanks:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[RankFailure]:
         """Return how the ranks that failed have ended, the likeliest root cause first.
 
         A rank that was killed, or raised on its own, comes before those that merely lost it.
@@ -192,7 +199,7 @@ class LocalRanks:
         found = []
         for rank, code in enumerate(self.codes()):
             if code not in (None, EXIT_DONE, EXIT_STOPPED):
-                found.append(_explain(self.folder, rank, int(code or 0)))
+                found.append(failure_of(self.folder, rank, int(code or 0)))
         return sorted(found, key=lambda f: (not f.is_first_hand, f.raised_at))
 
     def __exit__(self, *_: object) -> None:
@@ -208,21 +215,20 @@ class LocalRanks:
                 os.close(descriptor)
 
 
-def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
+def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
     """Return a rank's failure from its own record, or from how the process ended."""
-    path = folder.failure(rank)
-    if path.is_file():
-        said = json.loads(path.read_text(encoding="utf-8"))
+    said = read_failure(folder, rank)
+    if said is not None:
         is_lost = lost_a_peer(said)
         cause = said["message"] if said["expected"] else f"{said['type']}: {said['message']}"
-        return Failure(
+        return RankFailure(
             rank,
             f"rank {rank} raised {cause}",
             "" if said["expected"] else said["traceback"],
             said["time"],
             is_first_hand=not is_lost,
             can_retry=said["exit_code"] != EXIT_REFUSED,
-            deed="" if is_lost else _deed(rank, said),
+            deed="" if is_lost else _deed(said),
         )
     place = witnesses(folder, rank + 1)[rank].place
     where = f"in {place}" if place.startswith("step") else place
@@ -231,14 +237,18 @@ def _explain(folder: RunFolder, rank: int, code: int) -> Failure:
         hint = ""
         if name == "SIGKILL":
             hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
-        return Failure(rank, f"rank {rank} was killed by {name}{hint}, {where}")
-    return Failure(rank, f"rank {rank} exited with code {code}, {where}", _tail(folder.log(rank)))
+        return RankFailure(rank, f"rank {rank} was killed by {name}{hint}, {where}")
+    return RankFailure(
+        rank, f"rank {rank} exited with code {code}, {where}", _tail(folder.log(rank))
+    )
 
 
-def _deed(rank: int, said: Mapping[str, Any]) -> str:
+def _deed(said: Mapping[str, Any]) -> str:
+    """Return what failed where, without the ranks in it: of a fault that all meet, any may tell."""
     if said["out_of_memory"]:
-        return f"rank {rank}, {said['place']}: out of memory"
-    return f"rank {rank}, {said['place']}: {said['message']}" if said["expected"] else ""
+        return f"{said['place']}: out of memory"
+    same = re.sub(r"\brank \d+", "rank", said["message"])
+    return f"{said['place']}: {same}" if said["expected"] else ""
 
 
 def _tail(log: Path, lines: int = 20) -> str:
@@ -280,7 +290,7 @@ def supervise(
             ranks.ask_for_stacks()
             time.sleep(timing.poll_s)
             text = f"{hang.cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
-            raise RanksFailed(text, Failure(-1, hang.cause), noticed, hang.silent_s)
+            raise RanksFailed(text, RankFailure(-1, hang.cause), noticed, hang.silent_s)
         time.sleep(timing.poll_s)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TextIO, cast
@@ -18,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.layout import Layout
+from meshwright.parsing import parse_json
 from meshwright.units import format_bytes, format_count, format_seconds
 
 # Events that are said in a line, by kind, with their fields.
 NOTICES: Final = {
+    "evaluating": "step {step}: evaluating {batches} batch(es)",
     "resume": "going on after step {step}, from {path}, written by {layout}",
     "bad_checkpoint": "set aside: {problem}",
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
@@ -35,7 +36,7 @@ NOTICES: Final = {
     "events once there is room",
 }
 # Kinds of events that a quiet view leaves out.
-_CHATTER: Final = ("start", "step", "eval", "save")
+_CHATTER: Final = ("start", "step", "evaluating", "eval", "save")
 # Steps whose median is the pace: one that waited for a save says little of those to come.
 _PACED_BY: Final = 20
 
@@ -133,7 +134,9 @@ class View:
 
     def _end(self, event: Mapping[str, Any]) -> None:
         if event["stopped"] and event["step"] == self._start.get("from_step"):
-            self._print(f"stopped on request before step {event['step'] + 1}")
+            is_last = event["step"] == self._start.get("steps")
+            when = "after the last step" if is_last else f"before step {event['step'] + 1}"
+            self._print(f"stopped on request {when}")
             return
         verb = "stopped on request" if event["stopped"] else "done"
         text = f"{verb} after {event['step']} steps: loss {number(event['loss'])} nats"
@@ -260,9 +263,18 @@ class Room:
 class EventTail:
     """Follows an `events.jsonl` that another process appends to."""
 
-    def __init__(self, path: Path, *, only_new: bool = False) -> None:
-        """Follow a file from its beginning, or with `only_new` from its last whole line on."""
-        self._path, self._at = path, 0
+    def __init__(
+        self,
+        path: Path,
+        *,
+        only_new: bool = False,
+        read: Callable[[bytes], dict[str, Any] | None] = parse_json,
+    ) -> None:
+        """Follow a file from its beginning, or with `only_new` from its last whole line on.
+
+        A line of which `read` makes None is left out.
+        """
+        self._path, self._at, self._read = path, 0, read
         if only_new and path.is_file():
             self._at = path.read_bytes().rfind(b"\n") + 1
 
@@ -276,4 +288,5 @@ class EventTail:
                 if not line.endswith(b"\n"):
                     return
                 self._at += len(line)
-                yield json.loads(line)
+                if (event := self._read(line)) is not None:
+                    yield event

@@ -1,4 +1,4 @@
-"""`Watchdog`: reads the ledgers of running ranks, and says when they hang or one is slow.
+"""`Watchdog`: reads the flight recorders of running ranks, and says when they hang or one is slow.
 
 It runs in the supervisor, so nothing that a rank does or fails to do can keep it from looking. No
 torch here.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from meshwright.execute.ledger_file import LedgerFile, Pace
+from meshwright.execute.flight_recorder_file import FlightRecorderFile, RankPace
 from meshwright.launch.explain import explain, witnesses
 from meshwright.train.run_folder import RunFolder
 from meshwright.units import format_seconds
@@ -33,7 +33,7 @@ class Hang(NamedTuple):
 class Watchdog:
     """Watches the ranks of one attempt; `hang_s` 0: it never takes them for hanging.
 
-    `clock` is that of the ledgers, in seconds.
+    `clock` is that of the flight recorders, in seconds.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Watchdog:
     ) -> None:
         self._folder, self._world, self._hang_s = folder, world, hang_s
         self._clock = clock
-        self._files: dict[int, LedgerFile] = {}
+        self._files: dict[int, FlightRecorderFile] = {}
         self._moves = [0] * world
         self._moved_at = clock()
-        self._before: list[Pace] | None = None
+        self._before: list[RankPace] | None = None
 
     def look(self, pids: Sequence[int]) -> Hang | None:
-        """Look at the ledgers; returns why the ranks hang, if they do."""
+        """Look at the flight recorders; returns why the ranks hang, if they do."""
         self._map()
         moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
         now = self._clock()
@@ -67,9 +67,9 @@ class Watchdog:
 
     def _map(self) -> None:
         for rank in range(self._world):
-            if rank not in self._files and (path := self._folder.ledger(rank)).is_file():
+            if rank not in self._files and (path := self._folder.flight_recorder(rank)).is_file():
                 try:
-                    self._files[rank] = LedgerFile(path)
+                    self._files[rank] = FlightRecorderFile(path)
                 except (OSError, ValueError):  # being written
                     continue
 
@@ -89,7 +89,7 @@ class Watchdog:
         return _slow_event(before, now)
 
 
-def _slow_event(before: Sequence[Pace], now: Sequence[Pace]) -> dict[str, Any] | None:
+def _slow_event(before: Sequence[RankPace], now: Sequence[RankPace]) -> dict[str, Any] | None:
     shares = []
     for old, new in zip(before, now, strict=True):
         seconds = new.stepped_s - old.stepped_s

@@ -5,6 +5,7 @@ It joins the others, trains, and leaves either an exit code or a failure file th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -25,22 +26,27 @@ from typing import Final
 import torch
 
 from meshwright.data import open_data
+from meshwright.data.files import write_atomic
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_RANK_FAILED,
     EXIT_STOPPED,
     ConfigError,
+    DataError,
     MeshwrightError,
     RankFailed,
 )
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.recorder import Recorder
+from meshwright.execute.collective_recorder import CollectiveRecorder
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.groups import open_groups
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join, leave
+from meshwright.launch.alike import digests_of, refuse_unlike
 from meshwright.launch.inject import injector
 from meshwright.launch.signals import stop_signals
 from meshwright.layout import broken
-from meshwright.train.events import Event, Sink, open_sinks
+from meshwright.program.events import Event
+from meshwright.train.events import Sink, open_sinks
 from meshwright.train.loop import train
 from meshwright.train.run_folder import Job, RunFolder, read_job
 from meshwright.units import format_bytes, parse_bytes
@@ -54,6 +60,10 @@ REFUSED: Final = (
     "bad_alloc",
     "Cannot allocate memory",
 )
+
+
+# What C++ says where a thread finds no room for its stack.
+NO_THREAD: Final = "Resource temporarily unavailable"
 
 
 class StopRequest:
@@ -137,7 +147,7 @@ class MemoryLimit:
             return
         if self.device.type != "cuda":  # what follows needs memory, too
             _set_data_limit(None)
-        if error is not None and is_out_of_memory(error):
+        if error is not None and (is_out_of_memory(error) or NO_THREAD in str(error)):
             raise RankFailed(self.refusal(str(error), self.limit)) from error
 
     def refusal(self, said: str, limit: int) -> str:
@@ -147,7 +157,7 @@ class MemoryLimit:
         asked = f"asked for {size}," if size else "asked for"
         return (
             f"out of memory: rank {self.rank} {asked} more than was left of "
-            f"cluster.memory = {format_bytes(limit)}. {remedies(self.job)}"
+            f"cluster.memory = {format_bytes(limit)}. {ways_to_fit(self.job)}"
         )
 
 
@@ -158,7 +168,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
 
 
-def remedies(job: Job) -> str:
+def ways_to_fit(job: Job) -> str:
     """Say which legal changes of a job's layout let a rank do with less memory."""
     layout, dp = job.layout, job.layout.dp
     changes: list[dict[str, object]] = [
@@ -225,8 +235,10 @@ def run_rank(
     its `view`, where no supervisor does.
     """
     config = job.config
-    world.ledger.phase("load")
+    world.recorder.phase("load")
     dataset = open_data(config.data, job.cache, vocab_size=config.model.vocab_size)
+    resume = attempt > 0 or job.resume
+    refuse_unlike(digests_of(job, dataset, has_weights=not resume), world)
     sinks: list[Sink] = []
     if world.rank == 0:
         sinks = open_sinks(config.log, job.folder.path, config.model_dump(mode="json"))
@@ -236,11 +248,12 @@ def run_rank(
         for sink in sinks:
             sink.write(event)
 
-    resume = attempt > 0 or job.resume
     go = train
     if config.train.engine == "deepspeed":
         go = importlib.import_module("meshwright.train.by_deepspeed").train  # of an extra
-    with Recorder(world.ledger), MemoryLimit(job, world.rank, world.device):
+    if config.cluster.memory is not None:  # the groups' threads are no part of it
+        open_groups(job.layout, world, config.cluster.timeout)
+    with CollectiveRecorder(world.recorder), MemoryLimit(job, world.rank, world.device):
         summary = go(job, world, dataset, emit, lambda: stop.asked, resume)
     for sink in sinks:
         sink.close()
@@ -249,15 +262,17 @@ def run_rank(
     return EXIT_STOPPED if summary.stopped else EXIT_DONE
 
 
-def open_ledger(folder: RunFolder, at: Rendezvous, environ: Mapping[str, str]) -> Ledger:
-    """Begin the ledger of this rank, with the fault that it is to act out, if any."""
-    path = folder.ledger(at.rank)
+def open_flight_recorder(
+    folder: RunFolder, at: Rendezvous, environ: Mapping[str, str]
+) -> FlightRecorder:
+    """Begin the flight recorder of this rank, with the fault that it is to act out, if any."""
+    path = folder.flight_recorder(at.rank)
     fault = injector(environ.get("FAULT"), at.rank, at.attempt)
-    return Ledger.open(path, at.rank, at.size, at.attempt, fault)
+    return FlightRecorder.open(path, at.rank, at.size, at.attempt, fault)
 
 
 def record_failure(
-    folder: RunFolder, rank: int, error: BaseException, ledger: Ledger | None = None
+    folder: RunFolder, rank: int, error: BaseException, recorder: FlightRecorder | None = None
 ) -> None:
     """Write what ended this rank, for the supervisor to tell."""
     causes = [error, error.__cause__]
@@ -269,13 +284,11 @@ def record_failure(
         "expected": isinstance(error, MeshwrightError),
         "exit_code": getattr(error, "exit_code", EXIT_RANK_FAILED),
         "out_of_memory": any(is_out_of_memory(e) for e in causes if e is not None),
-        "place": "" if ledger is None else ledger.place,
+        "place": "" if recorder is None else recorder.place,
         "traceback": "".join(traceback.format_exception(error)),
     }
-    path = folder.failure(rank)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(failure), encoding="utf-8")
-    temporary.replace(path)
+    with contextlib.suppress(DataError):  # a full disk: what the process prints has to do
+        write_atomic(folder.failure(rank), json.dumps(failure).encode())
 
 
 def main() -> None:
@@ -287,22 +300,24 @@ def main() -> None:
     tell_stacks()
     folder = RunFolder(Path(sys.argv[1]))
     rank = int(environ.get("RANK", "0"))
-    ledger: Ledger | None = None
+    recorder: FlightRecorder | None = None
     try:
         job = read_job(folder.path)
         at = Rendezvous.from_environment(environ)
         if at is None:
             raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
-        ledger = open_ledger(folder, at, environ)
+        recorder = open_flight_recorder(folder, at, environ)
         torch.set_num_threads(job.machine.threads(job.layout.world))
-        world = join(at, job.machine.device, job.config.cluster.timeout, ledger)
+        world = join(at, job.machine.device, job.config.cluster.timeout, recorder)
         code = run_rank(job, world, at.attempt, stop)
     except BaseException as error:
-        traceback.print_exc()
-        record_failure(folder, rank, error, ledger)
+        record_failure(folder, rank, error, recorder)
         code = EXIT_RANK_FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the log may be on a disk that is full
+            traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Threads of a broken process group can block a normal exit.
     os._exit(code)
 

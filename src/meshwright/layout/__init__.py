@@ -3,5 +3,16 @@
 from meshwright.layout.layout import Layout, Machine, resolve_layout
 from meshwright.layout.mesh import AXES, Mesh
 from meshwright.layout.rules import broken, nearest_legal
+from meshwright.layout.unused import left_over, unsharded
 
-__all__ = ["AXES", "Layout", "Machine", "Mesh", "broken", "nearest_legal", "resolve_layout"]
+__all__ = [
+    "AXES",
+    "Layout",
+    "Machine",
+    "Mesh",
+    "broken",
+    "left_over",
+    "nearest_legal",
+    "resolve_layout",
+    "unsharded",
+]

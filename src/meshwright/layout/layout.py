@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -14,7 +14,14 @@ from meshwright.layout.rules import broken, divisors, nearest_legal
 from meshwright.layout.schedules import microbatch_rule
 from meshwright.spec.loading import Config
 from meshwright.spec.model import Spec
-from meshwright.spec.training import ContextKind, Offload, Recompute, Schedule, TrainSpec, Zero
+from meshwright.spec.training import (
+    ContextKind,
+    Offload,
+    Recompute,
+    Schedule,
+    TrainSpec,
+    Zero,
+)
 
 # Tokens of a microbatch on a rank where none is asked for. On a CPU few are a little faster and
 # take half of the memory (docs/log.md); a GPU wants enough rows to fill its multiprocessors.
@@ -23,6 +30,8 @@ MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
 class Machine(NamedTuple):
     """The devices of a node: kind, how many, its CPU cores, a name for people.
+
+    `load` is how many processes wanted a core in the minute before.
 
     `is_fixed` says whether `devices` is a fact; otherwise it is a default, and a layout that asks
     for more ranks gets them, as processes that share a CPU.
@@ -33,10 +42,14 @@ class Machine(NamedTuple):
     cores: int
     name: str
     is_fixed: bool
+    load: float = 0.0
 
     def threads(self, ranks: int) -> int:
         """Return how many CPU threads each of the ranks of a node gets."""
         return max(1, self.cores // ranks)
+
+
+_MOST_MICROBATCHES: Final = 2**16  # each has entries in the table of actions
 
 
 class Layout(Spec):
@@ -91,6 +104,15 @@ class Layout(Spec):
         Context ranks hold the same weights, so they share them too.
         """
         return self.dp_shard * self.cp if self.zero else 1
+
+    def microbatches(self, batch: int) -> int:
+        """Return the microbatches of a data-parallel rank in a step of so many sequences."""
+        return batch // self.dp // self.microbatch
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that hold the same states and sum their gradients: the rest of the data ranks."""
+        return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
     def is_pipelined(self) -> bool:
@@ -181,8 +203,9 @@ _DATA_DEGREES = ("dp_replicate", "dp_shard")
 def resolve_layout(config: Config, machine: Machine) -> Layout:
     """Return the layout that a config asks for on a machine.
 
-    A data-parallel degree that was left out takes the devices that remain, as far as the batch
-    divides. Raises `ConfigError` naming the rule, both numbers and the nearest legal values.
+    Where both data-parallel degrees were left out, `dp_shard` (with `zero` 0 `dp_replicate`) takes
+    the devices that remain, as far as the batch divides. One that is left out alone is 1.
+    Raises `ConfigError` naming the rule, both numbers and the nearest legal values.
     """
     section = config.layout
     left_out = {key for key in (*_DATA_DEGREES, "microbatch") if getattr(section, key) is None}
@@ -206,6 +229,11 @@ def resolve_layout(config: Config, machine: Machine) -> Layout:
     if rule is not None:
         legal = nearest_legal(config.model, config.train, layout, settle=settle)
         raise ConfigError(refusal(rule, legal=legal))
+    each = layout.dp * layout.microbatch
+    if config.train.batch > each * _MOST_MICROBATCHES:
+        what = f"train.batch = {config.train.batch} is {config.train.batch // each} microbatches"
+        legal = [f"train.batch = {each * _MOST_MICROBATCHES}"]
+        raise ConfigError(refusal(f"{what}; a step has at most {_MOST_MICROBATCHES}", legal=legal))
     return layout
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import LARGEST, ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
 
 if TYPE_CHECKING:  # the layout is held against these rules, so its module imports this one
@@ -169,7 +169,7 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.pp == 1:
         return None
-    count = train.batch // layout.dp // layout.microbatch
+    count = layout.microbatches(train.batch)
     return microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count)
 
 
@@ -237,7 +237,7 @@ class _Repair(NamedTuple):
         text = f"{change.key} = {value}"
         layout = self.case.layout
         if change.key == "layout.microbatch" and layout.pp > 1:
-            text += f" ({self.case.train.batch // layout.dp // layout.microbatch} microbatches)"
+            text += f" ({layout.microbatches(self.case.train.batch)} microbatches)"
         return text
 
 
@@ -257,7 +257,7 @@ def nearest_legal(
     """Return up to `count` changes that make a layout legal, such as `layout.tp = 2`, best first.
 
     As few keys are changed as will do. Of a number's values the nearest on each side is given;
-    what keeps the number of ranks comes first, and the keys take turns. `settle` completes each
+    what keeps the number of ranks comes first, and the keys alternate. `settle` completes each
     candidate: where given, what it returns is held against the rules. A legal layout gives [].
     """
     case = _Case(model, train, layout)
@@ -337,7 +337,7 @@ def _options(case: _Case, key: str, width: int) -> list[_Change]:
         return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]
     numbers = sorted(set(_NUMBERS[key](case)) - {old}, key=lambda number: abs(number - old))
     below = [number for number in numbers if 0 < number < old]
-    above = [number for number in numbers if number > old]
+    above = [number for number in numbers if old < number <= LARGEST]
     # Degree 1 obeys most rules; it is tried even where many others are nearer.
     tried = dict.fromkeys(below[:width] + below[-1:] + above[:width])
     return [_Change(key, n, n > old, abs(n - old) / old) for n in tried]

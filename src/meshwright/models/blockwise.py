@@ -45,7 +45,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
     Scores are in fp32; exponentials are rounded before the second product, as the kernel does.
     """
-    cut = _Cut.of_call(query, key)
+    cut = _PlannedCut.of_call(query, key)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     queries, keys = cut.queries(), cut.keys()
     values = cut.keys(dtype=query.dtype)
@@ -68,10 +68,10 @@ def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
-    cut = _Cut.of_call(query, key)
+    cut = _PlannedCut.of_call(query, key)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
-    queries, came = (_Both.of(cut.queries, query.dtype) for _ in range(2))
-    keys, values = (_Both.of(cut.keys, query.dtype) for _ in range(2))
+    queries, came = (_FactorMemory.of(cut.queries, query.dtype) for _ in range(2))
+    keys, values = (_FactorMemory.of(cut.keys, query.dtype) for _ in range(2))
     total, sums, rests = cut.queries(), cut.queries(1), cut.queries(1)
     blocks = _key_blocks(cut, queries, came, keys, values, total, sums, rests)
     spread, grads, outs = (cut.by_key(x) for x in (query, grad, out))
@@ -92,10 +92,10 @@ def attention_backward(
 
 
 def _query_blocks(
-    cut: _Cut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
+    cut: _PlannedCut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
 ) -> list[Callable[[Tensor], None]]:
     """Return what writes blocks of a part's result, each of all keys up to its last query."""
-    scores = _Both.of(cut.room, values.dtype)
+    scores = _FactorMemory.of(cut.room, values.dtype)
     results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
     later = cut.hidden().transpose(0, 1)
 
@@ -124,11 +124,11 @@ def _query_blocks(
 
 
 def _key_blocks(
-    cut: _Cut,
-    queries: _Both,
-    came: _Both,
-    keys: _Both,
-    values: _Both,
+    cut: _PlannedCut,
+    queries: _FactorMemory,
+    came: _FactorMemory,
+    keys: _FactorMemory,
+    values: _FactorMemory,
     total: Tensor,
     sums: Tensor,
     rests: Tensor,
@@ -138,7 +138,7 @@ def _key_blocks(
     They write their gradients, and add to `total`, that of the queries.
     """
     dtype = queries.narrow.dtype
-    first, second = (_Both.of(cut.room, dtype) for _ in range(2))
+    first, second = (_FactorMemory.of(cut.room, dtype) for _ in range(2))
     grads = torch.empty(keys.narrow[:, :BLOCK].shape, dtype=dtype).flatten()
     parts = torch.empty(queries.narrow.shape, dtype=dtype).flatten()
     earlier = cut.hidden()
@@ -181,14 +181,14 @@ def _key_blocks(
     return [block(at, size) for at, size in cut.blocks()]
 
 
-class _Both(NamedTuple):
+class _FactorMemory(NamedTuple):
     """Memory for a factor in fp32 and in the dtype of products: the same if that is fp32."""
 
     wide: Tensor
     narrow: Tensor
 
     @classmethod
-    def of(cls, make: Callable[..., Tensor], dtype: torch.dtype) -> _Both:
+    def of(cls, make: Callable[..., Tensor], dtype: torch.dtype) -> _FactorMemory:
         """Return new memory."""
         wide = make()
         return cls(wide, wide if dtype == wide.dtype else make(dtype=dtype))
@@ -199,18 +199,18 @@ class _Both(NamedTuple):
         if self.wide is not self.narrow:
             self.wide.copy_(self.narrow)
 
-    def shaped(self, *shape: int) -> _Both:
+    def shaped(self, *shape: int) -> _FactorMemory:
         """Return the start of both, flat memory, in a shape."""
         wide = _shaped(self.wide, *shape)
         same = self.wide is self.narrow
-        return _Both(wide, wide if same else _shaped(self.narrow, *shape))
+        return _FactorMemory(wide, wide if same else _shaped(self.narrow, *shape))
 
 
-class _Cut(Cut):
+class _PlannedCut(Cut):
     """A cut with its memory and the views of tensors that follow from it."""
 
     @classmethod
-    def of_call(cls, query: Tensor, key: Tensor) -> _Cut:
+    def of_call(cls, query: Tensor, key: Tensor) -> _PlannedCut:
         """Return that of a call."""
         batch, kv_heads, length, dim = key.shape
         return cls(*Cut.of(batch, query.shape[1], kv_heads, length, dim))

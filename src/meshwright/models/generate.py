@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.errors import ConfigError, refusal
+from meshwright.errors import CheckpointError, ConfigError, refusal
 from meshwright.models.cache import KVCache
 from meshwright.models.transformer import Transformer
 
@@ -83,9 +83,12 @@ def _next_logits(model: Transformer, new: Tensor, cache: KVCache) -> Tensor:
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
     """Return one token per row of logits `[batch, vocab]`, int64 `[batch]` on the CPU.
 
-    Drawn on the CPU in fp32, so that a seed gives the same tokens on every device.
+    Drawn on the CPU in fp32, so that a seed gives the same tokens on every device. Raises
+    `CheckpointError` for logits that are not finite.
     """
     logits = logits.float().cpu()
+    if not torch.isfinite(logits).all():
+        raise CheckpointError("the model's logits are not finite: its weights are damaged")
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = torch.softmax(logits / temperature, -1)

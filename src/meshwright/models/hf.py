@@ -258,7 +258,7 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")
-    names = list(dict.fromkeys(weight_map.values()))
+    names = list({str(name): name for name in weight_map.values()}.values())
     for name in names:
         plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
         if not plain or not name.endswith(".safetensors"):

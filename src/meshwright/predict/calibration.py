@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import ConfigError
+from meshwright.parsing import parse_toml
 from meshwright.spec.model import ModelSpec
 
-# What stands in for a device or a stack that has not been measured.
+# Constants with such a part in their name are divided by.
+_RATES: Final = frozenset(
+    ("attention", "host_bandwidth", "idle", "memory", "optimizer", "products", "rate", "share")
+)
+# What stands in for a device or a system that has not been measured.
 ANY = "any"
 # The share of the time in which ranks have their cores, below which a machine is busy otherwise.
 QUIET: Final = 0.8
@@ -27,7 +32,7 @@ SHIPPED: Final = "shipped"
 class Calibration:
     """Constants by name, `KIND.what`, and where they come from.
 
-    KIND is the kind of a device, the name of a stack, or "any". A kind such as "h100-500w" stands
+    KIND is the kind of a device, the name of a system, or "any". A kind such as "h100-500w" stands
     back to "h100". `blocks` names the model whose blocks were measured, see `blocks_of`.
     `had_core` is the share of the time in which the ranks that measured had their cores.
     """
@@ -75,7 +80,7 @@ def parse_calibration(text: str) -> Calibration:
 
     Raises `ValueError` where it is anything else.
     """
-    content = tomllib.loads(text)
+    content = parse_toml(text)
     for kind, table in content.items():
         if not isinstance(table, dict):
             raise ValueError(f"{kind} = {table!r} is in no table of a kind, such as [cpu]")
@@ -86,6 +91,8 @@ def parse_calibration(text: str) -> Calibration:
     had_core = about.get("had_core", 1.0)
     if isinstance(had_core, bool) or not isinstance(had_core, int | float):
         raise ValueError(f"about.had_core = {had_core!r} must be a number")
+    if not 0 < had_core <= 1.5:  # clocks differ a little
+        raise ValueError(f"about.had_core = {had_core} must be above 0 and about 1 at most")
     date, source, blocks = said
     return Calibration(dict(_flat(content)), date, source, blocks, had_core)
 
@@ -105,8 +112,17 @@ def _flat(content: Mapping[str, Any], at: str = "") -> list[tuple[str, float]]:
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} = {value!r} must be a number")
         else:
-            found.append((name, float(value)))
+            found.append((name, _checked(name, float(value))))
     return found
+
+
+def _checked(name: str, value: float) -> float:
+    """Refuse a constant that no measurement gives."""
+    is_rate = not _RATES.isdisjoint(name.split("."))
+    if not math.isfinite(value) or value < 0 or (is_rate and value == 0):
+        rule = "finite and above 0" if is_rate else "finite and not negative"
+        raise ValueError(f"{name} = {value} must be {rule}")
+    return value
 
 
 @cache
@@ -124,8 +140,10 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError(f"calibration {path} cannot be read: {error}") from None
     known, shipped = own.constants, dict(shipped_calibration().constants)
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
-        # Where links were measured and no lanes, there are none.
-        shipped = {name: shipped[name] for name in shipped if not name.startswith(f"{kind}.lane.")}
+        # Where links were measured and no channels, there are none.
+        shipped = {
+            name: shipped[name] for name in shipped if not name.startswith(f"{kind}.channel.")
+        }
     return replace(own, constants={**shipped, **known})
 
 

@@ -39,7 +39,7 @@ _DEVICES: Final = (
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """A way between devices: bytes/s of one device in one direction, seconds until the first."""
 
     name: str
@@ -82,9 +82,9 @@ class Cluster:
     device: Device
     nodes: int
     per_node: int
-    inner: Link
-    outer: Link
-    host: Link
+    inner: DeviceLink
+    outer: DeviceLink
+    host: DeviceLink
 
     @property
     def devices(self) -> int:
@@ -93,12 +93,12 @@ class Cluster:
 
 
 @cache
-def catalogue() -> tuple[Mapping[str, Device], Mapping[str, Link]]:
+def catalogue() -> tuple[Mapping[str, Device], Mapping[str, DeviceLink]]:
     """Return the devices and the links by name."""
     text = resources.files("meshwright.predict").joinpath("catalogue.toml").read_text("utf-8")
     content = tomllib.loads(text)
     links = {
-        name: Link(name, row["gbs"] * 1e9, row["latency_us"] * 1e-6, row["source"])
+        name: DeviceLink(name, row["gbs"] * 1e9, row["latency_us"] * 1e-6, row["source"])
         for name, row in content["links"].items()
     }
     return {name: _device(name, row) for name, row in content["devices"].items()}, links
@@ -138,7 +138,7 @@ def device_named(text: str) -> Device | None:
     return devices[max(alike, key=len)] if alike else None
 
 
-def find_link(name: str) -> Link:
+def find_link(name: str) -> DeviceLink:
     """Return a link of the catalogue; raises `ConfigError` with the nearest names."""
     _, links = catalogue()
     if name not in links:

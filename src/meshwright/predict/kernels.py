@@ -7,10 +7,11 @@ from typing import Final, NamedTuple
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.network import Network
-from meshwright.predict.stacks import CAUSAL, Stack
-from meshwright.predict.work import LayoutWork, Product, Work
+from meshwright.predict.systems import CAUSAL, System
+from meshwright.predict.work import LayoutWork, Message, Product, Work
+from meshwright.program.messages import Phase
 from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD, loss_rows
-from meshwright.program.target import Matmul
+from meshwright.program.target import Matmul, Target
 
 # Kernels that a pass of a layer launches beside its products: norms, rotation, residuals, casts.
 _SMALL_KERNELS = 10
@@ -24,6 +25,8 @@ _EAGER_NORM = 9.0
 _MOVED_BACKWARD = 2.0
 # A forward and a backward of twice its size.
 PASSES: Final = 1 + PRODUCT_BACKWARD
+_NONE: Final = (0.0, 0.0, 0.0)
+_ANY: Final = Target("gpu")
 
 
 class Seconds(NamedTuple):
@@ -35,7 +38,9 @@ class Seconds(NamedTuple):
     tp_forward: float
     tp_backward: float
     tp_recompute: float
-    cp: float
+    cp_forward: float
+    cp_backward: float
+    cp_recompute: float
 
     @property
     def total(self) -> float:
@@ -43,13 +48,13 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-def forward_moved(work: Work, stack: Stack) -> float:
-    """Return the bytes that a forward moves beside products and attention, with a stack's norms."""
-    return work.moved + work.norm_moved * (1 if stack.fused_norm else _EAGER_NORM)
+def forward_moved(work: Work, system: System) -> float:
+    """Return the bytes that a forward moves beside products and attention, with its norms."""
+    return work.moved + work.norm_moved * (1 if system.fused_norm else _EAGER_NORM)
 
 
 class Kernels:
-    """Prices work on a device with the kernels of a stack.
+    """Prices work on a device with the kernels of a system.
 
     Products take the roofline of their peak and their bytes (Williams et al., 2009), the peak
     lowered by `d / (d + half)` for each dimension d, since tiles at the edges are not full; below
@@ -60,15 +65,16 @@ class Kernels:
     def __init__(
         self,
         device: Device,
-        stack: Stack,
+        system: System,
         calibration: Calibration,
         network: Network,
         precision: str,
         products: str,
         compile_gain: float = 1.0,
         matmul: Matmul = "auto",
+        target: Target = _ANY,
     ) -> None:
-        kinds = (f"{stack.name}.{device.kind}", stack.name, device.kind)
+        kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
         find = calibration.find
 
         def own(what: str) -> float:
@@ -76,8 +82,8 @@ class Kernels:
             found = calibration.constants.get(f"{device.kind}.blocks.{what}")
             return find(what, *kinds) if found is None else found
 
-        self.network, self.stack, self.compile_gain = network, stack, compile_gain
-        self.on_cpu = device.kind == "cpu"
+        self.network, self.system, self.compile_gain = network, system, compile_gain
+        self.target = target
         share = find(f"products.{products}.{matmul}", *kinds)
         self.peak = device.peaks[products.split("-")[0]] * share
         share = find(f"products.{precision}.{matmul}", *kinds)
@@ -88,7 +94,7 @@ class Kernels:
         self.moves = own(f"moves.{precision}")
         self.loss_moves = find(f"moves.loss.{precision}", *kinds)
         peak = device.peaks["bf16" if precision != "fp32" else "fp32"]
-        self.attention_peak = peak * own(f"attention.{stack.attention}.{precision}")
+        self.attention_peak = peak * own(f"attention.{system.attention}.{precision}")
         # What the host takes, for a layer and so on.
         self.per_layer = own(f"overhead.layer.{precision}")
         self.per_microbatch = find("overhead.microbatch", *kinds)
@@ -137,15 +143,15 @@ class Kernels:
             "full": forward,
             "selective": self._selective(products, attention[0], moved),
         }[recompute]
-        tp_forward, tp_backward, tp_again = self._borders(found, work, tp, self.peak, defers)
+        tp_forward, tp_backward, tp_again = self._tp_regions(found, work, tp, self.peak, defers)
         return Seconds(
             forward / self.compile_gain,
             backward / self.compile_gain,
             again / self.compile_gain,
             tp_forward,
             tp_backward,
-            tp_again if recompute == "full" or self.stack.selective == "blocks" else 0.0,
-            self._context(work, cp, tp, cp_kind, sum(attention)),
+            tp_again if recompute == "full" or self.system.selective == "blocks" else 0.0,
+            *self._context(work, cp, tp, cp_kind, attention),
         )
 
     def _with_host(self, device: float, launches: float, passes: int) -> float:
@@ -154,16 +160,16 @@ class Kernels:
         A CPU is the host, which computes when it has called; before a GPU the host runs ahead.
         """
         device, calls = max(device, passes * launches), self.per_layer * passes / PASSES
-        return device + calls if self.on_cpu else max(device, calls)
+        return device + calls if self.target.on_cpu else max(device, calls)
 
     def _selective(self, products: float, attention: float, moved: float) -> float:
-        """Return what is computed again: see the stack for which part it keeps."""
-        if self.stack.selective == "attention":  # arXiv:2205.05198, section 5
+        """Return what is computed again: see the system for which part it keeps."""
+        if self.system.selective == "attention":  # arXiv:2205.05198, section 5
             return attention
-        return moved + (products / 2 if self.stack.selective == "half" else 0.0)
+        return moved + (products / 2 if self.system.selective == "half" else 0.0)
 
     def _attention(self, work: Work, element: int) -> tuple[float, float]:
-        kernel = self.stack.attention
+        kernel = self.system.attention
         squares = 1 if CAUSAL[kernel] else 2
         forward = squares * work.attention_flops / self.attention_peak
         backward = forward * ATTENTION_BACKWARD
@@ -188,8 +194,8 @@ class Kernels:
             )
             moved, loss = self._moved(work), self._loss(work)
             head = products + loss  # of the forward, where the backward doesn't make it
-            late = head if self.stack.fuses_loss else 0.0
-            tp_forward, tp_backward, _ = self._borders(found, work, tp, self.head_peak, defers)
+            late = head if self.system.fuses_loss else 0.0
+            tp_forward, tp_backward, _ = self._tp_regions(found, work, tp, self.head_peak, defers)
             ends.append(
                 Seconds(
                     moved + head - late,
@@ -198,27 +204,27 @@ class Kernels:
                     tp_forward,
                     tp_backward,
                     0.0,
-                    0.0,
+                    *_NONE,
                 )
             )
         return ends[0], ends[1]
 
     def _rounds(self, found: LayoutWork, work: Work) -> int:
         """Return in how many rounds the backward makes the logits, 1 for what makes none."""
-        if not (self.stack.fuses_loss and work.loss_moved):
+        if not (self.system.fuses_loss and work.loss_moved):
             return 1
         tokens, element = found.sizes.tokens, found.sizes.element
-        return -(-tokens // loss_rows(tokens, element, on_cpu=self.on_cpu))
+        return -(-tokens // loss_rows(tokens, element, self.target))
 
     def _moved(self, work: Work) -> float:
         """Return the seconds of a forward beside products and attention."""
-        return self.moves * forward_moved(work, self.stack) / self.bandwidth
+        return self.moves * forward_moved(work, self.system) / self.bandwidth
 
     def _loss(self, work: Work) -> float:
         """Return the seconds of the loss's forward."""
         return self.loss_moves * work.loss_moved / self.bandwidth
 
-    def _borders(
+    def _tp_regions(
         self, found: LayoutWork, work: Work, tp: int, peak: float, defers: bool
     ) -> tuple[float, float, float]:
         """Return the exposed seconds of tensor parallelism, forward, backward and again.
@@ -226,34 +232,48 @@ class Kernels:
         Of what travels beside one of the two backward products of column-parallel layers, what is
         longer than those. Of other systems `exposed.tp` was fitted to all that ours waits for.
         """
-        sums = [0.0, 0.0, 0.0]
+        sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
         columns = [shape for shape in work.products if shape.is_column]
         rounds = self._rounds(found, work)  # the gradient of their input travels beside the last
         room = sum(self.product(shape, peak, found.sizes.element) for shape in columns) / rounds
-        hides = self.overlap if self.stack.overlaps_tp else 0.0
+        hides = self.overlap if self.system.overlaps_tp else 0.0
         for message in work.messages:
-            if message.axis != "tp" or (message.beside == "inputs" and not hides):
+            if message.axis != "tp" or (message.overlaps == "inputs" and not hides):
                 continue
-            often = rounds if message.phase.startswith("loss") else 1
+            often = rounds if message.purpose == "loss" else 1
             each = often * self.network.seconds(message.kind, message.bytes / often, tp, 1, "tp")
             seconds = message.times * each * self.tp_exposed
-            if message.beside == "inputs" or (message.beside and not defers):
+            if message.overlaps == "inputs" or (message.overlaps and not defers):
                 seconds -= hides * min(seconds, room)
-            is_late = self.stack.fuses_loss and message.phase.startswith(("head", "loss"))
-            is_backward = message.beside or "gradient" in message.phase or is_late
-            sums[2 if message.phase.startswith("recompute") else bool(is_backward)] += seconds
-        return sums[0], sums[1], sums[2]
+            sums[self._phase(message)] += seconds
+        return sums["forward"], sums["backward"], sums["recompute"]
 
-    def _context(self, work: Work, cp: int, tp: int, cp_kind: str, attention: float) -> float:
-        """Return the exposed seconds of context parallelism.
+    def _phase(self, message: Message) -> Phase:
+        """Return the pass of a message: other systems make the logits in the forward."""
+        is_early = message.purpose in ("logits", "loss") and not self.system.fuses_loss
+        return "forward" if is_early else message.phase
 
-        The ring sends while it computes with what it has: arXiv:2310.01889, section 3. A second
-        forward's messages are in the program's counts.
+    def _context(
+        self, work: Work, cp: int, tp: int, cp_kind: str, attention: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        """Return the exposed seconds of context parallelism, forward, backward and again.
+
+        The ring sends while it computes with what it has: arXiv:2310.01889, section 3.
         """
-        seconds = sum(
-            message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
-            for message in work.messages
-            if message.axis == "cp" and message.kind != "recv"  # both ways at once
-        )
-        hidden = self.overlap * min(seconds, attention) if cp_kind == "ring" else 0.0
-        return seconds - hidden
+        forward, backward = attention
+        beside: dict[Phase, float] = {
+            "forward": forward,
+            "backward": backward,
+            "recompute": forward,
+        }
+        waits = []
+        for phase, computes in beside.items():
+            seconds = sum(
+                message.times * self.network.seconds(message.kind, message.bytes, cp, tp, "cp")
+                for message in work.messages
+                # Both ways at once.
+                if (message.axis, message.phase) == ("cp", phase) and message.kind != "recv"
+            )
+            hidden = self.overlap * min(seconds, computes) if cp_kind == "ring" else 0.0
+            waits.append(seconds - hidden)
+        return waits[0], waits[1], waits[2]

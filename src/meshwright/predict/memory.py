@@ -8,19 +8,17 @@ from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
-from meshwright.predict.stacks import CAUSAL, Stack
-from meshwright.predict.work import LayoutWork, weights
+from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.systems import CAUSAL, System
+from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
 from meshwright.program.operations import Kind, loss_element, loss_room, loss_rows
 from meshwright.program.shards import sums_in_place
-from meshwright.program.target import Route
-from meshwright.spec.model import ModelSpec
 
 _FP32 = 4
 _GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
 _KINDS = (*get_args(Kind), "scores", "copies")
 _ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
 _NOTHING_AGAIN = Layout()
-_TORCHS = Route()
 _MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
 
 
@@ -41,35 +39,18 @@ class Term(NamedTuple):
         return self.template.format(*self.numbers)
 
 
-class Held(NamedTuple):
-    """What a pipeline rank holds: its layers, whether the embedding, whether the head."""
-
-    layers: int
-    has_embedding: bool
-    has_head: bool
-
-
-def model_states(
-    model: ModelSpec,
-    layout: Layout,
-    stack: Stack,
-    held: Held,
-    element: int,
-    *,
-    on_cpu: bool = False,
-) -> list[Term]:
+def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Term]:
     """Return weights, gradients and optimizer states of a rank.
 
     ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer's states over
-    the ranks that shard, 2 also gradients, 3 also weights. In a stack that keeps shards the fp32
+    the ranks that shard, 2 also gradients, 3 also weights. In a system that keeps shards the fp32
     weights are the master ones, so stage 1 divides them and gathers a compute copy, but for CPUs in
     fp32: there they stay whole, see `program.shards.sums_in_place`.
     """
-    ranks, zero = layout.shard_ranks, layout.zero
-    whole, part = (
-        _elements(model, layout.tp, 1, held),
-        _elements(model, layout.tp, ranks, held) // ranks,
-    )
+    model, system, element = setting.model, setting.system, setting.element
+    ranks, zero, reduced = layout.shard_ranks, layout.zero, setting.reduced_bytes
+    whole = elements_of(model, layout.tp, 1, held)
+    part = elements_of(model, layout.tp, ranks, held) // ranks
     unit = weights(model, layout.tp, ranks)
     largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
     terms = []
@@ -77,14 +58,14 @@ def model_states(
     def add(category: str, count: int, size: int, what: str) -> None:
         terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
 
-    in_place = stack.keeps == "shards" and sums_in_place(layout, on_cpu=on_cpu)
+    in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
     blocks = whole - max(held.layers - 2, 0) * unit.layer
-    if stack.keeps != "shards" and zero < 3:
+    if system.keeps != "shards" and zero < 3:
         add("weights", whole, element, "whole")
     elif in_place and zero < 3 and element == _FP32:
         add("weights", whole, _FP32, "whole")
     else:
-        shards = stack.keeps == "shards"
+        shards = system.keeps == "shards"
         add("weights", part, _FP32 if shards else element, "fp32 shards" if shards else "shards")
         if zero == 3 and in_place:
             add("gathered", blocks, element, "two blocks, and what is in none of them")
@@ -94,11 +75,11 @@ def model_states(
             add("gathered", whole, element, "compute copy, kept through the step")
     sharded_gradients = zero >= 2
     if sharded_gradients:
-        add("gradients", part, stack.gradient_bytes, "sums, in shards")
-        add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work, and being reduced")
+        add("gradients", part, system.gradient_bytes, "sums, in shards")
+        add("gradients", 2 * largest, reduced, "of the unit at work, and being reduced")
     else:
-        add("gradients", whole, stack.gradient_bytes, "accumulated whole")
-    states = _MOMENTS + (0 if stack.keeps == "shards" or element == _FP32 else _FP32)
+        add("gradients", whole, system.gradient_bytes, "accumulated whole")
+    states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
     if layout.offload == "none":
         what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
         add("optimizer", part, states, what)
@@ -107,39 +88,22 @@ def model_states(
         on_host = ("weights", "gradients" if sharded_gradients else "")
         terms = [term for term in terms if term.category not in on_host]
         if sharded_gradients:
-            add("gradients", 2 * largest, stack.reduced_bytes, "of the unit at work")
+            add("gradients", 2 * largest, reduced, "of the unit at work")
     return terms
 
 
-def _elements(model: ModelSpec, tp: int, ranks: int, held: Held) -> int:
-    found = weights(model, tp, ranks)
-    total = held.layers * found.layer
-    if held.has_embedding or (held.has_head and model.tie_embeddings):
-        total += found.embedding
-    return total + (found.head if held.has_head else 0)
-
-
-def activations(
-    layout: Layout,
-    stack: Stack,
-    found: LayoutWork,
-    plain: LayoutWork,
-    held: Held,
-    rank: int,
-    microbatches: int,
-    calibration: Calibration,
-    *,
-    on_cpu: bool = False,
-    products: Route = _TORCHS,
-) -> list[Term]:
-    """Return what is kept for the backward, and the loss; `plain` is the work without recomputing.
+def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
+    """Return what a pipeline rank keeps for the backward, and the loss.
 
     Kept bytes are those of the program's operations, times the microbatches that the action table
     has in flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one.
     """
+    system, calibration, held = setting.system, setting.calibration, held_by(setting, layout)[rank]
+    found, plain = work_of(setting, layout), work_of(setting, layout, "none")
+    microbatches = layout.microbatches(setting.train.batch)
     flight = in_flight(layout, rank, microbatches)
-    kept = calibration.find("kept_bytes", stack.name)
-    per_layer = kept_per_layer(layout, stack, found, kept)
+    kept = calibration.find("kept_bytes", system.name)
+    per_layer = kept_per_layer(layout, system, found, kept)
     average = held.layers / max(layout.virtual_stages, 1)
     terms = [
         Term(
@@ -153,20 +117,20 @@ def activations(
     ]
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
-    at_work = _at_work(layout, stack, found, plain, calibration)
+    at_work = _at_work(layout, system, found, plain, calibration)
     loss = []
-    if held.has_head and stack.fuses_loss:
+    if held.has_head and system.fuses_loss:
         sizes = found.sizes
-        rows = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
+        rows = loss_rows(sizes.tokens, sizes.element, setting.target)
         size, each = rows * sizes.vocab, loss_element(sizes.element)
-        room = loss_room(sizes, rows, products)
+        room = loss_room(sizes, rows, setting.target.products)
         told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
         loss.append(Term("logits and loss", size * each + room, told, (size, rows, each, room)))
     elif held.has_head:
-        loss.append(_loss(stack, found, layout.tp, calibration))
+        loss.append(_loss(system, found, layout.tp, calibration))
     found_terms = [at_work, *loss] if at_work.bytes else loss
     terms += _deferred(layout, found, plain, average, waiting(layout, rank, microbatches))
-    if CAUSAL[stack.attention] and len(found_terms) > 1:
+    if CAUSAL[system.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
     return terms + found_terms
 
@@ -193,7 +157,7 @@ def _deferred(
 
 def _at_work(
     layout: Layout,
-    stack: Stack,
+    system: System,
     found: LayoutWork,
     plain: LayoutWork,
     calibration: Calibration,
@@ -202,11 +166,11 @@ def _at_work(
     size, template = 0.0, ""
     numbers: tuple[object, ...] = ()
     if layout.recompute != "none":
-        kept = calibration.find("kept_bytes", stack.name)
-        size = sum(kept_per_layer(_NOTHING_AGAIN, stack, plain, kept, recomputed=True).values())
+        kept = calibration.find("kept_bytes", system.name)
+        size = sum(kept_per_layer(_NOTHING_AGAIN, system, plain, kept, recomputed=True).values())
         template, numbers = "one layer anew: {:,.0f} B ", (size,)
-    if not CAUSAL[stack.attention]:
-        count, each = found.layer.scores, calibration.find("score_bytes", stack.name)
+    if not CAUSAL[system.attention]:
+        count, each = found.layer.scores, calibration.find("score_bytes", system.name)
         size += count * each
         template += "{:,} scores x {:g} B, measured"
         numbers = (*numbers, count, each)
@@ -215,7 +179,7 @@ def _at_work(
 
 def kept_per_layer(
     layout: Layout,
-    stack: Stack,
+    system: System,
     found: LayoutWork,
     kept_bytes: float,
     *,
@@ -224,48 +188,48 @@ def kept_per_layer(
     """Return the bytes that a layer keeps of one microbatch, by kind of operation.
 
     `recomputed`: a layer that is made anew, of a `layout` that recomputes nothing else.
-    Those of the program; with the kernels of another stack, what these keep more or less.
+    Those of the program; with the kernels of another system, what these keep more or less.
     """
     sizes = found.sizes
     kept = dict(found.layer.kept)
     if layout.recompute == "full" or (
-        layout.recompute == "selective" and stack.selective == "blocks"
+        layout.recompute == "selective" and system.selective == "blocks"
     ):
         return kept
     # Gathered anew in the backward, arXiv:2205.05198, section 4.2.2; our program has it already
     # where nothing is recomputed.
     gathered = 2 * (sizes.whole_bytes - sizes.stream_bytes)
     if layout.recompute != "none":
-        kept["product"] -= gathered * (stack.gathers_again == "always")
-    elif stack.gathers_again == "never" or (recomputed and stack.gathers_again != "always"):
+        kept["product"] -= gathered * (system.gathers_again == "always")
+    elif system.gathers_again == "never" or (recomputed and system.gathers_again != "always"):
         kept["product"] += gathered
     # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
     kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
     is_gated = len(found.layer.products) == _GATED_PRODUCTS
-    if is_gated and "activation" in kept and not stack.fused_activation:
+    if is_gated and "activation" in kept and not system.fused_activation:
         kept["activation"] *= 3 / 2  # ours is made again from the two products
-    if not CAUSAL[stack.attention]:
+    if not CAUSAL[system.attention]:
         # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
         kept["scores"] = float(found.layer.scores * (2 * sizes.element + 1))
     if layout.recompute == "selective":
-        if stack.selective == "attention":
+        if system.selective == "attention":
             kept.pop("scores", None)
         else:
             kept["product"] /= 2
     return kept
 
 
-def _loss(stack: Stack, found: LayoutWork, tp: int, calibration: Calibration) -> Term:
+def _loss(system: System, found: LayoutWork, tp: int, calibration: Calibration) -> Term:
     """Return the logits, their softmax and gradients, at the loss.
 
     Their bytes are measured: they depend on how many copies a system makes in which dtype.
     """
     sizes = found.sizes
-    count = sizes.tokens * sizes.vocab * (1 if stack.splits_loss else tp)
-    size = calibration.find("loss_bytes", stack.name)
+    count = sizes.tokens * sizes.vocab * (1 if system.splits_loss else tp)
+    size = calibration.find("loss_bytes", system.name)
     whole = ""
-    if not stack.splits_loss and tp > 1:
-        size += calibration.find("gathered_loss_bytes", stack.name)
+    if not system.splits_loss and tp > 1:
+        size += calibration.find("gathered_loss_bytes", system.name)
         whole = ", gathered over tp"
     return Term(
         "logits and loss",
@@ -308,13 +272,13 @@ def waiting(layout: Layout, rank: int, microbatches: int) -> int:
 
 
 def outside(
-    device: Device, layout: Layout, stack: Stack, calibration: Calibration, allocated: float
+    device: Device, layout: Layout, system: System, calibration: Calibration, allocated: float
 ) -> list[Term]:
     """Return what is not the program's: contexts, communicators, what the allocator wastes.
 
     Measured terms, of the calibration.
     """
-    kinds = (stack.name, device.kind)
+    kinds = (system.name, device.kind)
     context = calibration.find("context_bytes", *kinds)
     axes = sum(n > 1 for n in (layout.pp, layout.dp, layout.cp, layout.tp))
     each = calibration.find("communicator_bytes", *kinds)

@@ -32,9 +32,7 @@ class Need(NamedTuple):
     added: int = 0
 
 
-def backward_needs(
-    program: Program, sizes: Sizes, *, on_host: bool = False, packed: bool = False
-) -> tuple[Need, ...]:
+def backward_needs(program: Program, sizes: Sizes) -> tuple[Need, ...]:
     """Return the needs of a layer's operations in the order of the backward.
 
     The gradient of the stream itself is not among them. Products of one input that are computed
@@ -42,11 +40,12 @@ def backward_needs(
     input's gradient, and while it travels and they make those of the weights. `on_host`: a CPU
     computes, and gloo carries messages. `packed`: rows have several documents.
     """
-    blocks = 0 if packed or not on_host else _blocks(program, sizes)
-    return (*_mlp(program, sizes, on_host), *_attention(program, sizes, on_host, blocks))
+    target = program.target
+    blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes)
+    return (*_mlp(program, sizes), *_attention(program, sizes, blocks))
 
 
-def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
+def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     masked = sizes.stream_bytes if program.model.dropout else 0
@@ -61,10 +60,10 @@ def _mlp(program: Program, sizes: Sizes, on_host: bool) -> Iterator[Need]:
     if program.model.family == "llama":
         # The gradient that came, and those of both factors.
         yield Need("mlp.act", 3 * hidden)
-        yield from _columns(program, sizes, on_host, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
+        yield from _columns(program, sizes, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
     else:
         yield Need("mlp.act", 2 * hidden)
-        yield from _columns(program, sizes, on_host, {"mlp.up": hidden}, biases)
+        yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
     yield Need("mlp_norm", _norm(program, sizes), ("mlp_norm.weight",))
 
 
@@ -79,7 +78,7 @@ def _blocks(program: Program, sizes: Sizes) -> int:
     return cut.backward_bytes(sizes.element)
 
 
-def _attention(program: Program, sizes: Sizes, on_host: bool, blocks: int) -> Iterator[Need]:
+def _attention(program: Program, sizes: Sizes, blocks: int) -> Iterator[Need]:
     of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
@@ -97,12 +96,12 @@ def _attention(program: Program, sizes: Sizes, on_host: bool, blocks: int) -> It
     if program.model.rotary_dim:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
-    yield from _columns(program, sizes, on_host, results, biases)
+    yield from _columns(program, sizes, results, biases)
     yield Need("attn_norm", _norm(program, sizes), ("attn_norm.weight",))
 
 
 def _columns(
-    program: Program, sizes: Sizes, on_host: bool, results: Mapping[str, int], biases: bool
+    program: Program, sizes: Sizes, results: Mapping[str, int], biases: bool
 ) -> Iterator[Need]:
     """Yield the needs of products of one input, of whose results the bytes are given."""
     whole, names = sizes.whole_bytes, list(results)
@@ -117,7 +116,7 @@ def _columns(
         return
     first, grads = names[0], sum(results.values())
     again = gathers_again(program)
-    made, travelling = of_input(program, sizes, on_host, len(names), gathers=again)
+    made, travelling = of_input(program, sizes, len(names), gathers=again)
     yield Need(f"{first}: input", grads + made)
     weights = tuple(of for name in names for of in _of(name, biases))
     waits = whole - sizes.stream_bytes if again else 0
@@ -128,20 +127,20 @@ def _columns(
 
 
 def of_input(
-    program: Program, sizes: Sizes, on_host: bool, summands: int = 1, *, gathers: bool
+    program: Program, sizes: Sizes, summands: int = 1, *, gathers: bool
 ) -> tuple[int, int]:
     """Return what the gradient of products' input needs as it is made, and then as it travels.
 
     `summands` are its products; with `gathers` the input itself is gathered for them. The sum over
     tp is in its own memory. With sp it is cut, which copies several rows, and the rank's share is
-    made of it; gloo (`on_host`) sums a copy.
+    made of it; gloo sums a copy.
     """
     whole = sizes.whole_bytes
     if not (program.layout.sp and program.layout.tp > 1):
         return min(summands, 2) * whole, whole
     gathered = whole if gathers else 0
     sent = whole + (whole if sizes.rows > 1 else 0)
-    made = gathered + sent + sizes.stream_bytes + (whole if on_host else 0)
+    made = gathered + sent + sizes.stream_bytes + (whole if program.target.on_cpu else 0)
     # Of what was sent, the copy that is cut is kept until it has arrived.
     return made, gathered + whole + sizes.stream_bytes
 

@@ -8,14 +8,14 @@ from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Cluster
-from meshwright.program.messages import LARGEST_SHARED, goes_by_lane
+from meshwright.program.messages import LARGEST_SHARED, goes_by_channel
 
 # The kinds of collectives, and messages from one rank to another. "rows" is a unit's all-gather
 # by sends and receives of each of its weights.
 KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "rows")
 
 
-# What ZeRO's rows are like, in a lane: copied as what is gathered, added as what is scattered.
+# What ZeRO's rows are like, in a channel: copied as what is gathered, added as what is scattered.
 _IN_PIECES: Final[Mapping[str, str]] = {"rows": "all_gather", "all_to_all": "reduce_scatter"}
 
 
@@ -33,8 +33,8 @@ def place(size: int, stride: int, per_node: int) -> Placement:
     return Placement(size, inside, -(-size // inside))
 
 
-def through_lane(kind: str, size_bytes: float, size: int) -> tuple[float, float]:
-    """Return the bytes that a rank leaves in a lane, and those that it moves: what it leaves and
+def through_channel(kind: str, size_bytes: float, size: int) -> tuple[float, float]:
+    """Return the bytes that a rank leaves in a channel, and those that it moves: what it leaves and
     what it reads of all `size` ranks.
 
     Of a gather `size_bytes` is the whole, of a sum that is scattered what is summed.
@@ -50,7 +50,7 @@ class Network:
     Ring all-gather and reduce-scatter pass `(n - 1) / n` of the bytes over each link and take
     `n - 1` turns, an all-reduce twice that: Thakur, Rabenseifner and Gropp, 2005. A ring through
     several nodes leaves each of them over the network devices of its own ranks there, so it has
-    `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees take turns in
+    `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees alternate in
     the logarithm of the nodes. Messages of axes that CPU ranks of one machine send through shared
     memory take as long as was measured of it, and go by the links where nothing was.
     """
@@ -69,10 +69,10 @@ class Network:
         self.inner_latency = {one: own.get(f"{kind}.inner.latency.{one}", plain) for one in KINDS}
         self.times = {one: calibration.find(f"times.{one}", *kinds) for one in KINDS}
         self.outer_latency = cluster.outer.latency
-        self.lane = {
-            one: (own[f"{kind}.lane.latency.{one}"], own[f"{kind}.lane.rate.{one}"])
+        self.channel = {
+            one: (own[f"{kind}.channel.latency.{one}"], own[f"{kind}.channel.rate.{one}"])
             for one in KINDS
-            if f"{kind}.lane.rate.{one}" in own
+            if f"{kind}.channel.rate.{one}" in own
         }
 
     def seconds(
@@ -83,10 +83,10 @@ class Network:
             return 0.0
         at = place(size, stride, self.per_node)
         like = _IN_PIECES.get(kind, kind)
-        if at.nodes == 1 and like in self.lane and goes_by_lane(axis):
-            left, moved = through_lane(kind, size_bytes, size)
+        if at.nodes == 1 and like in self.channel and goes_by_channel(axis):
+            left, moved = through_channel(kind, size_bytes, size)
             if left <= LARGEST_SHARED or kind in _IN_PIECES:
-                latency, rate = self.lane[like]
+                latency, rate = self.channel[like]
                 return math.ceil(left / LARGEST_SHARED) * latency + moved / rate
         if kind in ("send", "recv"):
             crosses = stride >= self.per_node

@@ -20,35 +20,35 @@ def closed_form(
     pp: int,
     virtual: int,
     microbatches: int,
-    dearest: float,
+    slowest: float,
     total: float,
     transfer: float,
     exposed: float,
 ) -> float:
     """Return the seconds of a step's forwards and backwards in a pipeline.
 
-    `dearest` is the largest of the ranks' times of one microbatch in all of their stages, `total`
+    `slowest` is the largest of the ranks' times of one microbatch in all of their stages, `total`
     their sum, `transfer` the time of a message, of which the share `exposed` is waited for. 1F1B
-    and GPipe: all microbatches on the dearest rank, one on the way through the others,
+    and GPipe: all microbatches on the slowest rank, one on the way through the others,
     arXiv:2006.09503; with v stages a rank the way is v times shorter, arXiv:2104.04473, section
     2.2. A test holds these against the events of the tables.
     """
     if pp == 1:
-        return microbatches * dearest
+        return microbatches * slowest
     sends = 2 * virtual * microbatches * transfer * exposed
     if schedule == "naive":
         return microbatches * (total + 2 * (pp - 1) * transfer)
     if schedule in ("1f1b", "gpipe"):
-        return microbatches * dearest + (total - dearest) + 2 * (pp - 1) * transfer + sends
+        return microbatches * slowest + (total - slowest) + 2 * (pp - 1) * transfer + sends
     if schedule in ("interleaved_1f1b", "looped_bfs"):
-        way = (total - dearest) / virtual + 2 * (pp - 1) * transfer
-        return microbatches * dearest + way + sends
+        way = (total - slowest) / virtual + 2 * (pp - 1) * transfer
+        return microbatches * slowest + way + sends
     # Zero bubble: only the first forwards wait, a third of a stage's time, arXiv:2401.10241,
     # section 2.3; in a V they do so too where forward and both backwards take equal time.
     # With few microbatches the first one's way through all stages and back is longer still.
-    way = (total - dearest) / (3 * virtual)
-    through = 2 * total / 3 + dearest / (3 * virtual)
-    return max(microbatches * dearest + way, through) + 2 * (pp - 1) * transfer + sends
+    way = (total - slowest) / (3 * virtual)
+    through = 2 * total / 3 + slowest / (3 * virtual)
+    return max(microbatches * slowest + way, through) + 2 * (pp - 1) * transfer + sends
 
 
 def _few(pp: int, microbatches: int) -> int:

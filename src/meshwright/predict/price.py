@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout
 from meshwright.predict.memory import Term, activations, model_states, outside
-from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import StepTime, step_time
 from meshwright.program.parts import flops_per_token
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Terms of one rank's peak; `rank` is its place in the pipeline."""
 
     rank: int
@@ -45,32 +45,17 @@ class Memory:
 _OUTSIDE = ("context", "communicators", "allocator")
 
 
-def memory(setting: Setting, layout: Layout, rank: int) -> Memory:
+def memory(setting: Setting, layout: Layout, rank: int) -> RankMemory:
     """Return the peak of the ranks at one place in the pipeline."""
     held = held_by(setting, layout)[rank]
-    count = setting.train.batch // layout.dp // layout.microbatch
-    terms = model_states(
-        setting.model, layout, setting.stack, held, setting.element, on_cpu=setting.on_cpu
-    )
-    terms += activations(
-        layout,
-        setting.stack,
-        work_of(setting, layout),
-        work_of(setting, layout, "none"),
-        held,
-        rank,
-        count,
-        setting.calibration,
-        on_cpu=setting.on_cpu,
-        products=setting.target.products,
-    )
+    terms = model_states(setting, layout, held) + activations(setting, layout, rank)
     allocated = sum(term.bytes for term in terms)
     device = setting.cluster.device
-    terms += outside(device, layout, setting.stack, setting.calibration, allocated)
-    return Memory(rank, tuple(terms), device.memory)
+    terms += outside(device, layout, setting.system, setting.calibration, allocated)
+    return RankMemory(rank, tuple(terms), device.memory)
 
 
-def worst_memory(setting: Setting, layout: Layout) -> Memory:
+def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank that needs most: the first, the last or between."""
     ranks = sorted({0, 1, layout.pp - 2, layout.pp - 1} & set(range(layout.pp)))
     return max((memory(setting, layout, rank) for rank in ranks), key=lambda found: found.total)
@@ -81,7 +66,7 @@ class Prediction:
     """What a layout costs: the worst rank's memory, the time of a step, and the rates."""
 
     layout: Layout
-    memory: Memory
+    memory: RankMemory
     time: StepTime
     tokens: int
     flops_per_token: float

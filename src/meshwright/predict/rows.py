@@ -16,9 +16,9 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device, cluster_of, device_named, find_device
-from meshwright.predict.price import Memory, Prediction, price, worst_memory
+from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
 from meshwright.predict.setting import Setting
-from meshwright.predict.stacks import STACKS, Stack, with_attention
+from meshwright.predict.systems import SYSTEMS, System, with_attention
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Precision, Recompute, Schedule, TrainSpec, Zero
@@ -43,7 +43,7 @@ class RowError(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
+class PricedRow:
     """A row as something to price, and what was assumed."""
 
     setting: Setting
@@ -74,7 +74,7 @@ _KERNELS: Final = (
 _VOCABULARIES: Final = ((r"llama-?3", 128256), (r"llama", 32000), (r"nemotron", 256000))
 
 
-def read_row(row: Row, calibration: Calibration) -> Case:
+def read_row(row: Row, calibration: Calibration) -> PricedRow:
     """Return what a row asks to price; raises `RowError` where too little is said."""
     assumed: list[str] = []
     missing = [key for key in _NEEDED if not row.get(key)]
@@ -83,9 +83,9 @@ def read_row(row: Row, calibration: Calibration) -> Case:
     if "lora" in str(row.get("task", "")).lower():
         raise RowError("LoRA: training with frozen weights is not priced")
     degrees = _degrees(row, assumed)
-    stack = _stack(row, assumed)
+    system = _system(row, assumed)
     device = _device(row, assumed)
-    model = _model(row, degrees["tp"], stack, assumed)
+    model = _model(row, degrees["tp"], system, assumed)
     precision, products = _precision(row, device, assumed)
     per_node = row.get("gpus_per_node")
     devices = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
@@ -94,17 +94,17 @@ def read_row(row: Row, calibration: Calibration) -> Case:
     cluster = cluster_of(device, devices, per_node, _links(row, device))
     try:
         train = TrainSpec(batch=row["gbs"], seq_len=row["seq"], precision=precision)
-        layout = _layout(row, degrees, stack, assumed)
+        layout = _layout(row, degrees, system, assumed)
     except ValidationError as error:
         raise RowError(str(error.errors()[0]["msg"])) from None
     if train.batch % (layout.dp * layout.microbatch):
         raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
     calibration = calibration.of(model, train.seq_len)
-    setting = Setting(model, train, cluster, stack, calibration, products)
+    setting = Setting(model, train, cluster, system, calibration, products)
     if not row.get("recompute"):
         layout = _least_recompute(setting, layout)
         assumed.append(f"recompute {layout.recompute}: the least that fits")
-    return Case(setting, layout, tuple(assumed))
+    return PricedRow(setting, layout, tuple(assumed))
 
 
 def _first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
@@ -157,7 +157,7 @@ def _links(row: Row, device: Device) -> tuple[str, str] | None:
     return (device.links[0], names[nearest])
 
 
-def _stack(row: Row, assumed: list[str]) -> Stack:
+def _system(row: Row, assumed: list[str]) -> System:
     text = row.get("framework") or row.get("source_key")
     name = _first(_FRAMEWORKS, text) if text else _OURS
     if not text:
@@ -171,10 +171,10 @@ def _stack(row: Row, assumed: list[str]) -> Stack:
     if name == "aleph-alpha" and "rms" in str(kernel).lower():
         name = "aleph-alpha-rms"
     attention = _first(_KERNELS, kernel) if kernel else None
-    return with_attention(STACKS[name], attention)
+    return with_attention(SYSTEMS[name], attention)
 
 
-def _model(row: Row, tp: int, stack: Stack, assumed: list[str]) -> ModelSpec:
+def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
     name = str(row.get("model", ""))
     vocab = row.get("vocab")
     if vocab is None:
@@ -193,7 +193,7 @@ def _model(row: Row, tp: int, stack: Stack, assumed: list[str]) -> ModelSpec:
         if mlp not in _MLPS:
             raise RowError(f"mlp {mlp!r}: it is one of {', '.join(_MLPS)}")
         is_llama = mlp == "gated"
-    elif stack.name == _OURS:  # both families may have any width
+    elif system.name == _OURS:  # both families may have any width
         is_llama = is_gated or kv_heads != heads
         assumed.append(f"mlp {'gated' if is_llama else 'plain'}")
     if not row.get("ffn"):
@@ -203,7 +203,7 @@ def _model(row: Row, tp: int, stack: Stack, assumed: list[str]) -> ModelSpec:
         assumed.append("two MLP matrices priced as three of 2/3 the width")
     fields: dict[str, Any] = {
         "family": "llama" if is_llama else "neox",
-        "vocab_size": round_up(vocab, tp if stack.name == _OURS else _VOCAB_MULTIPLE * tp),
+        "vocab_size": round_up(vocab, tp if system.name == _OURS else _VOCAB_MULTIPLE * tp),
         "dim": hidden,
         "n_layers": row["layers"],
         "n_heads": heads,
@@ -216,7 +216,7 @@ def _model(row: Row, tp: int, stack: Stack, assumed: list[str]) -> ModelSpec:
         fields["n_kv_heads"] = kv_heads
     else:
         # Others have learned positions, or ALiBi.
-        fields["rotary_pct"] = float(row.get("rotary_pct", 1.0 if stack.name == _OURS else 0.0))
+        fields["rotary_pct"] = float(row.get("rotary_pct", 1.0 if system.name == _OURS else 0.0))
         fields["parallel_residual"] = bool(row.get("parallel_residual"))
     try:
         return model_spec(**fields)
@@ -249,20 +249,20 @@ def _recompute(row: Row) -> Recompute:
     return "selective" if "select" in text else "none"
 
 
-def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[str]) -> Layout:
+def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[str]) -> Layout:
     dp, virtual = degrees["dp"], int(row.get("vp") or 1)
-    if row.get("vp") is None and degrees["pp"] > 1 and stack.name == "nemo":
+    if row.get("vp") is None and degrees["pp"] > 1 and system.name == "nemo":
         # Its recipes interleave as finely as the layers divide.
         virtual = max(1, row["layers"] // degrees["pp"])
         while virtual > 1 and row["layers"] % (virtual * degrees["pp"]):
             virtual -= 1
         assumed.append(f"{virtual} virtual stages")
     stated = row.get("zero_stage")
-    whole = stack.keeps == "whole" or stack.name == _OURS
+    whole = system.keeps == "whole" or system.name == _OURS
     zero: Zero = (0 if whole else 3) if stated is None else stated
     if stated is None:
         assumed.append(f"zero {zero}")
-    if stack.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
+    if system.name.startswith("torchtitan") and degrees["pp"] > 1 and zero == 3:
         zero = 2  # its FSDP keeps gathered weights where there is a pipeline
     shards = int(row.get("dp_shard") or dp) if zero else 1
     if "hsdp" in str(row.get("sharding", "")).lower() and not row.get("dp_shard"):
@@ -277,12 +277,12 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
     if (
         sp is None
         and degrees["tp"] > 1
-        and stack.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
+        and system.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
     ):
         sp = True
         assumed.append("sp")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
-    if stack.name == _OURS and degrees["pp"] > 1:
+    if system.name == _OURS and degrees["pp"] > 1:
         schedule = row.get("pp_schedule") or schedule
     offload = str(row.get("offload") or "none").lower()
     return Layout(
@@ -302,7 +302,7 @@ def _layout(row: Row, degrees: Mapping[str, int], stack: Stack, assumed: list[st
     )
 
 
-def _nearly_fits(held: Memory) -> bool:
+def _nearly_fits(held: RankMemory) -> bool:
     return held.total <= (1 + _SLACK) * held.limit
 
 
@@ -329,7 +329,7 @@ def predict_row(row: Row, calibration: Calibration) -> dict[str, Any]:
         return {"id": row.get("id"), "refused": f"the row cannot be read: {error!r}"}
 
 
-def as_json(name: object, case: Case, found: Prediction) -> dict[str, Any]:
+def as_json(name: object, case: PricedRow, found: Prediction) -> dict[str, Any]:
     """Return a prediction in the format of `predict --rows`."""
     return {
         "id": name,

@@ -9,12 +9,12 @@ from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Cluster
 from meshwright.predict.kernels import Kernels
-from meshwright.predict.memory import Held
 from meshwright.predict.network import Network
-from meshwright.predict.stacks import Stack
-from meshwright.predict.work import LayoutWork, layout_work
+from meshwright.predict.systems import System
+from meshwright.predict.work import HeldLayers, LayoutWork, layout_work
 from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.schedule import stage_ranks
+from meshwright.program.sharing import reduced_bytes
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target, route
 from meshwright.spec.model import ModelSpec
@@ -25,20 +25,27 @@ from meshwright.spec.training import TrainSpec
 class Setting:
     """What is the same for all layouts: model, training, cluster, system, calibration.
 
-    `products` is the dtype in which products are computed, such as "fp8".
+    `products` is the dtype in which products are computed, such as "fp8". `packed`: rows hold
+    several documents.
     """
 
     model: ModelSpec
     train: TrainSpec
     cluster: Cluster
-    stack: Stack
+    system: System
     calibration: Calibration
     products: str
+    packed: bool = False
 
     @property
     def element(self) -> int:
         """Bytes of an element of activations."""
         return ELEMENT_BYTES[self.train.precision]
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of gradients that are being summed."""
+        return self.system.reduced_bytes or reduced_bytes(self.train)
 
     @property
     def on_cpu(self) -> bool:
@@ -47,10 +54,11 @@ class Setting:
 
     @property
     def target(self) -> Target:
-        """The kernels of the cluster's device."""
+        """What a program of the cluster's ranks is for."""
         if not self.on_cpu:
-            return Target()
-        return Target(route(self.train.matmul, self.cluster.device.processor))
+            return Target("gpu", packed=self.packed)
+        products = route(self.train.matmul, self.cluster.device.processor)
+        return Target("cpu", products, self.packed)
 
     @property
     def compile_gain(self) -> float | None:
@@ -71,13 +79,14 @@ class Setting:
         network = Network(self.cluster, self.calibration)
         return Kernels(
             self.cluster.device,
-            self.stack,
+            self.system,
             self.calibration,
             network,
             self.train.precision,
             self.products,
             (self.compile_gain or 1.0) if self.train.is_compiled else 1.0,
             self.train.matmul,
+            self.target,
         )
 
 
@@ -107,14 +116,14 @@ def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tupl
 @lru_cache(maxsize=4096)
 def _held(
     model: ModelSpec, schedule: str, pp: int, virtual: int, seq_len: int, is_even: bool
-) -> tuple[Held, ...]:
+) -> tuple[HeldLayers, ...]:
     stages = stages_of(model, pp * virtual, seq_len, is_even)
     ranks = stage_ranks(schedule, pp, virtual)
     found = []
     for rank in range(pp):
         own = [stage for stage in stages if ranks[stage.index] == rank]
         found.append(
-            Held(
+            HeldLayers(
                 sum(len(stage.layers) for stage in own),
                 any(stage.is_first for stage in own),
                 any(stage.is_last for stage in own),
@@ -123,7 +132,7 @@ def _held(
     return tuple(found)
 
 
-def held_by(setting: Setting, layout: Layout) -> tuple[Held, ...]:
+def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
     """Return what each pipeline rank holds."""
     return _held(
         setting.model,
@@ -131,7 +140,7 @@ def held_by(setting: Setting, layout: Layout) -> tuple[Held, ...]:
         layout.pp,
         layout.virtual_stages,
         setting.train.seq_len,
-        setting.stack.even_stages,
+        setting.system.even_stages,
     )
 
 

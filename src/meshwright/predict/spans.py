@@ -9,9 +9,9 @@ from meshwright.layout import Layout
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.pipeline import action_times
 from meshwright.predict.setting import Setting, stages_of, work_of
-from meshwright.predict.step import Pace, Pass, costs_of, has_table, reduction
+from meshwright.predict.step import ActionTimes, Pass, costs_of, has_table, reduction
 from meshwright.program.actions import Action, receives, sends
-from meshwright.program.ledger import Span
+from meshwright.program.profile import Span
 from meshwright.program.schedule import stage_ranks
 
 # Half of a backward is for the inputs, half for the weights, as the events have it.
@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
 
 
 def pipeline_spans(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: Pace, seconds: float
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
 ) -> tuple[Drawn, ...]:
     """Return the actions of each pipeline rank, which take `seconds` from the first to the last.
 
@@ -61,13 +61,13 @@ class _Pen:
         self,
         setting: Setting,
         layout: Layout,
-        pace: Pace,
+        pace: ActionTimes,
         ranks: tuple[int, ...],
         scale: float,
         sending: float,
     ) -> None:
         stages = stages_of(
-            setting.model, layout.stages, setting.train.seq_len, setting.stack.even_stages
+            setting.model, layout.stages, setting.train.seq_len, setting.system.even_stages
         )
         self.passes = [pace.passes(stage) for stage in stages]
         self.ranks, self.scale, self.sending = ranks, scale, sending

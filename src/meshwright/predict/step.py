@@ -9,10 +9,9 @@ from typing import NamedTuple
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.kernels import Kernels, Seconds
-from meshwright.predict.memory import Held
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
-from meshwright.predict.work import LayoutWork, weights
+from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
 from meshwright.program.messages import CollectiveKind
 from meshwright.program.shards import sums_in_place
 from meshwright.program.stages import Stage
@@ -23,7 +22,7 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the dearest rank, by cause; they add up to `total`."""
+    """Seconds of a step on the slowest rank, by cause; they add up to `total`."""
 
     causes: dict[str, float]
 
@@ -34,14 +33,14 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MicrobatchTimes:
     """Seconds of a microbatch in a layer and in the ends."""
 
     layer: Seconds
     first: Seconds
     last: Seconds
 
-    def of(self, held: Held, cause: str) -> float:
+    def of(self, held: HeldLayers, cause: str) -> float:
         """Return a cause's seconds of one microbatch on a pipeline rank."""
         seconds: float = held.layers * getattr(self.layer, cause)
         if held.has_embedding:
@@ -50,12 +49,12 @@ class Parts:
             seconds += getattr(self.last, cause)
         return seconds
 
-    def room(self, held: Held) -> float:
+    def room(self, held: HeldLayers) -> float:
         """Return the seconds of a microbatch that messages of data parallelism may hide behind."""
         return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
 
 
-def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
+def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
     """Return the seconds of a microbatch in a layer and in the ends of a layout."""
     found = work_of(setting, layout)
     defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
@@ -63,7 +62,7 @@ def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> Parts:
     layer = kernels.layer(
         found, layout.cp, layout.tp, layout.cp_kind, layout.recompute, defers=defers
     )
-    return Parts(layer, first, last)
+    return MicrobatchTimes(layer, first, last)
 
 
 class Pass(NamedTuple):
@@ -81,23 +80,35 @@ class Pass(NamedTuple):
         return sum(self)
 
 
+class Waits(NamedTuple):
+    """Seconds that a layer of a microbatch waits for ZeRO in its forward and its backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
 @dataclass(frozen=True)
-class Pace:
+class ActionTimes:
     """What the actions of a layout's step take: `forward` and `backward` are by stage.
 
     `whole` is what each pipeline rank's own actions take for one microbatch; `transfer` is a
     message between neighbours.
     """
 
-    parts: Parts
-    gathers: float
-    held: tuple[Held, ...]
+    parts: MicrobatchTimes
+    gathers: Waits
+    held: tuple[HeldLayers, ...]
     whole: tuple[float, ...]
     transfer: float
     microbatches: int
 
     @property
-    def dearest(self) -> int:
+    def slowest(self) -> int:
         """The pipeline rank whose microbatches take longest."""
         return max(range(len(self.whole)), key=self.whole.__getitem__)
 
@@ -107,27 +118,29 @@ class Pace:
         return self.parts.last.backward
 
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
-        """Return a stage's forward and backward; a backward has two thirds of cp and gathers."""
-        held = Held(len(stage.layers), stage.is_first, stage.is_last)
-        cp, gathers = self.parts.of(held, "cp"), held.layers * self.gathers
+        """Return a stage's forward and backward."""
+        held = HeldLayers(len(stage.layers), stage.is_first, stage.is_last)
+        forward, backward = (held.layers * seconds for seconds in self.gathers)
         of = partial(self.parts.of, held)
-        forward = Pass(of("forward"), 0.0, of("tp_forward"), cp / 3, gathers / 3)
-        tp = of("tp_backward") + of("tp_recompute")
-        return forward, Pass(of("backward"), of("recompute"), tp, cp * 2 / 3, gathers * 2 / 3)
+        tp, cp = (of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp"))
+        return (
+            Pass(of("forward"), 0.0, of("tp_forward"), of("cp_forward"), forward),
+            Pass(of("backward"), of("recompute"), tp, cp, backward),
+        )
 
 
-def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> Pace:
+def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     """Return what the actions of a layout's step take."""
     parts = parts_of(setting, kernels, layout)
     ranks = held_by(setting, layout)
     gathers = gather_waits(setting, kernels, layout, parts)
     whole = tuple(
-        sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers
+        sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers.total
         for held in ranks
     )
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
-    count = setting.train.batch // layout.dp // layout.microbatch
-    return Pace(parts, gathers, ranks, whole, transfer, count)
+    count = layout.microbatches(setting.train.batch)
+    return ActionTimes(parts, gathers, ranks, whole, transfer, count)
 
 
 def step_time(
@@ -142,14 +155,14 @@ def step_time(
             kernels,
             layout,
             pace,
-            pace.dearest,
-            kernels.idle * (pipeline - pace.microbatches * pace.whole[pace.dearest]),
+            pace.slowest,
+            kernels.idle * (pipeline - pace.microbatches * pace.whole[pace.slowest]),
         )
     )
 
 
 def rank_causes(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: Pace, place: int, bubble: float
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, place: int, bubble: float
 ) -> dict[str, float]:
     """Return the seconds of a step by cause on a pipeline rank that waits so long for others."""
     held, parts, count = pace.held[place], pace.parts, pace.microbatches
@@ -158,19 +171,24 @@ def rank_causes(
         "compute": per_step["forward"] + per_step["backward"],
         "recompute": per_step["recompute"],
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
-        "cp": per_step["cp"],
-        "gathers": count * held.layers * pace.gathers,
+        "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],
+        "gathers": count * held.layers * pace.gathers.total,
         "bubble": bubble,
         "data": data_wait(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
         ),
         "optimizer": optimizer_seconds(setting, kernels, layout, held),
-        "host": kernels.fixed + count * kernels.per_microbatch,
+        "host": host_seconds(kernels, count),
     }
 
 
+def host_seconds(kernels: Kernels, microbatches: int) -> float:
+    """Return what the host adds to a step of so many microbatches."""
+    return kernels.fixed + microbatches * kernels.per_microbatch
+
+
 def _pipeline(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: Pace, events: bool
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, events: bool
 ) -> float:
     if layout.pp == 1 or not events or not has_table(layout, pace.microbatches):
         return closed_form(
@@ -192,10 +210,10 @@ def has_table(layout: Layout, microbatches: int) -> bool:
     return rule is None
 
 
-def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: Pace) -> Costs:
+def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes) -> Costs:
     """Return what the pipeline's events cost."""
     stages = stages_of(
-        setting.model, layout.stages, setting.train.seq_len, setting.stack.even_stages
+        setting.model, layout.stages, setting.train.seq_len, setting.system.even_stages
     )
     forward, backward = zip(*(pace.passes(stage) for stage in stages), strict=True)
     return Costs(
@@ -203,7 +221,7 @@ def costs_of(setting: Setting, kernels: Kernels, layout: Layout, pace: Pace) -> 
         [one.total for one in backward],
         pace.transfer,
         kernels.exposed_pp,
-        pace.head if setting.stack.fuses_loss else 0.0,
+        pace.head if setting.system.fuses_loss else 0.0,
     )
 
 
@@ -225,22 +243,24 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[f
     if zero == 3:
         kind = gathering(setting, layout)
         gather = network.seconds(kind, elements * setting.element, ranks, layout.tp, "shard")
-    size = elements * setting.stack.reduced_bytes
+    size = elements * setting.reduced_bytes
     return gather, network.seconds(reduction(setting, layout), size, ranks, layout.tp, "shard")
 
 
 def gathering(setting: Setting, layout: Layout) -> str:
     """Return how ZeRO gathers a unit's weights, as a kind of `predict.network`."""
-    return "rows" if sums_in_place(layout, on_cpu=setting.on_cpu) else "all_gather"
+    return "rows" if sums_in_place(layout, setting.target) else "all_gather"
 
 
 def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
     """Return what sums gradients over the ranks that share rows."""
-    in_place = sums_in_place(layout, on_cpu=setting.on_cpu)
+    in_place = sums_in_place(layout, setting.target)
     return "all_to_all" if in_place else "reduce_scatter"
 
 
-def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Parts) -> float:
+def gather_waits(
+    setting: Setting, kernels: Kernels, layout: Layout, parts: MicrobatchTimes
+) -> Waits:
     """Return what a layer of a microbatch waits for ZeRO: gathers, and sums of gradients.
 
     A unit is gathered while the one before it computes, and reduced behind it, so the longer of
@@ -248,28 +268,28 @@ def gather_waits(setting: Setting, kernels: Kernels, layout: Layout, parts: Part
     """
     gather, reduce = unit_messages(setting, kernels, layout)
     if not gather and not reduce:
-        return 0.0
+        return Waits()
     layer = parts.layer
     forward = layer.forward + layer.tp_forward
     backward = layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute
-    hidden = min(gather, forward) + min(gather + reduce, backward)
-    own = sums_in_place(layout, on_cpu=setting.on_cpu)
-    wait = 2 * gather + reduce - kernels.overlap * hidden
-    return wait + (0.0 if own else kernels.per_unit)
+    own = sums_in_place(layout, setting.target)
+    host = 0.0 if own else kernels.per_unit / 2  # a unit is taken up in either pass
+    return Waits(
+        gather - kernels.overlap * min(gather, forward) + host,
+        gather + reduce - kernels.overlap * min(gather + reduce, backward) + host,
+    )
 
 
-def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
+def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
     """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
 
     A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
     turn waits for the slowest of all nodes, each of which meets the messages of all others.
     """
-    found = weights(setting.model, layout.tp, layout.shard_ranks)
-    elements = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
-    elements += found.head if held.has_head else 0
-    network, reduced = kernels.network, setting.stack.reduced_bytes
+    elements = elements_of(setting.model, layout.tp, layout.shard_ranks, held)
+    network, reduced = kernels.network, setting.reduced_bytes
     ranks = layout.shard_ranks
-    replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
+    replicas = layout.replica_ranks
     turns = held.layers * (ranks * replicas - 1)
     seconds = 0.0
     if ranks > 1 and layout.zero <= 2:
@@ -289,21 +309,22 @@ def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -
 
     They overlap with the backward of the last microbatch and the first forward, `room` seconds.
     """
-    if not setting.stack.overlaps_data:
+    if not setting.system.overlaps_data:
         return seconds
     return max(seconds - kernels.overlap * min(seconds, room), 0.0)
 
 
-def optimizer_seconds(setting: Setting, kernels: Kernels, layout: Layout, held: Held) -> float:
+def optimizer_seconds(
+    setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
+) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
-    found = weights(setting.model, layout.tp, layout.shard_ranks)
-    whole = held.layers * found.layer + (found.embedding if held.has_embedding else 0)
-    elements = (whole + (found.head if held.has_head else 0)) / layout.shard_ranks
+    whole = elements_of(setting.model, layout.tp, layout.shard_ranks, held)
+    elements = whole / layout.shard_ranks
     if layout.offload == "none":
         return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32
     if layout.offload == "params":
-        count = setting.train.batch // layout.dp // layout.microbatch
+        count = layout.microbatches(setting.train.batch)
         moved += elements * 4 * 2 * count  # shards up for each forward and backward
     return moved / host + elements * OPTIMIZER_BYTES / kernels.host_bandwidth

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from meshwright.predict.byte_count import ByteCount, PredictedMoment
 from meshwright.predict.needs import Need, backward_needs, of_input
-from meshwright.predict.tally import Moment, Tally
 from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
@@ -37,22 +37,20 @@ DEFERRED: Final = "deferred gradients"
 class Timeline:
     """The moments of a step on one rank, in order."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[PredictedMoment, ...]
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> PredictedMoment:
         """The first moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def timeline(
-    program: Program, rank: int, *, packed: bool = False, on_host: bool = True
-) -> Timeline:
+def timeline(program: Program, rank: int) -> Timeline:
     """Return what a rank of the world holds through a step after the first, in bytes.
 
     `packed` says that rows hold several documents; `on_host` that gloo carries the messages.
     """
-    return _Walk(program, rank, packed, on_host).run()
+    return _Walk(program, rank).run()
 
 
 class _Layer(NamedTuple):
@@ -66,14 +64,14 @@ class _Layer(NamedTuple):
 class _Walk:
     """The state of a walk."""
 
-    def __init__(self, program: Program, rank: int, packed: bool, on_host: bool) -> None:
-        self.program, self.packed, self.on_host = program, packed, on_host
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
         self.at = program.layout.mesh.coordinates(rank)
         self.sizes = Sizes.of(program)
-        self.tally = Tally()
+        self.bytes_held = ByteCount()
         self.stages = {stage.index: stage for stage in program.held(self.at["pp"])}
         self.units = {
-            index: Units(program, stage, self.at, self.tally, on_host)
+            index: Units(program, stage, self.at, self.bytes_held)
             for index, stage in self.stages.items()
         }
         self.last = len(program.stages) - 1
@@ -89,26 +87,26 @@ class _Walk:
 
     def run(self) -> Timeline:
         """Return the timeline."""
-        tally, program = self.tally, self.program
+        bytes_held, program = self.bytes_held, self.program
         for units in self.units.values():
             units.hold()
         # Cosines and sines of every position, for each stage: fp32.
         table = 2 * program.train.seq_len * program.model.rotary_dim * _WIDE
-        tally.add(TABLES, table * len(self.stages))
-        tally.action = "start"
-        tally.note("start")
+        bytes_held.add(TABLES, table * len(self.stages))
+        bytes_held.action = "start"
+        bytes_held.note("start")
         for action in program.tables[self.at["pp"]]:
-            tally.action = f"{action.kind} {action.stage} {action.microbatch}"
+            bytes_held.action = f"{action.kind} {action.stage} {action.microbatch}"
             self._perform(action)
             if not action.is_transfer:
-                tally.note("end")
+                bytes_held.note("end")
         for left in (*self.sent.values(), *self.proves.values()):
-            tally.drop(STREAM, left)
-        tally.action = "update"
+            bytes_held.drop(STREAM, left)
+        bytes_held.action = "update"
         for units in self.units.values():
             units.finish()
-        tally.note("update")
-        return Timeline(tuple(tally.moments))
+        bytes_held.note("update")
+        return Timeline(tuple(bytes_held.moments))
 
     def _perform(self, action: Action) -> None:
         if action.kind == "F":
@@ -120,8 +118,8 @@ class _Walk:
         elif action.kind in ("RECV_F", "RECV_B"):
             peer = self._peer(action)
             self.proves[action] = self.sent.pop(peer, 0)
-            self.tally.add(STREAM, self.sizes.stream_bytes)
-            self.tally.note("receive")
+            self.bytes_held.add(STREAM, self.sizes.stream_bytes)
+            self.bytes_held.note("receive")
         else:
             peer = self._peer(action)
             self.sent[peer] = self.sent.get(peer, 0) + self.sizes.stream_bytes
@@ -134,14 +132,14 @@ class _Walk:
     def _arrive(self, kind: Kind, action: Action) -> None:
         """Let go of what was sent before the receive that an action waits for."""
         sent = self.proves.pop(Action(kind, action.stage, action.microbatch), 0)
-        self.tally.drop(STREAM, sent)
+        self.bytes_held.drop(STREAM, sent)
 
     def _forward(self, action: Action) -> None:
-        tally, stage = self.tally, self.stages[action.stage]
+        bytes_held, stage = self.bytes_held, self.stages[action.stage]
         units = self.units[action.stage]
         if action.stage > 0:  # the first operation keeps it
             self._arrive("RECV_F", action)
-            tally.drop(STREAM, self.sizes.stream_bytes)
+            bytes_held.drop(STREAM, self.sizes.stream_bytes)
         units.enter_root()
         ops = self._operations(stage)
         self._keep(op for op in ops if op.kind in ("embedding", "mask"))
@@ -149,13 +147,13 @@ class _Walk:
         for index in range(len(stage.layers)):
             units.enter(index)
             self._keep(layer)
-            tally.note(f"layer {stage.layers[index]}")
+            bytes_held.note(f"layer {stage.layers[index]}")
             units.leave(index)
         if stage.is_last:
             units.enter_head()
             self._keep(op for op in ops if op.name in ("norm", "head", "loss"))
         else:
-            tally.add(STREAM, self.sizes.stream_bytes)
+            bytes_held.add(STREAM, self.sizes.stream_bytes)
         units.leave_root()
 
     def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
@@ -164,7 +162,6 @@ class _Walk:
             self.known[key] = operations(
                 self.program,
                 stage,
-                packed=self.packed,
                 cp_rank=self.at["cp"],
                 recomputed=again,
             )
@@ -172,14 +169,14 @@ class _Walk:
 
     def _keep(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
         for op in ops:
-            self.tally.add(f"activations: {op.kind}", op.saved_bytes)
+            self.bytes_held.add(f"activations: {op.kind}", op.saved_bytes)
 
     def _free(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
         for op in ops:
-            self.tally.drop(f"activations: {op.kind}", op.saved_bytes)
+            self.bytes_held.drop(f"activations: {op.kind}", op.saved_bytes)
 
     def _backward(self, action: Action, defers: bool) -> None:
-        tally, stage = self.tally, self.stages[action.stage]
+        bytes_held, stage = self.bytes_held, self.stages[action.stage]
         units, sizes = self.units[action.stage], self.sizes
         self._arrive("RECV_B", action)
         ops = self._operations(stage)
@@ -190,23 +187,23 @@ class _Walk:
             self._last_norm(ops)
             units.leave_head_backward()
         # The gradient of the stream goes down through the layers.
-        tally.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
+        bytes_held.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         layer = [op for op in ops if op.name.startswith("layers.")]
         whole = [op for op in self._operations(stage, again=True) if op.name.startswith("layers.")]
-        needs = backward_needs(self.program, sizes, on_host=self.on_host, packed=self.packed)
+        needs = backward_needs(self.program, sizes)
         for index in reversed(range(len(stage.layers))):
             units.enter_backward(index)
             if self.program.layout.recompute != "none":
                 self._free(layer)
                 self._keep(whole)  # its first norm keeps the block's input
-            tally.note(f"layer {stage.layers[index]}")
+            bytes_held.note(f"layer {stage.layers[index]}")
             alive = list(whole)
             for need in needs:
                 own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
                 size = need.bytes + (0 if defers else need.room)
-                with tally.spike("gradients of activations", size):
+                with bytes_held.spike("gradients of activations", size):
                     units.grow(index, need.weights)
-                    tally.note(need.op)
+                    bytes_held.note(need.op)
                 if defers and need.deferred:
                     self._defer(action, need.deferred + sum(op.saved_bytes for op in own))
                 self._free(own)
@@ -215,22 +212,22 @@ class _Walk:
             units.leave_backward(index)
         self._free(op for op in ops if op.kind in ("embedding", "mask"))
         units.leave_root_backward()
-        tally.drop("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
+        bytes_held.drop("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         if action.stage > 0:
-            tally.add(STREAM, sizes.stream_bytes)
+            bytes_held.add(STREAM, sizes.stream_bytes)
         if action.stage < self.last:
-            tally.drop(STREAM, sizes.stream_bytes)
+            bytes_held.drop(STREAM, sizes.stream_bytes)
 
     def _loss(self, units: Units) -> None:
         """Make the loss and go back through the head, some rows at a time."""
-        tally, sizes = self.tally, self.sizes
+        bytes_held, sizes = self.bytes_held, self.sizes
         element, whole = sizes.element, sizes.whole_bytes
         is_cut = self.program.layout.sp and self.program.layout.tp > 1
-        rows = loss_rows(sizes.tokens, sizes.element, on_cpu=self.on_host)
+        rows = loss_rows(sizes.tokens, sizes.element, self.program.target)
         logits = rows * sizes.vocab
         name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
         weight = sizes.dim * sizes.vocab * element
-        made, travelling = of_input(self.program, sizes, self.on_host, gathers=is_cut)
+        made, travelling = of_input(self.program, sizes, gathers=is_cut)
         held = whole * (2 if is_cut else 1)  # the gradient of all rows, and its input
         before = weight if rows < sizes.tokens else 0
         room = loss_room(sizes, rows, self.program.target.products)
@@ -240,33 +237,33 @@ class _Walk:
             ("head", element, travelling, weight + room),
         ):
             with (
-                tally.spike(LOSS, logits * size),
-                tally.spike("gradients of activations", rows_held),
-                tally.spike(GRADIENTS, weight_held),
+                bytes_held.spike(LOSS, logits * size),
+                bytes_held.spike("gradients of activations", rows_held),
+                bytes_held.spike(GRADIENTS, weight_held),
             ):
-                tally.note(what)
-        tally.add("gradients of activations", sizes.stream_bytes)
+                bytes_held.note(what)
+        bytes_held.add("gradients of activations", sizes.stream_bytes)
         units.grow_root((name,))
 
     def _last_norm(self, ops: Sequence[Operation]) -> None:
         """Go back through the norm before the head."""
         wide = self.sizes.stream * self.sizes.dim * _WIDE
-        with self.tally.spike("gradients of activations", 3 * wide):
-            self.tally.note("norm")
+        with self.bytes_held.spike("gradients of activations", 3 * wide):
+            self.bytes_held.note("norm")
         self._free(op for op in ops if op.name == "norm")
-        self.tally.drop("gradients of activations", self.sizes.stream_bytes)
+        self.bytes_held.drop("gradients of activations", self.sizes.stream_bytes)
 
     def _defer(self, action: Action, size: int) -> None:
         """Count what the weights' gradients wait with: products' inputs, gradients of results."""
         key = (action.stage, action.microbatch)
         self.deferred[key] = self.deferred.get(key, 0) + size
-        self.tally.add(DEFERRED, size)
+        self.bytes_held.add(DEFERRED, size)
 
     def _weights(self, action: Action) -> None:
-        needs = backward_needs(self.program, self.sizes, on_host=self.on_host, packed=self.packed)
+        needs = backward_needs(self.program, self.sizes)
         self.units[action.stage].finish_deferred(
             is_last=action == self.ends[action.stage],
             room=max(need.room for need in needs),
             added=max(need.added for need in needs),
         )
-        self.tally.drop(DEFERRED, self.deferred.pop((action.stage, action.microbatch)))
+        self.bytes_held.drop(DEFERRED, self.deferred.pop((action.stage, action.microbatch)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from meshwright.predict.tally import Tally
+from meshwright.predict.byte_count import ByteCount
 from meshwright.program.lower import Program
 from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
@@ -25,7 +25,7 @@ BUFFERS: Final = "communication buffers"
 OPTIMIZER: Final = "optimizer"
 
 
-class _Unit:
+class _UnitSizes:
     """A unit's parameters: elements whole on a tp rank, padded for the ranks that shard, a shard's
     with and without padding."""
 
@@ -33,13 +33,10 @@ class _Unit:
         self.numels: dict[str, int] = {}
         self.padded = self.shard = self.own = 0
         for name, sharding in shardings.items():
-            rows, *rest = sharding.tp_shape
-            each = 1
-            for size in rest:
-                each *= size
-            part = -(-rows // sharding.shard_ranks)
+            rows, each = sharding.tp_shape[0], sharding.row_elements
+            part = sharding.rows_each
             self.numels[name] = rows * each
-            self.padded += part * sharding.shard_ranks * each
+            self.padded += sharding.padded_elements
             self.shard += part * each
             start = min(at * part, rows)
             self.own += (min(start + part, rows) - start) * each
@@ -58,30 +55,29 @@ class Units:
         program: Program,
         stage: Stage,
         at: Mapping[str, int],
-        tally: Tally,
-        on_host: bool,
+        bytes_held: ByteCount,
     ) -> None:
         layout, train = program.layout, program.train
-        self.layout, self.tally = layout, tally
+        self.layout, self.bytes_held = layout, bytes_held
         self.element = ELEMENT_BYTES[train.precision]
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
-        self.in_place = sums_in_place(layout, on_cpu=on_host)
+        self.in_place = sums_in_place(layout, program.target)
         self.exchanges = self.in_place and layout.shard_ranks > 1
-        self.sheds = self.exchanges and layout.zero == 3
+        self.reshards = self.exchanges and layout.zero == 3
         self.sums = self.in_place and layout.zero == 0 and layout.dp * layout.cp > 1
         self.offload = layout.offload
         # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
-        self.copies = 2 if on_host else 1
+        self.copies = 2 if program.target.on_cpu else 1
         tp, place = layout.tp, shard_rank(layout, at) % layout.shard_ranks
         found: dict[str, dict[str, Sharding]] = {}
         for name in program.parameters(stage):
             of_unit = found.setdefault(unit_of(name, in_place=self.in_place), {})
             of_unit[name] = program.shardings[name]
         self.prefixes = [f"layers.{layer}." for layer in stage.layers]
-        self.blocks = [_Unit(found[prefix[:-1]], tp, place) for prefix in self.prefixes]
+        self.blocks = [_UnitSizes(found[prefix[:-1]], tp, place) for prefix in self.prefixes]
         # Without an embedding of its own it is a unit of nothing.
         self.embed, self.root = (
-            _Unit(found.get(name, {}), tp, place) for name in ("embed", "rest")
+            _UnitSizes(found.get(name, {}), tp, place) for name in ("embed", "rest")
         )
         self.is_last = self.defers = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
@@ -89,7 +85,7 @@ class Units:
         self._input = 0  # of the last reduction, or all of the last exchange
 
     @property
-    def all(self) -> list[_Unit]:
+    def all(self) -> list[_UnitSizes]:
         """The units in the order of the forward."""
         units = [self.embed, *self.blocks, self.root]
         return [unit for unit in units if unit.numels]
@@ -98,16 +94,16 @@ class Units:
         """Count what lasts: weights and the optimizer's states."""
         for unit in self.all:
             weights = unit.shard
-            if self.in_place and self.sheds:
+            if self.in_place and self.reshards:
                 weights = unit.own
             elif self.in_place and self.element == _FP32:
                 weights = unit.whole
             elif self.in_place:  # beside the copy that products use
-                self.tally.add(GATHERED, unit.whole * self.element)
+                self.bytes_held.add(GATHERED, unit.whole * self.element)
                 weights = unit.own
-            self.tally.add(WEIGHTS, weights * _FP32 * (self.offload != "params"))
+            self.bytes_held.add(WEIGHTS, weights * _FP32 * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
-            self.tally.add(OPTIMIZER, states * (self.offload == "none"))
+            self.bytes_held.add(OPTIMIZER, states * (self.offload == "none"))
 
     def enter_root(self) -> None:
         """Gather the root for the forward; where ranks sum by themselves, the embedding."""
@@ -123,7 +119,7 @@ class Units:
         """Have the last norm and the head, where they are a unit of their own."""
         self._need(self.root)
 
-    def _need(self, unit: _Unit) -> None:
+    def _need(self, unit: _UnitSizes) -> None:
         """Gather a unit whose weights are not there, and the next one ahead."""
         units = self.all
         if not self.exchanges or unit not in units:
@@ -134,22 +130,22 @@ class Units:
         for each in units[at : at + 2]:
             self._begin(each)
 
-    def _begin(self, unit: _Unit) -> None:
+    def _begin(self, unit: _UnitSizes) -> None:
         """Begin to gather a unit, where ranks sum by themselves."""
         if unit.is_gathered:
             return
         unit.is_gathered = True
-        self.tally.add(GATHERED, unit.whole * self.element * self.sheds)
-        self.tally.note("gather")
+        self.bytes_held.add(GATHERED, unit.whole * self.element * self.reshards)
+        self.bytes_held.note("gather")
 
     def leave(self, index: int) -> None:
         """Drop a block after its forward, where ZeRO-3 does."""
-        if self.sheds or (self.layout.zero == 3 and not self.in_place):
+        if self.reshards or (self.layout.zero == 3 and not self.in_place):
             self._reshard(self.blocks[index])
 
     def leave_root(self) -> None:
         """End the forward of a stage."""
-        self.tally.drop(BUFFERS, self._kept)
+        self.bytes_held.drop(BUFFERS, self._kept)
         self._kept = 0
         if self.layout.zero == 3 and not self.in_place:
             self._reshard(self.root)
@@ -157,7 +153,7 @@ class Units:
     def begin_backward(self, is_last: bool, defers: bool) -> None:
         """Gather the root for the backward, and the last block ahead."""
         self.is_last, self.defers = is_last, defers
-        if self.sheds and self.blocks:
+        if self.reshards and self.blocks:
             self._begin(self.blocks[-1])
         self._gather(self.root)
         if self.blocks:
@@ -165,7 +161,7 @@ class Units:
 
     def enter_backward(self, index: int) -> None:
         """Take a block that was gathered ahead, and gather the one before it."""
-        if self.sheds:
+        if self.reshards:
             if index + 1 < len(self.blocks):
                 self._reshard(self.blocks[index + 1])
             self._begin(self.blocks[index])
@@ -186,7 +182,7 @@ class Units:
 
     def leave_root_backward(self) -> None:
         """Do so with what is left; the last reduction's input stays until the next one."""
-        if self.sheds and self.blocks:
+        if self.reshards and self.blocks:
             self._reshard(self.blocks[0])
         last = self.embed if self.in_place else self.root
         names = [name for name in last.numels if name not in last.grown]
@@ -215,8 +211,8 @@ class Units:
             # Those in the dtype of products are added to by the products themselves.
             new = [name for name in names if unit.grown.get(name) != self.element]
             self._grow(unit, new, joins=True)
-            with self.tally.spike(GRADIENTS, room if new else added):
-                self.tally.note("gradient")
+            with self.bytes_held.spike(GRADIENTS, room if new else added):
+                self.bytes_held.note("gradient")
             if not self.in_place:
                 self._close(unit)
         if self.in_place:
@@ -231,34 +227,34 @@ class Units:
 
     def _settle(self) -> None:
         """Let go of what the last reduction or exchange works with."""
-        self.tally.drop(BUFFERS, self._input)
+        self.bytes_held.drop(BUFFERS, self._input)
         self._input = 0
 
     def finish(self) -> None:
         """End the backwards of a step."""
         self._settle()
-        for unit in self.all if self.sheds else ():
+        for unit in self.all if self.reshards else ():
             self._reshard(unit)
 
-    def _gather(self, unit: _Unit, forward: bool = False) -> None:
+    def _gather(self, unit: _UnitSizes, forward: bool = False) -> None:
         if self.in_place or unit.is_gathered:
             return
-        tally, size = self.tally, unit.padded * self.element
+        bytes_held, size = self.bytes_held, unit.padded * self.element
         unit.is_gathered = True
         if self.layout.shard_ranks == 1 or not size:
-            tally.add(GATHERED, size)
+            bytes_held.add(GATHERED, size)
             return
         if id(unit) not in self._ahead:
             self._begin_gather(unit)
         flat = self._ahead.pop(id(unit))
-        tally.drop(BUFFERS, flat - size)
+        bytes_held.drop(BUFFERS, flat - size)
         if forward:
-            tally.drop(BUFFERS, self._kept)
+            bytes_held.drop(BUFFERS, self._kept)
             self._kept = size
-        tally.add(GATHERED, size)
-        tally.note("gather")
+        bytes_held.add(GATHERED, size)
+        bytes_held.note("gather")
         if not forward:
-            tally.drop(BUFFERS, size)
+            bytes_held.drop(BUFFERS, size)
 
     def _gather_ahead(self, index: int) -> None:
         unit = self.blocks[index]
@@ -266,35 +262,35 @@ class Units:
         if has_to and self.layout.shard_ranks > 1:
             self._begin_gather(unit)
 
-    def _begin_gather(self, unit: _Unit) -> None:
+    def _begin_gather(self, unit: _UnitSizes) -> None:
         flat = unit.padded * self.element * self.copies
-        self.tally.add(BUFFERS, flat)
+        self.bytes_held.add(BUFFERS, flat)
         self._ahead[id(unit)] = flat
-        with self.tally.spike(BUFFERS, unit.shard * self.element * (self.element < _FP32)):
-            self.tally.note("gather")
+        with self.bytes_held.spike(BUFFERS, unit.shard * self.element * (self.element < _FP32)):
+            self.bytes_held.note("gather")
 
-    def _reshard(self, unit: _Unit) -> None:
+    def _reshard(self, unit: _UnitSizes) -> None:
         if unit.is_gathered:
             unit.is_gathered = False
             elements = unit.whole if self.in_place else unit.padded
-            self.tally.drop(GATHERED, elements * self.element)
+            self.bytes_held.drop(GATHERED, elements * self.element)
 
-    def _grow(self, unit: _Unit, names: Sequence[str], *, joins: bool = False) -> None:
+    def _grow(self, unit: _UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
         """Make gradients; those that come outside of autograd join its sums in any case."""
         if self.defers:
             names = [name for name in names if not _waits(name)]
         size, widens = self.element, self.in_place and self.element < self.reduced
         names = [name for name in names if name in unit.numels]
         for name in names:  # they come together
-            self.tally.add(GRADIENTS, unit.numels[name] * size)
+            self.bytes_held.add(GRADIENTS, unit.numels[name] * size)
         for name in names:
             count, held = unit.numels[name], unit.grown.get(name, 0)
             to_be_wide = widens and (joins or held > 0 or not self._is_sent_at_once)
             if to_be_wide and not held:
-                self.tally.add(GRADIENTS, count * self.reduced)
+                self.bytes_held.add(GRADIENTS, count * self.reduced)
             if to_be_wide or held:
-                self.tally.note("gradient")
-                self.tally.drop(GRADIENTS, count * size)
+                self.bytes_held.note("gradient")
+                self.bytes_held.drop(GRADIENTS, count * size)
             unit.grown[name] = self.reduced if to_be_wide else size
 
     @property
@@ -302,14 +298,14 @@ class Units:
         """Whether the gradients of this backward are exchanged as soon as they are there."""
         return self.exchanges and not self.defers and (self.is_last or self.layout.zero >= 2)
 
-    def _close(self, unit: _Unit) -> None:
+    def _close(self, unit: _UnitSizes) -> None:
         if self.in_place:
             if self._is_sent_at_once and unit.grown:
                 self._exchange(unit)
             elif self.sums and self.is_last and not self.defers:
                 self._settle()
                 self._input = unit.whole * self.reduced * (self.copies - 1)
-                self.tally.add(BUFFERS, self._input)
+                self.bytes_held.add(BUFFERS, self._input)
             return
         zero = self.layout.zero
         if self.is_last or zero == 3:
@@ -321,56 +317,56 @@ class Units:
         elif self.element != self.reduced:
             self._widen(unit)
 
-    def _exchange(self, unit: _Unit) -> None:
+    def _exchange(self, unit: _UnitSizes) -> None:
         """Send the rows of others, and receive those of one's own from each of them."""
-        tally = self.tally
+        bytes_held = self.bytes_held
         self._settle()
         others = (self.layout.shard_ranks - 1) * unit.own
         self._input = (unit.whole - unit.own + others) * self.reduced
-        tally.add(BUFFERS, self._input)
+        bytes_held.add(BUFFERS, self._input)
         if not unit.has_shard_gradient:
-            tally.add(GRADIENTS, unit.own * _FP32)
+            bytes_held.add(GRADIENTS, unit.own * _FP32)
             unit.has_shard_gradient = True
-        tally.note("reduce")
+        bytes_held.note("reduce")
         self._drop_grown(unit)
 
-    def _widen(self, unit: _Unit) -> None:
+    def _widen(self, unit: _UnitSizes) -> None:
         """Keep the gradients in the dtype of the reduction."""
         if not unit.accumulated:
-            self.tally.add(GRADIENTS, unit.whole * self.reduced)
+            self.bytes_held.add(GRADIENTS, unit.whole * self.reduced)
             unit.accumulated = True
-            self.tally.note("widen")
+            self.bytes_held.note("widen")
         self._drop_grown(unit)
 
-    def _drop_grown(self, unit: _Unit) -> None:
+    def _drop_grown(self, unit: _UnitSizes) -> None:
         size = sum(unit.numels[name] * each for name, each in unit.grown.items())
-        self.tally.drop(GRADIENTS, size)
+        self.bytes_held.drop(GRADIENTS, size)
         unit.grown.clear()
 
-    def _reduce(self, unit: _Unit) -> None:
+    def _reduce(self, unit: _UnitSizes) -> None:
         if not unit.numels:  # no unit to torch: the last reduction's input stays
             return
-        tally, size = self.tally, unit.padded * self.reduced
+        bytes_held, size = self.bytes_held, unit.padded * self.reduced
         if unit.accumulated:
             self._drop_grown(unit)
-        tally.drop(BUFFERS, self._input)
-        tally.add(BUFFERS, size)
-        tally.note("reduce")
+        bytes_held.drop(BUFFERS, self._input)
+        bytes_held.add(BUFFERS, size)
+        bytes_held.note("reduce")
         self._input = size
         if unit.accumulated:
-            tally.drop(GRADIENTS, unit.whole * self.reduced)
+            bytes_held.drop(GRADIENTS, unit.whole * self.reduced)
             unit.accumulated = False
         else:
             self._drop_grown(unit)
         out = unit.shard * self.reduced
-        with tally.spike(BUFFERS, out):
-            with tally.spike(BUFFERS, size):
-                tally.note("reduce")
+        with bytes_held.spike(BUFFERS, out):
+            with bytes_held.spike(BUFFERS, size):
+                bytes_held.note("reduce")
             if self.reduced < _FP32:
-                with tally.spike(BUFFERS, unit.shard * _FP32):
-                    tally.note("reduce")
+                with bytes_held.spike(BUFFERS, unit.shard * _FP32):
+                    bytes_held.note("reduce")
         if not unit.has_shard_gradient and self.offload != "params":
-            tally.add(GRADIENTS, unit.shard * _FP32)
+            bytes_held.add(GRADIENTS, unit.shard * _FP32)
         unit.has_shard_gradient = True
 
 

@@ -14,8 +14,9 @@ from meshwright.layout import Layout
 from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
+from meshwright.program.messages import Overlaps, Phase, Purpose
 from meshwright.program.operations import Operation, Sizes, operations
-from meshwright.program.parts import Part, parts
+from meshwright.program.parts import parts
 from meshwright.program.shards import shard
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
@@ -42,17 +43,18 @@ class Product(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective of one microbatch: its kind, axis and bytes, how often, and in which pass.
+    """A collective of one microbatch: its kind, axis and bytes, how often, in which pass, why.
 
-    `beside` as in `program.collectives.Collective`.
+    `phase`, `purpose` and `overlaps` as in `program.messages.Collective`.
     """
 
     kind: str
     axis: str
     bytes: int
     times: int
-    phase: str
-    beside: str = ""
+    phase: Phase
+    purpose: Purpose
+    overlaps: Overlaps = ""
 
 
 class Work(NamedTuple):
@@ -84,6 +86,14 @@ class Weights(NamedTuple):
     layer: int
     embedding: int
     head: int
+
+
+class HeldLayers(NamedTuple):
+    """What a pipeline rank holds: its layers, whether the embedding, whether the head."""
+
+    layers: int
+    has_embedding: bool
+    has_head: bool
 
 
 class LayoutWork(NamedTuple):
@@ -127,8 +137,8 @@ def layout_work(
     messages = _messages(one_layer)
     layer_messages = _difference(_messages(two_layers), messages)
     ends = _difference(messages, layer_messages)
-    first = tuple(m for m in ends if m.phase.startswith("embedding"))
-    last = tuple(m for m in ends if not m.phase.startswith("embedding"))
+    first = tuple(m for m in ends if m.purpose == "embedding")
+    last = tuple(m for m in ends if m.purpose != "embedding")
     return LayoutWork(
         sizes,
         _work(one_layer, sizes, layer_ops, layer_messages),
@@ -170,11 +180,11 @@ def _messages(program: Program) -> tuple[Message, ...]:
     Those of the loss are as one: how many they are depends on the device.
     """
     every = [
-        Message(found.kind, found.axis, found.bytes, found.count, found.reason, found.beside)
-        for found in collectives(program, 0)
-        if found.axis in ("tp", "cp") and not found.reason.startswith("gradients of")
+        Message(one.kind, one.axis, one.bytes, one.count, one.phase, one.purpose, one.overlaps)
+        for one in collectives(program, 0)
+        if one.axis in ("tp", "cp") and one.phase != "step"
     ]
-    loss = [message for message in every if message.phase.startswith("loss")]
+    loss = [message for message in every if message.purpose == "loss"]
     size = sum(message.bytes * message.times for message in loss)
     joined = [message._replace(bytes=size, times=1) for message in loss[:1]]
     return (*(message for message in every if message not in loss), *joined)
@@ -244,17 +254,21 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
 @lru_cache(maxsize=1024)
 def weights(model: ModelSpec, tp: int, shard_ranks: int) -> Weights:
     """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them."""
-    layout = Layout(tp=tp)
-
-    def local(part: Part) -> int:
-        rows, *rest = shard(part, layout).tp_shape
-        size = -(-rows // shard_ranks) * shard_ranks
-        for number in rest:
-            size *= number
-        return size
-
+    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=1)
     found = parts(model.model_copy(update={"n_layers": 1}))
-    layer = sum(local(part) for part in found if part.name.startswith("layers."))
-    embedding = next(local(part) for part in found if part.name == "embed.weight")
-    rest = sum(local(part) for part in found) - layer - embedding
-    return Weights(layer, embedding, rest)
+    sizes = {part.name: shard(part, layout).padded_elements for part in found}
+    layer = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    embedding = sizes["embed.weight"]
+    return Weights(layer, embedding, sum(sizes.values()) - layer - embedding)
+
+
+def elements_of(model: ModelSpec, tp: int, shard_ranks: int, held: HeldLayers) -> int:
+    """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
+
+    A tied head is a copy of the embedding.
+    """
+    found = weights(model, tp, shard_ranks)
+    total = held.layers * found.layer
+    if held.has_embedding or (held.has_head and model.tie_embeddings):
+        total += found.embedding
+    return total + (found.head if held.has_head else 0)

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Final
 
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.program.actions import Table
+from meshwright.program.actions import Kind, Table
 from meshwright.program.lower import Program
-from meshwright.program.messages import Beside, Collective
+from meshwright.program.messages import Collective, CollectiveKind, Overlaps, Phase
 from meshwright.program.operations import Sizes, gathers_again, loss_rows
 from meshwright.program.shards import shard_rank
 from meshwright.program.sharing import gathers, reductions
@@ -23,12 +23,16 @@ from meshwright.program.stages import Stage
 
 _FP32: Final = 4  # bytes
 _WIDE: Final = 8  # bytes of fp64 and int64
+_WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
+    ("send", "to the next rank"),
+    ("recv", "from the rank before"),
+)
 
 
-def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[Collective, ...]:
+def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
     """Return all that a rank sends and receives in one step, by purpose.
 
-    ZeRO sums otherwise where ranks are on CPUs, see `program.shards.sums_in_place`, and the loss
+    Where ranks are on CPUs ZeRO sums otherwise, see `program.shards.sums_in_place`, and the loss
     takes fewer tokens at a time.
     """
     at = program.layout.mesh.coordinates(rank)
@@ -36,15 +40,17 @@ def collectives(program: Program, rank: int, *, on_cpu: bool = False) -> tuple[C
     sizes = Sizes.of(program)
     found = [
         *_targets(program),
-        *_borders(program, sizes, stages, on_cpu),
+        *_tp_regions(program, sizes, stages),
         *_context(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
-        *gathers(program, at, stages, on_cpu),
-        *reductions(program, at, stages, on_cpu),
+        *gathers(program, at, stages),
+        *reductions(program, at, stages),
         *_completion(program, stages, at["tp"], shard_rank(program.layout, at)),
     ]
     if program.layout.world > 1:
-        found.append(Collective("all_reduce", "world", _WIDE, 1, "norm: sum the squares"))
+        found.append(
+            Collective("all_reduce", "world", _WIDE, 1, "step", "norm", "norm: sum the squares")
+        )
     return _summed(found)
 
 
@@ -58,13 +64,12 @@ def _summed(found: Iterable[Collective]) -> tuple[Collective, ...]:
 
 def _targets(program: Program) -> Iterator[Collective]:
     if program.layout.dp * program.layout.cp > 1:
-        yield Collective("all_reduce", "data", _WIDE, 1, "loss: count the targets")
+        reason = "loss: count the targets"
+        yield Collective("all_reduce", "data", _WIDE, 1, "step", "targets", reason)
 
 
-def _borders(
-    program: Program, sizes: Sizes, stages: Iterable[Stage], on_cpu: bool
-) -> Iterator[Collective]:
-    """Yield what crosses the borders of tensor parallelism.
+def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield what is sent where the stream enters and leaves tensor-parallel regions.
 
     Megatron-LM, arXiv:1909.08053, section 3; with the sequence cut, arXiv:2205.05198, section 4.2.
     """
@@ -75,18 +80,18 @@ def _borders(
     for stage in stages:
         passes = len(stage.layers) * count
         if layout.sp:
-            yield from _sequence_borders(program, whole, passes)
+            yield from _sequence_parallel_regions(program, whole, passes)
         else:
-            yield from _plain_borders(program, whole, passes)
+            yield from _plain_regions(program, whole, passes)
         if stage.is_first:
             yield from _embedding(layout.sp, whole, count)
         if stage.is_last:
             yield from _head(layout.sp, whole, count)
-            yield from _loss(layout.tp, sizes, count, on_cpu)
+            yield from _loss(program, sizes)
 
 
 def _left_again(program: Program) -> int:
-    """Return how often a layer's second forward crosses the border out of a part that is cut.
+    """Return how often a layer's second forward leaves a tensor-parallel region.
 
     Once, as it ends with the last product; twice where dropout comes after it. The selective policy
     keeps what came over.
@@ -96,60 +101,76 @@ def _left_again(program: Program) -> int:
     return 2 if program.model.dropout else 1
 
 
-def _plain_borders(program: Program, whole: int, passes: int) -> Iterator[Collective]:
-    def reduce(times: int, reason: str, beside: Beside = "") -> Collective:
-        return Collective("all_reduce", "tp", whole, times * passes, reason, beside)
+def _plain_regions(program: Program, whole: int, passes: int) -> Iterator[Collective]:
+    def reduce(times: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
+        reason = f"{phase}: sum the {what}"
+        return Collective(
+            "all_reduce", "tp", whole, times * passes, phase, "layer", reason, overlaps
+        )
 
-    yield reduce(2, "forward: sum the results of row-parallel products")
-    yield reduce(2, "backward: sum the gradients of column-parallel products' inputs", "weights")
-    yield reduce(_left_again(program), "recompute: sum the results of row-parallel products")
+    yield reduce(2, "forward", "results of row-parallel products")
+    yield reduce(2, "backward", "gradients of column-parallel products' inputs", "weights")
+    yield reduce(_left_again(program), "recompute", "results of row-parallel products")
 
 
-def _sequence_borders(program: Program, whole: int, passes: int) -> Iterator[Collective]:
-    def gather(times: int, reason: str, beside: Beside = "") -> Collective:
-        return Collective("all_gather", "tp", whole, times * passes, reason, beside)
+def _sequence_parallel_regions(program: Program, whole: int, passes: int) -> Iterator[Collective]:
+    def gather(times: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
+        reason = f"{phase}: gather the {what}"
+        return Collective(
+            "all_gather", "tp", whole, times * passes, phase, "layer", reason, overlaps
+        )
 
-    def scatter(times: int, reason: str, beside: Beside = "") -> Collective:
-        return Collective("reduce_scatter", "tp", whole, times * passes, reason, beside)
+    def scatter(times: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
+        reason, count = f"{phase}: sum and cut the {what}", times * passes
+        return Collective("reduce_scatter", "tp", whole, count, phase, "layer", reason, overlaps)
 
-    yield gather(2, "forward: gather the stream before column-parallel products")
-    yield scatter(2, "forward: sum and cut the results of row-parallel products")
-    yield gather(2, "backward: gather the gradients of row-parallel products' results")
     into = "before column-parallel products"
-    yield scatter(2, f"backward: sum and cut the gradients {into}", "weights")
+    yield gather(2, "forward", f"stream {into}")
+    yield scatter(2, "forward", "results of row-parallel products")
+    yield gather(2, "backward", "gradients of row-parallel products' results")
+    yield scatter(2, "backward", f"gradients {into}", "weights")
     # Neither does the selective policy keep gathered tensors: they are the largest.
     if gathers_again(program):
-        yield gather(2, f"backward: gather the stream again {into}", "inputs")
+        yield gather(2, "backward", f"stream again {into}", "inputs")
     else:
-        yield gather(2, f"recompute: gather the stream {into}")
-    yield scatter(_left_again(program), "recompute: sum and cut the results of row products")
+        yield gather(2, "recompute", f"stream {into}")
+    yield scatter(_left_again(program), "recompute", "results of row-parallel products")
 
 
 def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+    def message(kind: CollectiveKind, phase: Phase, what: str) -> Collective:
+        return Collective(kind, "tp", whole, count, phase, "embedding", f"embedding: {what}")
+
     if not sp:
-        yield Collective("all_reduce", "tp", whole, count, "embedding: sum the ranks' rows")
+        yield message("all_reduce", "forward", "sum the ranks' rows")
         return
-    yield Collective("reduce_scatter", "tp", whole, count, "embedding: sum and cut the ranks' rows")
-    yield Collective("all_gather", "tp", whole, count, "embedding: gather the gradients")
+    yield message("reduce_scatter", "forward", "sum and cut the ranks' rows")
+    yield message("all_gather", "backward", "gather the gradients")
 
 
 def _head(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+    """Yield what the head sends: all of it in the backward, which makes its products."""
+
+    def gradients(kind: CollectiveKind, what: str) -> Collective:
+        reason = f"head: {what}"
+        return Collective(kind, "tp", whole, count, "backward", "head", reason, "weights")
+
     if not sp:
-        reason = "head: sum the gradients of its input"
-        yield Collective("all_reduce", "tp", whole, count, reason, "weights")
+        yield gradients("all_reduce", "sum the gradients of its input")
         return
-    yield Collective("all_gather", "tp", whole, count, "head: gather the stream")
-    reason = "head: sum and cut its input's gradients"
-    yield Collective("reduce_scatter", "tp", whole, count, reason, "weights")
+    reason = "head: gather the stream"
+    yield Collective("all_gather", "tp", whole, count, "backward", "logits", reason)
+    yield gradients("reduce_scatter", "sum and cut its input's gradients")
 
 
-def _loss(tp: int, sizes: Sizes, count: int, on_cpu: bool) -> Iterator[Collective]:
+def _loss(program: Program, sizes: Sizes) -> Iterator[Collective]:
     """Yield three numbers a token, for as many tokens as have their logits at a time."""
-    each = loss_rows(sizes.tokens, sizes.element, on_cpu=on_cpu)
+    each = loss_rows(sizes.tokens, sizes.element, program.target)
     for rows, times in ((each, sizes.tokens // each), (sizes.tokens % each, 1)):
-        size = 3 * _FP32 * rows * tp
+        size = 3 * _FP32 * rows * program.layout.tp
         reason = "loss: largest logits, sums of exponentials, target logits"
-        yield Collective("all_gather", "tp", size, count * times * bool(rows), reason)
+        often = program.microbatches * times * bool(rows)
+        yield Collective("all_gather", "tp", size, often, "backward", "loss", reason)
 
 
 def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
@@ -163,41 +184,47 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
     if layout.cp == 1:
         return
     passes = program.microbatches * sum(len(stage.layers) for stage in stages)
-    forwards = passes * (1 if layout.recompute == "none" else 2)
+    again = 0 if layout.recompute == "none" else passes
     of_keys = 2 * sizes.tokens * sizes.kv_heads * sizes.head_dim
     of_queries = sizes.tokens * sizes.heads * sizes.head_dim
+    keys = of_keys * sizes.element
+    phases: tuple[tuple[Phase, int], ...] = (
+        ("forward", passes),
+        ("recompute", again),
+        ("backward", passes),
+    )
+
+    def message(kind: CollectiveKind, size: int, count: int, phase: Phase, what: str) -> Collective:
+        reason = f"{phase}: {what}"
+        return Collective(kind, "cp", size, count, phase, "attention", reason)
+
     if layout.cp_kind == "ulysses":
-        for numbers, reason in (
-            (of_queries + of_keys, "Ulysses: positions of q, k and v for heads"),
-            (of_queries, "Ulysses: heads of the result for positions"),
-        ):
-            yield Collective("all_to_all", "cp", numbers * sizes.element, forwards + passes, reason)
+        for phase, count in phases:
+            for numbers, what in (
+                (of_queries + of_keys, "positions of q, k and v for heads"),
+                (of_queries, "heads of the result for positions"),
+            ):
+                yield message("all_to_all", numbers * sizes.element, count, phase, what)
         return
     steps = layout.cp - 1
-    for kind in ("send", "recv"):
-        way = "to the next rank" if kind == "send" else "from the rank before"
-        yield Collective(
-            kind, "cp", of_keys * sizes.element, steps * forwards, f"ring: keys and values {way}"
-        )
-        yield Collective(
-            kind,
-            "cp",
-            of_keys * sizes.element,
-            steps * passes,
-            f"ring, backward: keys and values {way}",
-        )
-        yield Collective(
-            kind, "cp", of_keys * _FP32, steps * passes, f"ring: the keys' gradients {way}"
-        )
+    for kind, way in _WAYS:
+        for phase, count in phases:
+            yield message(kind, keys, steps * count, phase, f"keys and values {way}")
+        what = f"the keys' gradients {way}"
+        yield message(kind, of_keys * _FP32, steps * passes, "backward", what)
 
 
 def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
     counts = Counter(action.kind for action in table)
-    size = sizes.stream_bytes
-    yield Collective("send", "pp", size, counts["SEND_F"], "pipeline: output to the next stage")
-    yield Collective("recv", "pp", size, counts["RECV_F"], "pipeline: input from the stage before")
-    yield Collective("send", "pp", size, counts["SEND_B"], "pipeline: gradient to the stage before")
-    yield Collective("recv", "pp", size, counts["RECV_B"], "pipeline: gradient from the next stage")
+
+    def message(kind: CollectiveKind, phase: Phase, action: Kind, what: str) -> Collective:
+        count, reason = counts[action], f"pipeline: {what}"
+        return Collective(kind, "pp", sizes.stream_bytes, count, phase, "stream", reason)
+
+    yield message("send", "forward", "SEND_F", "output to the next stage")
+    yield message("recv", "forward", "RECV_F", "input from the stage before")
+    yield message("send", "backward", "SEND_B", "gradient to the stage before")
+    yield message("recv", "backward", "RECV_B", "gradient from the next stage")
 
 
 def _completion(
@@ -212,8 +239,10 @@ def _completion(
     partial = [name for name in names if program.shardings[name].is_partial]
     if partial:
         size = sum(map(shard, partial))
-        yield Collective("all_reduce", "tp", size, 1, "gradients of what sees a part of the tokens")
+        reason = "gradients of what sees a part of the tokens"
+        yield Collective("all_reduce", "tp", size, 1, "step", "gradients", reason)
     is_v = SCHEDULES[layout.schedule].is_v  # both copies on one rank
     if program.model.tie_embeddings and layout.pp > 1 and not is_v and "embed.weight" in names:
         size = shard("embed.weight")
-        yield Collective("all_reduce", "ends", size, 1, "gradients of the tied embedding and head")
+        reason = "gradients of the tied embedding and head"
+        yield Collective("all_reduce", "ends", size, 1, "step", "gradients", reason)

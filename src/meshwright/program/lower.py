@@ -15,7 +15,7 @@ from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
-# torch's own kernels.
+# CPUs, torch's own kernels.
 _ANY: Final = Target()
 
 
@@ -35,7 +35,7 @@ class Program:
     @property
     def microbatches(self) -> int:
         """Microbatches of a data-parallel rank in one step."""
-        return self.train.batch // self.layout.dp // self.layout.microbatch
+        return self.layout.microbatches(self.train.batch)
 
     @property
     def sequence(self) -> int:
@@ -81,6 +81,6 @@ class Program:
 
 
 def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:
-    """Return the program of a layout that the rules allow, for kernels of a target."""
+    """Return the program of a layout that the rules allow, for a target: by default CPUs."""
     stages = split_stages(model, layout.stages, train.seq_len)
     return Program(model, train, layout, stages, target)

@@ -6,12 +6,28 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
-Beside = Literal["", "inputs", "weights"]
+Overlaps = Literal["", "inputs", "weights"]
+# When in a step a message travels: with a microbatch, or once, in `step`.
+Phase = Literal["forward", "backward", "recompute", "step"]
+# What it is for. `logits`: the stream before the head's products, and what the loss needs of them.
+Purpose = Literal[
+    "targets",
+    "layer",
+    "embedding",
+    "logits",
+    "loss",
+    "head",
+    "attention",
+    "stream",
+    "weights",
+    "gradients",
+    "norm",
+]
 Axis = Literal["tp", "cp", "pp", "shard", "replicate", "data", "ends", "world"]
 
-# Axes whose messages go through a lane where CPU ranks share a machine, and the largest that do in
-# one piece: of a gather the part of one rank. docs/decisions/0025 and 0026.
-_BY_LANE: Final = frozenset({"tp", "shard"})
+# Axes whose messages go through a shared-memory channel where CPU ranks share a machine, and the
+# largest that do in one piece: of a gather the part of one rank. docs/decisions/0025 and 0026.
+_BY_CHANNEL: Final = frozenset({"tp", "shard"})
 LARGEST_SHARED: Final = 1 << 22  # bytes
 
 
@@ -23,8 +39,9 @@ class Collective:
     reduced (before it is scattered), of what it hands to an all-to-all (of Ulysses with its own
     share, of ZeRO without), of what is sent or received. What crosses a link depends on the
     algorithm and is left to whom it concerns. `count` is how many there are in one optimizer step.
+    `reason` is for people alone.
 
-    `beside` names the products of column-parallel layers that are computed while it travels: those
+    `overlaps` names the products of column-parallel layers computed while it travels: those
     that make the gradients of their inputs or of their weights.
 
     `axis` names the ranks: those of the mesh, where `shard` joins dp_shard and cp, and `replicate`
@@ -36,14 +53,16 @@ class Collective:
     axis: Axis
     bytes: int
     count: int
+    phase: Phase
+    purpose: Purpose
     reason: str
-    beside: Beside = ""
+    overlaps: Overlaps = ""
 
 
-def goes_by_lane(axis: str) -> bool:
-    """Return whether CPU ranks of one machine send an axis' messages through a lane.
+def goes_by_channel(axis: str) -> bool:
+    """Return whether CPU ranks of one machine send an axis' messages through a channel.
 
     Those of `tp` of `LARGEST_SHARED` bytes at most, that is; the others go as elsewhere. Rows of
     ZeRO go in pieces of that size, but for those of FSDP2.
     """
-    return axis in _BY_LANE
+    return axis in _BY_CHANNEL

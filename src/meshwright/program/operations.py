@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.lower import Program
 from meshwright.program.stages import Stage
-from meshwright.program.target import Route
+from meshwright.program.target import Route, Target
 
 Kind = Literal[
     "embedding",
@@ -143,7 +143,6 @@ def operations(
     program: Program,
     stage: Stage,
     *,
-    packed: bool = False,
     cp_rank: int = 0,
     recomputed: bool = False,
 ) -> tuple[Operation, ...]:
@@ -162,7 +161,7 @@ def operations(
         found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
     found += (
         Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers)
-        for op, saved in _layer(program, sizes, packed, cp_rank, recomputed)
+        for op, saved in _layer(program, sizes, cp_rank, recomputed)
     )
     if stage.is_last:
         found += (
@@ -172,12 +171,12 @@ def operations(
 
 
 def _layer(
-    program: Program, sizes: Sizes, packed: bool, cp_rank: int, recomputed: bool
+    program: Program, sizes: Sizes, cp_rank: int, recomputed: bool
 ) -> Iterator[tuple[_Op, int]]:
     """Yield the operations of a layer, and the bytes that each keeps under the recompute policy."""
     recompute = "none" if recomputed else program.layout.recompute
     ops = (
-        *_attention(program, sizes, packed, cp_rank),
+        *_attention(program, sizes, cp_rank),
         *_mlp(program, sizes),
     )
     # The layer's dropout keys, in the context that a second forward starts from, too.
@@ -200,7 +199,7 @@ def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False)
     return _Op(name, "norm", saved=statistics + (0 if shares_input else sizes.stream_bytes))
 
 
-def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> Iterator[_Op]:
+def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
     model, layout = program.model, program.layout
     heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     of_heads = sizes.tokens * heads * sizes.element
@@ -217,18 +216,18 @@ def _attention(program: Program, sizes: Sizes, packed: bool, cp_rank: int) -> It
         yield _Op("attn.rope", "rotation", saved=tables)
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
     saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
-    if packed and layout.cp > 1 and layout.cp_kind == "ring":
+    if program.target.packed and layout.cp > 1 and layout.cp_kind == "ring":
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
     steps = _ring_steps(program, cp_rank)
     yield _Op(
         "attn.core",
         "attention",
-        flops=4.0 * heads * sizes.rows * _pairs(program, packed) / _head_ranks(program),
+        flops=4.0 * heads * sizes.rows * _pairs(program) / _head_ranks(program),
         saved=saved,
         kept=int((of_heads + sums) * steps),
     )
     # Some give their result in another order than the product wants it.
-    is_copied = _is_plain(program, packed) or (layout.cp > 1 and layout.cp_kind == "ulysses")
+    is_copied = _is_plain(program) or (layout.cp > 1 and layout.cp_kind == "ulysses")
     yield _Op(
         "attn.o",
         "product",
@@ -272,13 +271,13 @@ def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
     yield _Op("loss", "loss", saved=_WIDE)  # where its sum will be
 
 
-def loss_rows(tokens: int, element: int, *, on_cpu: bool) -> int:
+def loss_rows(tokens: int, element: int, target: Target) -> int:
     """Return of how many of a microbatch's tokens the logits are there together.
 
     Enough for the products of a CPU, or to keep a GPU busy. In half a precision (`element` 2 bytes)
     a quarter of all at least: as often is the gradient of the head's weight rounded to it.
     """
-    least, rounds = 256 if on_cpu else 1024, 16 if element == _WIDE else 4
+    least, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
     return -(-tokens // min(max(tokens // least, 1), rounds))
 
 
@@ -304,7 +303,7 @@ def _head_ranks(program: Program) -> int:
     return program.layout.cp if program.layout.cp_kind == "ulysses" else 1
 
 
-def _pairs(program: Program, packed: bool) -> float:
+def _pairs(program: Program) -> float:
     """Return how many pairs of query and key the attention of one row and head computes here.
 
     Half of a square, since a kernel is told that it is causal. Packed rows cost that at most, where
@@ -314,16 +313,16 @@ def _pairs(program: Program, packed: bool) -> float:
     """
     own, span = program.sequence, program.train.seq_len
     if program.layout.cp > 1 and program.layout.cp_kind == "ring":
-        halves = program.layout.cp + _is_plain(program, packed)
+        halves = program.layout.cp + _is_plain(program)
         return own * own / 2 * halves
     return span * span / 2
 
 
-def _is_plain(program: Program, packed: bool) -> bool:
+def _is_plain(program: Program) -> bool:
     """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
     layout = program.layout
     is_ring = layout.cp > 1 and layout.cp_kind == "ring"
-    return is_ring and packed and program.train.precision == "fp16"
+    return is_ring and program.target.packed and program.train.precision == "fp16"
 
 
 def _ring_steps(program: Program, cp_rank: int) -> float:
@@ -365,7 +364,7 @@ def matmul_flops(program: Program, pp_rank: int) -> float:
     return total * program.microbatches
 
 
-def attention_flops(program: Program, pp_rank: int, *, packed: bool = False) -> float:
+def attention_flops(program: Program, pp_rank: int) -> float:
     """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
 
     Two products forward and five backward, `2 head_dim` for each pair of query and key and each
@@ -375,6 +374,6 @@ def attention_flops(program: Program, pp_rank: int, *, packed: bool = False) -> 
     return program.microbatches * sum(
         op.flops * op.count * times
         for stage in program.held(pp_rank)
-        for op in operations(program, stage, packed=packed)
+        for op in operations(program, stage)
         if op.kind == "attention"
     )

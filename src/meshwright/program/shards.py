@@ -7,12 +7,14 @@ shards cuts what is left along dim 0, as FSDP2 does: in `ceil(rows / ranks)` row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.program.parts import Part
+from meshwright.program.target import Target
 
 # (start, stop) along each dim of a whole tensor
 Region = tuple[tuple[int, int], ...]
@@ -52,7 +54,7 @@ class Sharding:
             cuts.append(Slice(self.tp_dim, tp_rank * size, (tp_rank + 1) * size))
             rows = size if self.tp_dim == 0 else rows
         if self.shard_ranks > 1:
-            size = -(-rows // self.shard_ranks)
+            size = self.rows_each
             start = min(shard_rank * size, rows)
             cuts.append(Slice(0, start, min(start + size, rows)))
         return tuple(cuts)
@@ -68,6 +70,21 @@ class Sharding:
     def shape(self, tp_rank: int, shard_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
         return tuple(stop - start for start, stop in self.region(tp_rank, shard_rank))
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a shard: as many for each rank that shares them; the last ones may have fewer."""
+        return -(-self.tp_shape[0] // self.shard_ranks)
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row of what is cut over tp."""
+        return math.prod(self.tp_shape[1:])
+
+    @property
+    def padded_elements(self) -> int:
+        """Elements of a tp rank's part, its rows padded to as many for each rank."""
+        return self.rows_each * self.shard_ranks * self.row_elements
 
     @property
     def tp_shape(self) -> tuple[int, ...]:
@@ -98,13 +115,13 @@ def shard(part: Part, layout: Layout) -> Sharding:
     )
 
 
-def sums_in_place(layout: Layout, *, on_cpu: bool) -> bool:
+def sums_in_place(layout: Layout, target: Target) -> bool:
     """Whether ranks keep weights whole and sum gradients by themselves, without FSDP2.
 
     Under ZeRO they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
     and gloo's reduce-scatter is a sum for all; elsewhere it moves half as much.
     """
-    return layout.zero == 0 or (on_cpu and layout.offload != "params")
+    return layout.zero == 0 or (target.on_cpu and layout.offload != "params")
 
 
 def unit_of(name: str, *, in_place: bool) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from meshwright.program.lower import Program
-from meshwright.program.messages import Collective, CollectiveKind
+from meshwright.program.messages import Collective, CollectiveKind, Phase
 from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
 from meshwright.program.stages import Stage
+from meshwright.spec.training import TrainSpec
 
 _FP32: Final = 4  # bytes
 
 
-class _Unit(NamedTuple):
+class _MessageUnit(NamedTuple):
     """What is gathered or reduced in one message, see `program.shards.unit_of`.
 
     Elements: `deferred` of parameters whose gradients may come in a backward of their own, `prompt`
@@ -30,7 +32,7 @@ class _Unit(NamedTuple):
 
 def _units(
     program: Program, stage: Stage, elements: Callable[[Sharding], int], *, in_place: bool
-) -> list[_Unit]:
+) -> list[_MessageUnit]:
     """Return the units of a stage; `elements` says what a parameter has in the message."""
     sums: dict[str, list[int]] = {}
     for name in program.parameters(stage):
@@ -39,17 +41,11 @@ def _units(
         # The head's comes with its input's.
         waits = unit.startswith("layers.") and sharding.part.is_product
         sums.setdefault(unit, [0, 0])[0 if waits else 1] += elements(sharding)
-    return [_Unit(name, *found) for name, found in sums.items()]
-
-
-def _padded(sharding: Sharding) -> int:
-    """Return the elements of a tp rank's part, its rows padded for the ranks that share them."""
-    rows, *rest = sharding.tp_shape
-    return -(-rows // sharding.shard_ranks) * sharding.shard_ranks * math.prod(rest)
+    return [_MessageUnit(name, *found) for name, found in sums.items()]
 
 
 def gathers(
-    program: Program, at: Mapping[str, int], stages: Iterable[Stage], on_cpu: bool
+    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
     """Yield the all-gathers of ZeRO, arXiv:1910.02054, section 5.
 
@@ -59,16 +55,26 @@ def gathers(
     layout = program.layout
     if layout.shard_ranks == 1:
         return
-    if sums_in_place(layout, on_cpu=on_cpu):
+    if sums_in_place(layout, program.target):
         yield from _rows_gathered(program, at, stages)
         return
     element = ELEMENT_BYTES[program.train.precision]
-    times = 2 * program.microbatches if layout.zero == 3 else 1
     for stage in stages:
-        for unit in _units(program, stage, _padded, in_place=False):
+        for unit in _units(program, stage, attrgetter("padded_elements"), in_place=False):
             size = (unit.deferred + unit.prompt) * element
             what = "a block" if unit.name.startswith("layers.") else "the rest of the stage"
-            yield Collective("all_gather", "shard", size, times, f"ZeRO: the weights of {what}")
+            reason = f"ZeRO: the weights of {what}"
+            for phase, times in _passes(program, layout.zero == 3):
+                yield Collective("all_gather", "shard", size, times, phase, "weights", reason)
+
+
+def _passes(program: Program, is_each: bool) -> tuple[tuple[Phase, int], ...]:
+    """Return when weights are gathered and how often: with each pass of a microbatch, or once."""
+    each: tuple[tuple[Phase, int], ...] = (
+        ("forward", program.microbatches),
+        ("backward", program.microbatches),
+    )
+    return each if is_each else (("step", 1),)
 
 
 def _rows_gathered(
@@ -80,30 +86,29 @@ def _rows_gathered(
     """
     layout, element = program.layout, ELEMENT_BYTES[program.train.precision]
     place, ranks = shard_rank(layout, at), layout.shard_ranks
-    counts: Counter[tuple[CollectiveKind, bool, int]] = Counter()
+    counts: Counter[tuple[CollectiveKind, Phase, bool, int]] = Counter()
     for stage in stages:
         for name in program.parameters(stage):
             sharding = program.shardings[name]
             is_block = name.startswith("layers.")
-            times = 2 * program.microbatches if layout.zero == 3 and is_block else 1
             mine = math.prod(sharding.shape(at["tp"], place))
-            counts["send", is_block, mine] += times * (ranks - 1)
-            rows, *rest = sharding.tp_shape
-            each = -(-rows // ranks)
-            full, left = divmod(rows, each)
-            counts["recv", is_block, each * math.prod(rest)] += times * full
-            counts["recv", is_block, left * math.prod(rest)] += times
-            counts["recv", is_block, mine] -= times
-    for (kind, is_block, size), count in counts.items():
+            each = sharding.rows_each
+            full, left = divmod(sharding.tp_shape[0], each)
+            for phase, times in _passes(program, layout.zero == 3 and is_block):
+                counts["send", phase, is_block, mine] += times * (ranks - 1)
+                counts["recv", phase, is_block, each * sharding.row_elements] += times * full
+                counts["recv", phase, is_block, left * sharding.row_elements] += times
+                counts["recv", phase, is_block, mine] -= times
+    for (kind, phase, is_block, size), count in counts.items():
         if size and count:
             what = "a block" if is_block else "the rest of the stage"
             way = "rows to all others" if kind == "send" else "the rows of others"
             reason = f"ZeRO: the weights of {what}, {way}"
-            yield Collective(kind, "shard", size * element, count, reason)
+            yield Collective(kind, "shard", size * element, count, phase, "weights", reason)
 
 
 def reductions(
-    program: Program, at: Mapping[str, int], stages: Iterable[Stage], on_cpu: bool
+    program: Program, at: Mapping[str, int], stages: Iterable[Stage]
 ) -> Iterator[Collective]:
     """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
 
@@ -111,16 +116,16 @@ def reductions(
     each second half, since what the rounds hold differs.
     """
     layout = program.layout
-    in_place = sums_in_place(layout, on_cpu=on_cpu)
+    in_place = sums_in_place(layout, program.target)
     if in_place and layout.shard_ranks > 1:
         yield from _exchanges(program, at, stages)
         return
-    element = _reduced(program)
-    replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
-    ranks = layout.shard_ranks
+    element = reduced_bytes(program.train)
+    replicas, ranks = layout.replica_ranks, layout.shard_ranks
     each = layout.zero >= 2 and not in_place
+    phase = _summed_in(each)
     for stage in stages:
-        units = _units(program, stage, _padded, in_place=in_place)
+        units = _units(program, stage, attrgetter("padded_elements"), in_place=in_place)
         for has_deferred, has_prompt, meets in _rounds(program, at["pp"], stage, each):
             for unit in units:
                 size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
@@ -128,16 +133,22 @@ def reductions(
                     continue
                 if ranks > 1:
                     reason = "ZeRO: sum and cut gradients"
-                    yield Collective("reduce_scatter", "shard", size, 1, reason)
+                    yield Collective("reduce_scatter", "shard", size, 1, phase, "gradients", reason)
                 if replicas > 1 and meets:
                     reason = "replicas: sum gradients"
-                    yield Collective("all_reduce", "replicate", size // ranks, 1, reason)
+                    size //= ranks
+                    yield Collective("all_reduce", "replicate", size, 1, phase, "gradients", reason)
 
 
-def _reduced(program: Program) -> int:
+def _summed_in(each: bool) -> Phase:
+    """Return when gradients are summed: with each microbatch's backward, or once."""
+    return "backward" if each else "step"
+
+
+def reduced_bytes(train: TrainSpec) -> int:
     """Return the bytes of an element of the dtype in which gradients travel."""
-    widens = program.train.reduce_dtype == "fp32"
-    return _FP32 if widens else ELEMENT_BYTES[program.train.precision]
+    widens = train.reduce_dtype == "fp32"
+    return _FP32 if widens else ELEMENT_BYTES[train.precision]
 
 
 def _exchanges(
@@ -149,6 +160,7 @@ def _exchanges(
     """
     place, tp_rank = shard_rank(program.layout, at), at["tp"]
     each = program.layout.zero >= 2
+    phase = _summed_in(each)
 
     def own(sharding: Sharding) -> int:
         return math.prod(sharding.shape(tp_rank, place))
@@ -163,14 +175,14 @@ def _exchanges(
                 count = has_deferred * unit.deferred + has_prompt * unit.prompt
                 if count:
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
-                    size = count * _reduced(program)
-                    yield Collective("all_to_all", "shard", size, 1, reason)
+                    size = count * reduced_bytes(program.train)
+                    yield Collective("all_to_all", "shard", size, 1, phase, "gradients", reason)
         if program.layout.dp_replicate > 1:
             for unit in _units(program, stage, own, in_place=True):
                 size = (unit.deferred + unit.prompt) * _FP32
                 if size:
                     reason = "replicas: sum gradients"
-                    yield Collective("all_reduce", "replicate", size, 1, reason)
+                    yield Collective("all_reduce", "replicate", size, 1, phase, "gradients", reason)
 
 
 def _rounds(

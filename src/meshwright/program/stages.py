@@ -56,7 +56,7 @@ def embedding_flops(spec: ModelSpec) -> float:
 
 
 def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]:
-    """Return `count` stages whose dearest one is as cheap as a contiguous split allows.
+    """Return `count` stages whose costliest one is as cheap as a contiguous split allows.
 
     Every stage has at least one layer. Among equally good splits the first stages are the fuller
     ones, since the last also computes the loss. `count` must not exceed `n_layers`.
@@ -80,13 +80,13 @@ def _balanced(layers: int, count: int, layer: float, first: float, last: float) 
     if count == 1:
         return [0, layers]
 
-    def dearest(at_end: int) -> tuple[float, int]:
+    def costliest(at_end: int) -> tuple[float, int]:
         rest = layers - at_end
         others = -(-rest // (count - 1))  # ceiling
         lead = layer * (rest // (count - 1)) + first
         return max(layer * others, lead, layer * at_end + last), -at_end
 
-    at_end = min(range(1, layers - count + 2), key=dearest)
+    at_end = min(range(1, layers - count + 2), key=costliest)
     rest, bounds = layers - at_end, [0]
     for index in range(count - 1):
         # The fuller ones come second to last first: the first stage also has the embedding.

@@ -67,10 +67,24 @@ class Route(NamedTuple):
         return -(-rows // count)
 
 
-class Target(NamedTuple):
-    """The kernels of a device: `products` is the way of fp32 ones on a CPU."""
+Device = Literal["cpu", "gpu"]
 
+
+class Target(NamedTuple):
+    """What a program runs on, and the rows that it gets.
+
+    `device` is where ranks compute; on CPUs gloo carries their messages. `products` is the way of
+    fp32 products on a CPU. `packed`: rows hold several documents, which attention tells apart.
+    """
+
+    device: Device = "cpu"
     products: Route = Route()
+    packed: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are processes on CPUs."""
+        return self.device == "cpu"
 
 
 def route(matmul: Matmul, processor: Processor) -> Route:

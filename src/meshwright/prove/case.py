@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 from meshwright.layout import Layout
+from meshwright.parsing import parse_json
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
@@ -73,7 +74,7 @@ class Case:
     @classmethod
     def from_json(cls, text: str) -> Case:
         """Return the case that `as_json` wrote."""
-        values: Mapping[str, Any] = json.loads(text)
+        values: Mapping[str, Any] = parse_json(text)
         specs = {
             name: spec.model_validate_json(json.dumps(values[name]))
             for name, spec in (("model", ModelSpec), ("train", TrainSpec), ("layout", Layout))

@@ -22,11 +22,13 @@ from meshwright.execute.batch import Batch
 from meshwright.execute.build import build
 from meshwright.execute.data import DTYPES
 from meshwright.execute.gather import on_stages
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
+from meshwright.execute.products import target_of
 from meshwright.execute.world import World
-from meshwright.program.lower import Program
+from meshwright.program.lower import Program, lower
+from meshwright.prove.case import Case
 from meshwright.prove.weights import logits_std, telling
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
@@ -63,6 +65,12 @@ ENLARGED: Final = 2.0
 
 # Breaks something in a parallel model on purpose: only tests have one
 Fault = Callable[[Parallel], None]
+
+
+def program_of(case: Case, world: World) -> Program:
+    """Return the program of a case on a world's devices."""
+    target = target_of(case.train, world.device, packed=case.packed)
+    return lower(case.model, case.train, case.layout, target)
 
 
 def build_small(program: Program, groups: Groups, world: World, fault: Fault | None) -> Parallel:
@@ -131,7 +139,7 @@ class Expected(NamedTuple):
 
 def compare(
     parallel: Parallel,
-    tensor_of: Callable[[Held], Tensor | None],
+    tensor_of: Callable[[HeldParameter], Tensor | None],
     expected: Expected,
     world: World,
 ) -> Difference:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import cut
-from meshwright.execute.gradients import Held, local_shard, scale_gradients
+from meshwright.execute.gradients import HeldParameter, local_shard, scale_gradients
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
-from meshwright.program.lower import Program, lower
+from meshwright.program.lower import Program
 from meshwright.program.shards import shard_rank, whole
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
@@ -33,6 +33,7 @@ from meshwright.prove.compare import (
     build_small,
     everyones,
     mine,
+    program_of,
 )
 from meshwright.prove.reference import (
     make_batch,
@@ -73,7 +74,7 @@ def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Div
 
     What half precision is too coarse for is looked for once more in fp32.
     """
-    program = lower(case.model, case.train, case.layout)
+    program = program_of(case, world)
     search = _Search(case, program, groups, world, fault)
     found = (
         _wrong_weight(search)
@@ -103,7 +104,7 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     return Divergence(found.tensor, found.rank, found.stage, None, found.error, "initial weight")
 
 
-def _part(full: Tensor, held: Held, search: _Search) -> Tensor:
+def _part(full: Tensor, held: HeldParameter, search: _Search) -> Tensor:
     at = search.groups.at
     region = held.sharding.region(at["tp"], shard_rank(search.program.layout, at))
     return cut(full, region)
@@ -239,7 +240,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
 def _wrong(
     search: _Search,
     parallel: Parallel,
-    tensor_of: Callable[[Held], Tensor | None],
+    tensor_of: Callable[[HeldParameter], Tensor | None],
     expected: Expected,
 ) -> list[Difference]:
     """Return this rank's own shards that are wrong."""

@@ -22,7 +22,7 @@ from meshwright.prove.compare import (
 )
 from meshwright.prove.locate import locate
 from meshwright.prove.reference import Reference, make_batch, run_reference
-from meshwright.prove.trial import Numbers, Trial
+from meshwright.prove.trial import StepNumbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
 from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts
 
@@ -76,7 +76,7 @@ def check(
 def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> Iterator[Verdict]:
     exact, rounded = reference.exact, reference.rounded
     gradients = Expected(exact.gradients, rounded.gradients)
-    worst, numbers, gathered = list[Difference](), list[Numbers](), list[float]()
+    worst, numbers, gathered = list[Difference](), list[StepNumbers](), list[float]()
     is_half = case.train.precision != "fp32"
 
     def look() -> None:

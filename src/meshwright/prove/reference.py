@@ -34,7 +34,7 @@ _DECAY: Final = 1.0
 _WARMUP: Final = 2
 
 
-class Moment(NamedTuple):
+class AfterStep(NamedTuple):
     """After a step: its gradients before clipping, all updates so far, the optimizer's state."""
 
     gradients: Tensors
@@ -57,7 +57,7 @@ class Steps:
     gradients: Tensors
     updates: Tensors
     state: Mapping[str, Tensors]
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[AfterStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _run(
         factor = min(1.0, clip_norm / norms[-1]) if clip_norm else 1.0
         step_of.step({name: factor * gradient for name, gradient in gradients.items()}, step)
         if keeps:
-            moments.append(Moment(_narrow(gradients), one.updates(), step_of.state()))
+            moments.append(AfterStep(_narrow(gradients), one.updates(), step_of.state()))
     evaluation = one.evaluate(evaluated(case))
     return Steps(
         tuple(losses),

@@ -32,7 +32,7 @@ def shrink(
     as many of them as can be, so that each meets each other one. The model keeps its family and
     flags, and the ratio of its heads.
     """
-    microbatches = train.batch // layout.dp // layout.microbatch
+    microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0
     cases = []
     for degrees in _degrees(layout):

@@ -145,4 +145,4 @@ def _settled(layout: Layout) -> Layout:
 
 
 def _microbatches(case: Case) -> int:
-    return case.train.batch // case.layout.dp // case.layout.microbatch
+    return case.layout.microbatches(case.train.batch)

@@ -11,7 +11,7 @@ from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
-from meshwright.prove.census import prove_census
+from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.order import prove_order
 from meshwright.prove.parity import prove_parity
 from meshwright.prove.reference import Reference, run_reference
@@ -39,7 +39,7 @@ class Suite:
         world = self._world
         groups = open_groups(case.layout, world, self._timeout_s)
         verdicts += prove_parity(case, groups, world, self._reference)
-        return verdicts + prove_census(case, groups, world)
+        return verdicts + prove_conformance(case, groups, world)
 
     def _reference(self, case: Case) -> Reference:
         """Return what one device computes, from rank 0."""

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
-from meshwright.program.lower import lower
 from meshwright.prove.case import Case
-from meshwright.prove.compare import Fault, build_small, mine
+from meshwright.prove.compare import Fault, build_small, mine, program_of
 from meshwright.prove.reference import Reference, evaluated, make_batch
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.loss_scale import LossScale
@@ -23,7 +22,7 @@ from meshwright.train.optimizer import build_optimizer, set_learning_rate
 from meshwright.train.update import evaluate, update
 
 
-class Numbers(NamedTuple):
+class StepNumbers(NamedTuple):
     """The mean loss of a step's global batch in nats, and the gradient's norm before clipping."""
 
     loss: float
@@ -42,14 +41,14 @@ class Trial:
         fault: Fault | None = None,
     ) -> None:
         self._case, self._world, self._reference = case, world, reference
-        self._program = lower(case.model, case.train, case.layout)
+        self._program = program_of(case, world)
         self.parallel = build_small(self._program, groups, world, fault)
         self._shards = Shards(self.parallel.held, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(self._shards.leaves, reference.optimizer)
         self._scale = LossScale(case.loss_scale)
         self._starts = [held.parameter.detach().clone() for held in self.parallel.held]
 
-    def step(self, step: int, look: Callable[[], None] = lambda: None) -> Numbers:
+    def step(self, step: int, look: Callable[[], None] = lambda: None) -> StepNumbers:
         """Take a step, from 0; `look` is called when gradients are there and weights unchanged."""
         rate = learning_rate(step + 1, self._case.steps, self._reference.optimizer)
         set_learning_rate(self._optimizer, rate)
@@ -64,33 +63,33 @@ class Trial:
             self._reference.clip_norm,
             look,
         )
-        return Numbers(self._world.sum_on_host([done.loss.item()])[0], done.norm.item())
+        return StepNumbers(self._world.sum_on_host([done.loss.item()])[0], done.norm.item())
 
     def evaluation(self) -> float:
         """Return the mean loss of the batches to evaluate, as `train` computes it."""
         batches = [mine(batch, self._program, self._world) for batch in evaluated(self._case)]
         return evaluate(self.parallel, batches, self._world)
 
-    def gradient(self, held: Held) -> Tensor | None:
+    def gradient(self, held: HeldParameter) -> Tensor | None:
         """Return a gradient that is there, of the loss as it is."""
         found = held.parameter.grad
         return None if found is None else found / self._case.loss_scale
 
     @torch.no_grad()
-    def added(self, held: Held) -> Tensor:
+    def added(self, held: HeldParameter) -> Tensor:
         """Return what has been added to a weight since the start."""
         return held.parameter.detach() - self._starts[self._place(held)]
 
-    def state(self, key: str) -> Callable[[Held], Tensor | None]:
+    def state(self, key: str) -> Callable[[HeldParameter], Tensor | None]:
         """Return what gives the optimizer's state of a weight by a key, None where it has none."""
 
-        def of(held: Held) -> Tensor | None:
+        def of(held: HeldParameter) -> Tensor | None:
             found = self._optimizer.state[self._shards.leaves[self._place(held)]].get(key)
             return None if found is None else _like(held.parameter, found)
 
         return of
 
-    def _place(self, held: Held) -> int:
+    def _place(self, held: HeldParameter) -> int:
         return next(at for at, one in enumerate(self.parallel.held) if one is held)
 
 

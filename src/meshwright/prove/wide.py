@@ -15,11 +15,10 @@ from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES
 from meshwright.execute.gather import on_stages
-from meshwright.execute.gradients import Held
+from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
-from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     UNIT_ROUNDOFFS,
@@ -28,6 +27,7 @@ from meshwright.prove.compare import (
     build_small,
     everyones,
     mine,
+    program_of,
     worse,
 )
 from meshwright.prove.reference import make_batch
@@ -50,7 +50,7 @@ def prove_sums(
     Yields nothing where the number of microbatches is odd, where `train.reduce_dtype` lets sums be
     rounded, or where float8 products have a scale that depends on all rows.
     """
-    program, train = lower(case.model, case.train, case.layout), case.train
+    program, train = program_of(case, world), case.train
     microbatches = train.batch // case.layout.microbatch
     if microbatches % 2 or train.reduce_dtype != "fp32" or train.fp8:
         return
@@ -74,7 +74,7 @@ def prove_sums(
     yield Verdict("sums of gradients in fp32", layout, 0.0, worst.error, _SUM, passed)
 
 
-def _taken(held: Held) -> Tensor | None:
+def _taken(held: HeldParameter) -> Tensor | None:
     """Return a gradient's shard in memory of its own, and let go of it."""
     found = held.gradient
     held.parameter.grad = None
@@ -96,7 +96,7 @@ def _off(whole: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
 
 
 def gathered_norm(
-    parallel: Parallel, gradient: Callable[[Held], Tensor | None], world: World
+    parallel: Parallel, gradient: Callable[[HeldParameter], Tensor | None], world: World
 ) -> float:
     """Return the norm of the gradients, gathered whole, each tensor of the model once."""
     squares: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from meshwright.program.ledger import RankLedger, StepLedger
+from meshwright.program.profile import RankProfile, StepProfile
 
 Done = tuple[str, int, int]  # kind, stage, microbatch
 
@@ -15,7 +15,7 @@ class Agreement:
     """How a measured step compares with its plan.
 
     `difference` says where a rank first did another action than planned, None where none did.
-    `planned` and `measured` are the bubbles (`StepLedger.bubble`), None where there is no pipeline.
+    `planned` and `measured` are the bubbles (`StepProfile.bubble`), None without a pipeline.
     """
 
     difference: str | None
@@ -42,7 +42,7 @@ class Agreement:
         )
 
 
-def agreement(planned: StepLedger, measured: StepLedger) -> Agreement | None:
+def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
     """Return how a measured step compares with its plan; None where one of them has no actions.
 
     Of the measured ranks those with spans are compared, each with the planned one at its place in
@@ -64,9 +64,9 @@ def agreement(planned: StepLedger, measured: StepLedger) -> Agreement | None:
     return Agreement(first, planned.bubble, measured.bubble)
 
 
-def done_by(one: RankLedger) -> list[Done]:
+def done_by(one: RankProfile) -> list[Done]:
     """Return what a rank computed, in the order in which it began."""
-    work = sorted((s for s in one.spans if s.lane == "compute"), key=lambda span: span.start)
+    work = sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
     return [(span.name, span.stage, span.microbatch) for span in work]
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.predict.ledger import merged_causes, predicted_ledger
 from meshwright.predict.price import Prediction
+from meshwright.predict.profile import merged_causes, predicted_profile
 from meshwright.predict.setting import Setting
-from meshwright.program.ledger import StepLedger
 from meshwright.program.lower import Program, lower
 from meshwright.program.parts import parameter_count
+from meshwright.program.profile import StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, stacked
 from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
 from meshwright.report.figure import byte_unit, seconds, time_unit
 from meshwright.report.page import Page, facts, folded, grid, key_of, notices, prose, table
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
 from meshwright.report.steps import step_sections
-from meshwright.report.words import ledger_warnings
+from meshwright.report.words import profile_warnings
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import Plan
 from meshwright.units import format_bytes, format_count
@@ -26,7 +26,7 @@ from meshwright.units import format_bytes, format_count
 def plan_page(made: Plan) -> Page:
     """Return the page of a plan: a step of its winner, and why the others lost."""
     setting, best = made.setting, made.best
-    predicted = predicted_ledger(setting, best.layout) if best else None
+    predicted = predicted_profile(setting, best.layout) if best else None
     devices = f"{setting.cluster.devices} x {setting.cluster.device.name}"
     page = Page(f"Plan for {devices}", _asked(setting))
     page.section(
@@ -141,8 +141,8 @@ def _layout(page: Page, program: Program) -> None:
 def simulation_page(
     program: Program,
     setting: Setting,
-    predicted: StepLedger | None,
-    simulated: StepLedger,
+    predicted: StepProfile | None,
+    simulated: StepProfile,
     differences: Mapping[int, Sequence[str]],
     breaches: Sequence[str],
 ) -> Page:
@@ -179,7 +179,7 @@ def simulation_page(
         prose(f"Layout: {mesh_words(layout)}.", *told),
         notices([(text, "") for text in breaches]),
         notices(said),
-        notices(ledger_warnings(predicted, simulated)),
+        notices(profile_warnings(predicted, simulated)),
     )
     _layout(page, program)
     step_sections(page, predicted, simulated, layout, setting.cluster)

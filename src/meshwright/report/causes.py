@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from meshwright.layout import Layout
 from meshwright.predict.catalogue import Cluster
-from meshwright.program.ledger import CAUSES, RankLedger, StepLedger
+from meshwright.program.profile import CAUSES, RankProfile, StepProfile
 from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
 from meshwright.report.figure import Figure, axis, byte_unit, figure, seconds, time_unit
+from meshwright.report.markup import escape, joined
 from meshwright.report.page import Page, key_of, table
 from meshwright.units import format_bytes
 
@@ -40,9 +41,9 @@ _JOINED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def mean_causes(ledger: StepLedger | None) -> dict[str, float]:
+def mean_causes(profile: StepProfile | None) -> dict[str, float]:
     """Return the seconds of each cause, the mean of the ranks that know them."""
-    known = [one.causes for one in ledger.ranks if one.causes] if ledger else []
+    known = [one.causes for one in profile.ranks if one.causes] if profile else []
     return {
         cause: sum(each.get(cause, 0.0) for each in known) / len(known)
         for cause in CAUSES
@@ -69,7 +70,7 @@ def bars(
         {
             "type": "bar",
             "orientation": "h",
-            "name": name,
+            "name": escape(name),
             "x": list(values),
             "y": [at + (number - (count - 1) / 2) * width for at in range(len(names))],
             "width": width * 0.92,
@@ -79,8 +80,8 @@ def bars(
             "cliponaxis": False,
             "constraintext": "none",
             "textfont": {"size": 11},
-            "customdata": list(names),
-            "hovertemplate": f"%{{customdata}}<br>{name}: %{{text}}<extra></extra>",
+            "customdata": [escape(one) for one in names],
+            "hovertemplate": f"%{{customdata}}<br>{escape(name)}: %{{text}}<extra></extra>",
         }
         for number, (name, colour, values, printed) in enumerate(sides)
     ]
@@ -99,7 +100,7 @@ def bars(
         yaxis=axis(
             range=[len(names) - 0.5, -0.5],
             tickvals=list(range(len(names))),
-            ticktext=["<br>".join(label) for label in labels],
+            ticktext=[joined(label, "<br>") for label in labels],
             showgrid=False,
             fixedrange=True,
             ticks="",
@@ -130,7 +131,7 @@ def stacked(
 
 
 def causes_chart(
-    page: Page, planned: StepLedger | None, happened: StepLedger | None, name: str = "causes"
+    page: Page, planned: StepProfile | None, happened: StepProfile | None, name: str = "causes"
 ) -> str:
     """Return the chart of the step's time by cause; empty where none is known."""
     ours, theirs = mean_causes(planned), mean_causes(happened)
@@ -188,8 +189,8 @@ def link_of(axis_name: str, layout: Layout | None, cluster: Cluster | None) -> s
 
 def traffic_chart(
     page: Page,
-    planned: StepLedger | None,
-    happened: StepLedger | None,
+    planned: StepProfile | None,
+    happened: StepProfile | None,
     layout: Layout | None,
     cluster: Cluster | None,
     name: str = "messages",
@@ -248,19 +249,19 @@ def _cells(sums: _Sums, expected: _Sums, key: tuple[str, str]) -> list[Any]:
     return [*cells, theirs] if expected else cells
 
 
-def _talker(ledger: StepLedger) -> RankLedger | None:
-    known = [one for one in ledger.ranks if one.traffic]
+def _talker(profile: StepProfile) -> RankProfile | None:
+    known = [one for one in profile.ranks if one.traffic]
     return max(known, key=lambda one: sum(t.bytes * t.times for t in one.traffic), default=None)
 
 
-def _alike(one: RankLedger, ledger: StepLedger | None) -> RankLedger | None:
-    known = [other for other in ledger.ranks if other.traffic] if ledger else []
+def _alike(one: RankProfile, profile: StepProfile | None) -> RankProfile | None:
+    known = [other for other in profile.ranks if other.traffic] if profile else []
     same = [other for other in known if other.rank == one.rank]
     place = one.coordinates.get("pp", 0)
     return next(iter([*same, *(r for r in known if r.coordinates.get("pp", 0) == place)]), None)
 
 
-def _sums(one: RankLedger) -> dict[tuple[str, str], _Sum]:
+def _sums(one: RankProfile) -> dict[tuple[str, str], _Sum]:
     """Return bytes, messages and seconds waited of a rank by axis and kind."""
     found: dict[tuple[str, str], _Sum] = {}
     for each in one.traffic:

@@ -17,6 +17,7 @@ from meshwright.report.figure import (
     spread,
     thin,
 )
+from meshwright.report.markup import escape
 from meshwright.report.page import Page, grid, key_of, table
 from meshwright.report.record import RunRecord
 from meshwright.units import format_count
@@ -42,12 +43,12 @@ def line(name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **mor
     return {
         "type": "scatter",
         "mode": mode,
-        "name": name,
+        "name": escape(name),
         "x": thin(xs),
         "y": thin(ys),
         "line": style,
         "marker": {"size": 5, "color": style["color"]},
-        "hovertemplate": f"{name}: %{{y:.5g}}<extra></extra>",
+        "hovertemplate": f"{escape(name)}: %{{y:.5g}}<extra></extra>",
         **more,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from meshwright.program.ledger import MEMORY, MemoryPoint, RankLedger, StepLedger
+from meshwright.program.profile import MEMORY, MemoryPoint, RankProfile, StepProfile
 from meshwright.report.colours import INK, MEMORY_COLOURS, RED
 from meshwright.report.figure import (
     Figure,
@@ -18,6 +18,7 @@ from meshwright.report.figure import (
     thin,
     time_unit,
 )
+from meshwright.report.markup import escape
 from meshwright.report.page import Page, table
 from meshwright.units import format_bytes
 
@@ -29,7 +30,7 @@ _FAR: Final = 2.5
 
 
 def memory_chart(
-    page: Page, happened: StepLedger | None, planned: StepLedger | None, name: str = "memory"
+    page: Page, happened: StepProfile | None, planned: StepProfile | None, name: str = "memory"
 ) -> str:
     """Return the chart of the ranks whose memory is known; empty where none is.
 
@@ -69,7 +70,7 @@ def _about(limit: int | None, highest: int) -> str:
     return f" The device's limit, {format_bytes(limit)}, is {times}, and not drawn."
 
 
-def memory_figure(one: RankLedger, twin: RankLedger | None, limit: int | None) -> Figure:
+def memory_figure(one: RankProfile, twin: RankProfile | None, limit: int | None) -> Figure:
     """Return a rank's memory: areas from below in the order of `MEMORY`, each with its name."""
     points = thin(one.memory if len(one.memory) > 1 else one.memory * 2)
     xs, title, length = _places(points)
@@ -123,7 +124,7 @@ def _area(
         "fillcolor": colour,
         "x": list(xs),
         "y": [point.bytes.get(kind, 0) / size for point in points],
-        "text": [point.at for point in points],
+        "text": [escape(point.at) for point in points],
         "customdata": [format_bytes(point.bytes.get(kind, 0)) for point in points],
         "hovertemplate": "%{customdata}  at %{text}",
     }
@@ -149,7 +150,7 @@ def _names(
     ]
 
 
-def _line(twin: RankLedger, length: float, size: float, in_order: bool) -> dict[str, Any]:
+def _line(twin: RankProfile, length: float, size: float, in_order: bool) -> dict[str, Any]:
     points = thin(twin.memory if len(twin.memory) > 1 else twin.memory * 2)
     xs, _, end = _places([point._replace(time=None) for point in points] if in_order else points)
     return {
@@ -159,7 +160,7 @@ def _line(twin: RankLedger, length: float, size: float, in_order: bool) -> dict[
         "line": {"shape": "hv", "width": 1.6, "color": INK},
         "x": [x / end * length for x in xs],
         "y": [point.total / size for point in points],
-        "text": [point.at for point in points],
+        "text": [escape(point.at) for point in points],
         "customdata": [format_bytes(point.total) for point in points],
         "hovertemplate": "%{customdata}  at %{text}",
     }
@@ -170,8 +171,8 @@ def _level(y: float) -> dict[str, Any]:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
 
 
-def _twin(one: RankLedger, other: StepLedger | None) -> RankLedger | None:
-    """Return the same rank of another ledger, or the one at its place in the pipeline."""
+def _twin(one: RankProfile, other: StepProfile | None) -> RankProfile | None:
+    """Return the same rank of another profile, or the one at its place in the pipeline."""
     with_memory = [rank for rank in other.ranks if rank.memory] if other else []
     same = [rank for rank in with_memory if rank.rank == one.rank]
     place = one.coordinates.get("pp", 0)
@@ -179,16 +180,16 @@ def _twin(one: RankLedger, other: StepLedger | None) -> RankLedger | None:
     return next(iter([*same, *alike]), None)
 
 
-def _name(one: RankLedger, ledger: StepLedger) -> str:
-    place = f", pipeline place {one.coordinates['pp']}" if ledger.layout.get("pp", 1) > 1 else ""
+def _name(one: RankProfile, profile: StepProfile) -> str:
+    place = f", pipeline place {one.coordinates['pp']}" if profile.layout.get("pp", 1) > 1 else ""
     return f"{one.rank}{place}: peak {format_bytes(_peak(one))}"
 
 
-def _peak(one: RankLedger) -> int:
+def _peak(one: RankProfile) -> int:
     return one.peak.total if one.peak else 0
 
 
-def _row(one: RankLedger, twin: RankLedger | None, limit: int | None) -> tuple[Any, ...]:
+def _row(one: RankProfile, twin: RankProfile | None, limit: int | None) -> tuple[Any, ...]:
     peak = one.peak
     assert peak is not None
     return (

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from html import escape
 from importlib import resources, util
 from pathlib import Path
 from string import Template
@@ -22,14 +22,8 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.report.colours import DARK
 from meshwright.report.figure import Figure, rounded
+from meshwright.report.markup import Html, escape, joined, markup
 from meshwright.version import __version__
-
-
-@dataclass(frozen=True)
-class Text:
-    """HTML that is safe as it is; every other value in a table is escaped."""
-
-    html: str
 
 
 @dataclass
@@ -40,12 +34,14 @@ class Section:
     title: str
     parts: list[str]
 
-    def html(self) -> str:
+    def html(self) -> Html:
         """Return the section as a landmark."""
-        body = "\n".join(self.parts)
-        return (
-            f'<section id="{self.id}" aria-labelledby="{self.id}-title">'
-            f'<h2 id="{self.id}-title">{escape(self.title)}</h2>\n{body}\n</section>'
+        return markup(
+            '<section id="{id}" aria-labelledby="{id}-title">'
+            '<h2 id="{id}-title">{title}</h2>\n{body}\n</section>',
+            id=self.id,
+            title=self.title,
+            body=joined(self.parts, "\n"),
         )
 
 
@@ -59,7 +55,7 @@ class Page:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def section(self, name: str, title: str, *parts: str) -> None:
-        """Add a section; one without parts is left out."""
+        """Add a section; one without parts is left out. A part that is not `Html` is escaped."""
         kept = [part for part in parts if part]
         if kept:
             self.sections.append(Section(name, title, kept))
@@ -75,7 +71,7 @@ class Page:
         key: str = "",
         zoom: bool = False,
         choose: str = "",
-    ) -> str:
+    ) -> Html:
         """Return the HTML of a chart with its title, what it tells, and its numbers as a table.
 
         Several figures by name become a choice, labelled `choose`. `key` explains colours beside
@@ -85,122 +81,144 @@ class Page:
         first = next(iter(many.values())) if many else dict(drawn)
         self.figures[name] = list(many.values()) or [first]
         height = first["layout"]["height"]
-        tools = _choice(name, choose, list(many)) if len(many) > 1 else ""
-        tools += _zoom(name) if zoom else ""
-        bar = f'<div class="tools">{tools}</div>' if tools else ""
-        return (
-            f'<figure class="chart" aria-labelledby="{name}-caption">'
-            f'<figcaption id="{name}-caption"><h3>{escape(title)}</h3>{key}'
-            f"<p>{told}</p></figcaption>{bar}"
-            f'<div class="plot" id="{name}" data-figure="{name}" role="img" '
-            f'aria-label="{escape(title)}. The numbers are in the table that follows." '
-            f'style="height:{height}px"></div>'
-            f"<details><summary>Numbers of this chart</summary>{table}</details></figure>"
+        tools = _choice(name, choose, list(many)) if len(many) > 1 else Html()
+        tools += _zoom(name) if zoom else Html()
+        return markup(
+            '<figure class="chart" aria-labelledby="{name}-caption">'
+            '<figcaption id="{name}-caption"><h3>{title}</h3>{key}<p>{told}</p></figcaption>{bar}'
+            '<div class="plot" id="{name}" data-figure="{name}" role="img" '
+            'aria-label="{title}. The numbers are in the table that follows." '
+            'style="height:{height}px"></div>'
+            "<details><summary>Numbers of this chart</summary>{table}</details></figure>",
+            name=name,
+            title=title,
+            key=key,
+            told=told,
+            bar=markup('<div class="tools">{}</div>', tools) if tools else "",
+            height=height,
+            table=table,
         )
 
     def html(self) -> str:
         """Return the whole file."""
-        links = "".join(
-            f'<li><a href="#{one.id}">{escape(one.title)}</a></li>' for one in self.sections
-        )
+        links = (markup('<li><a href="#{}">{}</a></li>', s.id, s.title) for s in self.sections)
+        script = f"\n{_asset('page.js')}\n"
+        plotly, packed = _plotly()
         words = {
+            "policy": policy(script.encode(), plotly),
             "title": escape(self.title),
             "subtitle": escape(self.subtitle),
-            "links": links,
-            "sections": "\n".join(one.html() for one in self.sections),
+            "links": joined(links),
+            "sections": joined((one.html() for one in self.sections), "\n"),
             "css": _asset("page.css"),
-            "js": _asset("page.js"),
+            "js": script,
             "dark": json.dumps(dict(DARK)),
             "figures": _packed(json.dumps(rounded(self.figures), separators=(",", ":")).encode()),
-            "plotly": _plotly(),
+            "plotly": packed,
             "version": __version__,
         }
         return Template(_asset("page.html")).substitute(words)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> Html:
     """Return a table: cells that are numbers or begin like one are set right."""
     if not rows:
-        return "<p>Nothing to show.</p>"
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in headers)
-    body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in rows)
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or "Table")}">'
-        f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        return Html("<p>Nothing to show.</p>")
+    return markup(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{name}">'
+        "<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>",
+        name=caption or "Table",
+        title=markup("<caption>{}</caption>", caption) if caption else "",
+        head=joined(markup('<th scope="col">{}</th>', name) for name in headers),
+        body=joined(markup("<tr>{}</tr>", joined(map(_cell, row))) for row in rows),
     )
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, Text):
-        return f"<td>{value.html}</td>"
+def _cell(value: Any) -> Html:
     text = "–" if value is None else str(value)
-    number = " class=n" if text[:1].isdigit() or (text[:1] in "+-−" and text[1:2].isdigit()) else ""
-    return f"<td{number}>{escape(text)}</td>"
+    is_number = text[:1].isdigit() or (text[:1] in "+-−" and text[1:2].isdigit())
+    return markup("<td class=n>{}</td>" if is_number else "<td>{}</td>", text)
 
 
-def facts(pairs: Sequence[tuple[str, str, str]]) -> str:
+def facts(pairs: Sequence[tuple[str, str, str]]) -> Html:
     """Return figures to be read at a glance: name, value, what it is beside."""
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(beside)}</small></dd></div>"
-        for name, value, beside in pairs
-    )
-    return f'<dl class="facts">{items}</dl>'
+    form = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>"
+    return markup('<dl class="facts">{}</dl>', joined(markup(form, *pair) for pair in pairs))
 
 
-def notices(said: Sequence[tuple[str, str]]) -> str:
+def notices(said: Sequence[tuple[str, str]]) -> Html:
     """Return warnings as a list: what is the matter, and what to do."""
-    items = "".join(f"<li><strong>{_text(what)}</strong> {_text(todo)}</li>" for what, todo in said)
-    return f'<ul class="notices">{items}</ul>' if said else ""
+    form = "<li><strong>{}</strong> {}</li>"
+    items = joined(markup(form, _text(what), _text(todo)) for what, todo in said)
+    return markup('<ul class="notices">{}</ul>', items) if said else items
 
 
-def prose(*sentences: str) -> str:
+def prose(*sentences: str) -> Html:
     """Return sentences as a paragraph."""
-    text = " ".join(_text(one) for one in sentences if one)
-    return f"<p>{text}</p>" if text else ""
+    text = joined((_text(one) for one in sentences if one), " ")
+    return markup("<p>{}</p>", text) if text else text
 
 
-def _text(text: str) -> str:
+def _text(text: str) -> Html:
     """Return a text as HTML, what is between backquotes as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return Html(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
-def key_of(pairs: Sequence[tuple[str, str]]) -> str:
+def key_of(pairs: Sequence[tuple[str, str]]) -> Html:
     """Return what colours mean, each beside its colour."""
-    items = "".join(
-        f'<li><i data-colour="{colour}" style="background:{colour}"></i>{escape(name)}</li>'
-        for name, colour in pairs
-    )
-    return f'<ul class="key">{items}</ul>'
+    form = '<li><i data-colour="{0}" style="background:{0}"></i>{1}</li>'
+    items = joined(markup(form, colour, name) for name, colour in pairs)
+    return markup('<ul class="key">{}</ul>', items)
 
 
-def grid(*parts: str) -> str:
+def grid(*parts: str) -> Html:
     """Return charts side by side where there is room."""
     kept = [part for part in parts if part]
-    return f'<div class="grid">{"".join(kept)}</div>' if kept else ""
+    return markup('<div class="grid">{}</div>', joined(kept)) if kept else Html()
 
 
-def folded(title: str, html: str) -> str:
+def folded(title: str, html: str) -> Html:
     """Return HTML that is folded away under its title; print unfolds it."""
-    return f"<details><summary>{escape(title)}</summary>{html}</details>"
+    return markup("<details><summary>{}</summary>{}</details>", title, html)
 
 
-def _choice(name: str, label: str, names: Sequence[str]) -> str:
-    options = "".join(
-        f'<option value="{at}">{escape(one)}</option>' for at, one in enumerate(names)
-    )
-    return f'<label>{escape(label)} <select data-for="{name}">{options}</select></label>'
+def titled(title: str, html: str) -> Html:
+    """Return HTML under a heading of its own in a section."""
+    return markup("<h3>{}</h3>{}", title, html)
 
 
-def _zoom(name: str) -> str:
+def _choice(name: str, label: str, names: Sequence[str]) -> Html:
+    form = '<option value="{}">{}</option>'
+    options = joined(markup(form, at, one) for at, one in enumerate(names))
+    return markup('<label>{} <select data-for="{}">{}</select></label>', label, name, options)
+
+
+def _zoom(name: str) -> Html:
     deeds = (("in", "Zoom in"), ("out", "Zoom out"), ("left", "←"), ("right", "→"))
     names = {"left": "Move left", "right": "Move right"}
-    buttons = "".join(
-        f'<button type="button" data-for="{name}" data-do="{deed}" '
-        f'aria-label="{names.get(deed, text)}">{text}</button>'
+    form = '<button type="button" data-for="{}" data-do="{}" aria-label="{}">{}</button>'
+    buttons = joined(
+        markup(form, name, deed, names.get(deed, text), text)
         for deed, text in (*deeds, ("all", "Whole step"))
     )
-    return f'<span class="zoom">{buttons}</span>'
+    return markup('<span class="zoom">{}</span>', buttons)
+
+
+def policy(*scripts: bytes) -> str:
+    """Return the Content-Security-Policy of a page that runs these scripts and no other.
+
+    It asks for nothing from elsewhere. Charts set the style of what they draw.
+    """
+    hashes = (base64.b64encode(hashlib.sha256(one).digest()).decode() for one in scripts)
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{one}'" for one in hashes),
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 def _asset(name: str) -> str:
@@ -212,10 +230,11 @@ def _packed(data: bytes) -> str:
 
 
 @cache
-def _plotly() -> str:
-    """Return plotly.js, packed; the package is looked for, not imported, which takes a second."""
+def _plotly() -> tuple[bytes, str]:
+    """Return plotly.js, plain and packed; to import its package would take a second."""
     found = util.find_spec("plotly")
     if found is None or not found.submodule_search_locations:
         raise MeshwrightError("plotly is not installed: pip install plotly")
     root = Path(next(iter(found.submodule_search_locations)))
-    return _packed((root / "package_data" / "plotly.min.js").read_bytes())
+    code = (root / "package_data" / "plotly.min.js").read_bytes()
+    return code, _packed(code)

@@ -5,8 +5,6 @@ What is missing is said in words, so that a page can show what there is.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +14,11 @@ from pydantic import ValidationError
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.layout import Layout
+from meshwright.parsing import parse_json
 from meshwright.predict.catalogue import Cluster
-from meshwright.program.ledger import StepLedger, from_json, of_source
+from meshwright.program.events import Events
 from meshwright.program.lower import Program, lower
+from meshwright.program.profile import StepProfile, from_json, of_source
 from meshwright.search.plan import setting_of
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.model import ModelSpec
@@ -43,7 +43,7 @@ class RunRecord:
     cluster: Cluster | None
     machine: Mapping[str, Any]
     events: tuple[Mapping[str, Any], ...]
-    ledgers: tuple[StepLedger, ...]
+    profiles: tuple[StepProfile, ...]
     missing: tuple[str, ...]
 
     @property
@@ -62,14 +62,14 @@ class RunRecord:
         return self.by_step("step")
 
     @property
-    def planned(self) -> StepLedger | None:
-        """The predicted ledger."""
-        return of_source(self.ledgers, "predicted")
+    def planned(self) -> StepProfile | None:
+        """The predicted profile."""
+        return of_source(self.profiles, "predicted")
 
     @property
-    def measured(self) -> StepLedger | None:
-        """The measured ledger."""
-        return of_source(self.ledgers, "measured")
+    def measured(self) -> StepProfile | None:
+        """The measured profile."""
+        return of_source(self.profiles, "measured")
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
         """Return the events of a kind."""
@@ -108,14 +108,14 @@ def read_run(path: Path) -> RunRecord:
         _cluster(config, layout),
         plan.get("machine", {}),
         events,
-        _ledgers(path / "ledger.json", missing),
+        _profiles(path / "ledger.json", missing),
         tuple(missing),
     )
 
 
 def _document(path: Path, missing: list[str], tells: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         missing.append(f"{path.name} is not there: it tells {tells}.")
     except (OSError, ValueError) as error:
@@ -130,7 +130,7 @@ def _document(path: Path, missing: list[str], tells: str) -> dict[str, Any]:
 def _config(path: Path, missing: list[str]) -> Config | None:
     try:
         return load_config(path / "config.toml")
-    except (MeshwrightError, OSError, tomllib.TOMLDecodeError) as error:
+    except (MeshwrightError, OSError, ValueError) as error:
         missing.append(f"config.toml cannot be read by this version: {error}")
     return None
 
@@ -167,30 +167,20 @@ def _cluster(config: Config | None, layout: Layout | None) -> Cluster | None:
 def _events(path: Path, missing: list[str]) -> tuple[Mapping[str, Any], ...]:
     """Return the events; what is left of a line that was cut off is not one."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = Events.read(path)
     except OSError:
         missing.append("events.jsonl is not there: the run ended before its first step.")
         return ()
-    found, bad = [], 0
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            event = None
-        if isinstance(event, dict):
-            found.append(event)
-        else:
-            bad += 1
-    if bad:
-        lost = "one line" if bad == 1 else f"{bad} lines"
+    if found.bad:
+        lost = "one line" if found.bad == 1 else f"{found.bad} lines"
         missing.append(f"events.jsonl was cut off or damaged: {lost} cannot be read.")
     return tuple(found)
 
 
-def _ledgers(path: Path, missing: list[str]) -> tuple[StepLedger, ...]:
+def _profiles(path: Path, missing: list[str]) -> tuple[StepProfile, ...]:
     why = "timeline, memory over a step, causes and messages are not shown"
     try:
-        found = from_json(json.loads(path.read_text(encoding="utf-8")))
+        found = from_json(parse_json(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         missing.append(
             f"ledger.json is not there: the run recorded no step, or was made by an older version; "

@@ -8,12 +8,13 @@ from typing import Any
 
 from meshwright.data.files import write_atomic
 from meshwright.errors import ConfigError
-from meshwright.program.ledger import CAUSES, StepLedger
+from meshwright.parsing import foreign
+from meshwright.program.profile import CAUSES, StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, mean_causes
 from meshwright.report.colours import HAPPENED, PREDICTED, SERIES
 from meshwright.report.curves import compared_curves, run_curves
 from meshwright.report.figure import byte_unit, seconds, time_unit
-from meshwright.report.page import Page, facts, folded, key_of, notices, prose, table
+from meshwright.report.page import Page, facts, folded, key_of, notices, prose, table, titled
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
 from meshwright.report.record import RunRecord, differing, read_run
 from meshwright.report.steps import step_sections
@@ -25,12 +26,13 @@ from meshwright.units import format_bytes
 def report(paths: Sequence[Path]) -> str:
     """Return the page of a run folder, or of several side by side.
 
-    Raises `ConfigError` for a folder that is no run.
+    Raises `ConfigError` for a folder that is no run, or holds values that no run writes.
     """
     runs = [read_run(path) for path in paths]
     if not runs:
         raise ConfigError("no run folder is given")
-    return (run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)).html()
+    with foreign(" and ".join(map(str, paths)), ConfigError):
+        return (run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)).html()
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
@@ -120,8 +122,8 @@ def comparison_page(runs: Sequence[RunRecord]) -> Page:
         timeline_chart(page, [run.planned, run.measured], f"timeline-{at}", longest)
         for at, run in enumerate(runs)
     ]
-    titled = [f"<h3>{name}</h3>{chart}" for name, chart in zip(names, charts, strict=True) if chart]
-    page.section("steps", "Timelines", *titled)
+    each_titled = [titled(name, chart) for name, chart in zip(names, charts, strict=True) if chart]
+    page.section("steps", "Timelines", *each_titled)
     missing = [
         (f"{name}: {text}", "")
         for run, name in zip(runs, names, strict=True)
@@ -153,8 +155,8 @@ def _overview(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     return table(("", *names), rows, caption="The runs in numbers")
 
 
-def _bubble(ledger: StepLedger | None) -> str | None:
-    return f"{ledger.bubble:.1%}" if ledger and ledger.bubble is not None else None
+def _bubble(profile: StepProfile | None) -> str | None:
+    return f"{profile.bubble:.1%}" if profile and profile.bubble is not None else None
 
 
 def _ailing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
@@ -166,17 +168,17 @@ def _ailing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
     return [notices(said)]
 
 
-def _measured(runs: Sequence[RunRecord]) -> list[StepLedger | None]:
+def _measured(runs: Sequence[RunRecord]) -> list[StepProfile | None]:
     return [run.measured for run in runs]
 
 
 def compared_causes(
-    page: Page, ledgers: Sequence[StepLedger | None], names: Sequence[str], name: str = "causes"
+    page: Page, profiles: Sequence[StepProfile | None], names: Sequence[str], name: str = "causes"
 ) -> str:
     """Return the chart of several steps' time by cause; empty where fewer than two are known."""
     known = [
         (name, found)
-        for name, one in zip(names, ledgers, strict=True)
+        for name, one in zip(names, profiles, strict=True)
         if (found := mean_causes(one))
     ]
     if len(known) < 2:
@@ -211,12 +213,12 @@ def compared_causes(
 
 
 def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the chart of each run's peak: of tensors where a ledger says, else as events do."""
+    """Return the chart of each run's peak: of tensors where a profile says, else as events do."""
     sides = [("predicted", PREDICTED), ("measured", HAPPENED)]
-    ledgers = [(run.planned, run.measured) for run in runs]
+    profiles = [(run.planned, run.measured) for run in runs]
     values = [
         [one.worst.peak.total if one and one.worst and one.worst.peak else None for one in each]
-        for each in zip(*ledgers, strict=True)
+        for each in zip(*profiles, strict=True)
     ]
     if not any(value for each in values for value in each):
         found = [peak_memory(run) for run in runs]

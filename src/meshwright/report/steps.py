@@ -1,10 +1,10 @@
-"""The sections that show a step's ledgers: the same for runs, plans and simulations."""
+"""The sections that show a step's profiles: the same for runs, plans and simulations."""
 
 from __future__ import annotations
 
 from meshwright.layout import Layout
 from meshwright.predict.catalogue import Cluster
-from meshwright.program.ledger import StepLedger
+from meshwright.program.profile import StepProfile
 from meshwright.report.causes import causes_chart, traffic_chart
 from meshwright.report.memories import memory_chart
 from meshwright.report.page import Page, prose
@@ -13,12 +13,12 @@ from meshwright.report.timelines import timeline_chart
 
 def step_sections(
     page: Page,
-    planned: StepLedger | None,
-    happened: StepLedger | None,
+    planned: StepProfile | None,
+    happened: StepProfile | None,
     layout: Layout | None,
     cluster: Cluster | None,
 ) -> None:
-    """Add what a step's ledgers show: timeline, memory, causes, messages; what is empty is not."""
+    """Add what a step's profiles show: timeline, memory, causes, messages; what is empty is not."""
     drawn = timeline_chart(page, [planned, happened])
     if drawn:
         step = happened.step if happened else None

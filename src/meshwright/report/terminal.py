@@ -13,7 +13,7 @@ from typing import Final
 
 from rich.text import Text
 
-from meshwright.program.ledger import CAUSES, MEMORY, RankLedger, Span, StepLedger, of_source
+from meshwright.program.profile import CAUSES, MEMORY, RankProfile, Span, StepProfile, of_source
 from meshwright.report.agreement import agreement
 from meshwright.report.trace import NAMES
 from meshwright.units import format_bytes, format_seconds
@@ -44,33 +44,33 @@ _LONGEST: Final = max(map(len, MEMORY))
 _LEAST: Final = 0.001
 
 
-def summary(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
-    """Return all charts that some ledgers have data for, predicted above measured.
+def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
+    """Return all charts that some profiles have data for, predicted above measured.
 
-    Of a predicted and a measured ledger it says how they agree.
+    Of a predicted and a measured profile it says how they agree.
     """
-    charts = [timeline_chart(one, width) for one in ledgers]
-    planned, measured = (of_source(ledgers, source) for source in ("predicted", "measured"))
+    charts = [timeline_chart(one, width) for one in profiles]
+    planned, measured = (of_source(profiles, source) for source in ("predicted", "measured"))
     agreed = agreement(planned, measured) if planned and measured else None
     if agreed:
         charts.append(Text(fill(agreed.words, width)))
-    charts += [causes_chart(ledgers, width), memory_chart(ledgers, width)]
+    charts += [causes_chart(profiles, width), memory_chart(profiles, width)]
     return Text("\n\n").join(chart for chart in charts if chart)
 
 
-def timeline_chart(found: StepLedger, width: int = WIDTH) -> Text:
+def timeline_chart(found: StepProfile, width: int = WIDTH) -> Text:
     """Return what each pipeline rank computes from the first action to the end of the last.
 
     A line for each place in the pipeline; a character is what it does in the middle of that time, a
     dot where that is nothing. Empty without spans.
     """
-    places: dict[int, RankLedger] = {}
+    places: dict[int, RankProfile] = {}
     for one in found.ranks:
-        if any(span.lane == "compute" for span in one.spans):
+        if any(span.track == "compute" for span in one.spans):
             places.setdefault(one.coordinates.get("pp", 0), one)
     if not places:
         return Text()
-    rows = {one.rank: [s for s in one.spans if s.lane == "compute"] for one in places.values()}
+    rows = {one.rank: [s for s in one.spans if s.track == "compute"] for one in places.values()}
     first = min(span.start for spans in rows.values() for span in spans)
     last = max(span.end for spans in rows.values() for span in spans)
     label = max(len(f"rank {rank} ") for rank in rows)
@@ -91,7 +91,7 @@ def timeline_chart(found: StepLedger, width: int = WIDTH) -> Text:
     return _lines(lines, width)
 
 
-def _title(found: StepLedger, seconds: float) -> Text:
+def _title(found: StepProfile, seconds: float) -> Text:
     step = "" if found.step is None else f", step {found.step}"
     bubble = "" if found.bubble is None else f", bubble {found.bubble:.1%}"
     whole = ""
@@ -113,12 +113,12 @@ def _letters(spans: Sequence[Span], first: float, last: float, columns: int) -> 
     return "".join(letters)
 
 
-def causes_chart(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
-    """Return bars of a step's seconds by cause, on average over the ranks, of all ledgers.
+def causes_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
+    """Return bars of a step's seconds by cause, on average over the ranks, of all profiles.
 
-    Predicted above measured where there are both. Empty where no ledger has causes.
+    Predicted above measured where there are both. Empty where no profile has causes.
     """
-    known = [(one, _average(one)) for one in ledgers]
+    known = [(one, _average(one)) for one in profiles]
     known = [(one, causes) for one, causes in known if causes]
     if not known:
         return Text()
@@ -139,11 +139,11 @@ def causes_chart(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
     return _lines(lines, width)
 
 
-def _named(one: StepLedger, is_one_of_several: bool) -> str:
+def _named(one: StepProfile, is_one_of_several: bool) -> str:
     return f"{NAMES[one.source]:<10}" if is_one_of_several else ""
 
 
-def _average(found: StepLedger) -> dict[str, float]:
+def _average(found: StepProfile) -> dict[str, float]:
     sums: dict[str, float] = {}
     known = [one for one in found.ranks if one.causes]
     for one in known:
@@ -152,14 +152,14 @@ def _average(found: StepLedger) -> dict[str, float]:
     return {cause: seconds for cause, seconds in sums.items() if seconds > 0}
 
 
-def memory_chart(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
+def memory_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
     """Return the peak of each rank as a bar, against the device's limit where one is known.
 
-    Predicted above measured where there are both. Empty where no ledger has memory.
+    Predicted above measured where there are both. Empty where no profile has memory.
     """
     rows = [
         (found, one)
-        for found in ledgers
+        for found in profiles
         for one in found.ranks
         if one.peak is not None and one.peak.total
     ]
@@ -182,7 +182,7 @@ def memory_chart(ledgers: Sequence[StepLedger], width: int = WIDTH) -> Text:
     return _lines(lines, width)
 
 
-def _memory_line(found: StepLedger, one: RankLedger, label: str, scale: int, width: int) -> Text:
+def _memory_line(found: StepProfile, one: RankProfile, label: str, scale: int, width: int) -> Text:
     peak = one.peak
     assert peak is not None
     largest = max(peak.bytes, key=lambda kind: peak.bytes[kind])

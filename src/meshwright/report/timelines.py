@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from meshwright.program.ledger import RankLedger, Span, StepLedger
+from meshwright.program.profile import RankProfile, Span, StepProfile
 from meshwright.report.colours import ACTIONS, GREY, HATCH, PHASES, PURPLE, SHADE, SOFT, WAIT
 from meshwright.report.figure import Figure, axis, figure, note, seconds, time_unit
+from meshwright.report.markup import escape
 from meshwright.report.page import Page, folded, key_of, table
 from meshwright.units import format_bytes
 
@@ -28,26 +29,26 @@ TITLES: Final = {"predicted": "Planned", "simulated": "Simulated", "measured": "
 
 
 class Panel(NamedTuple):
-    """One ledger of a timeline, with the ranks that are drawn of it."""
+    """One profile of a timeline, with the ranks that are drawn of it."""
 
-    ledger: StepLedger
-    ranks: tuple[RankLedger, ...]
+    profile: StepProfile
+    ranks: tuple[RankProfile, ...]
 
 
-def panels(ledgers: Sequence[StepLedger | None]) -> list[Panel]:
-    """Return the ledgers that have spans, each with one rank for each place in the pipeline."""
+def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
+    """Return the profiles that have spans, each with one rank for each place in the pipeline."""
     found = []
-    for one in ledgers:
+    for one in profiles:
         with_spans = [rank for rank in one.ranks if rank.spans] if one else []
         if one is None or not with_spans:
             continue
         if (one.layout.get("pp") or 1) > 1:
-            places: dict[int, RankLedger] = {}
+            places: dict[int, RankProfile] = {}
             for rank in with_spans:
                 places.setdefault(rank.coordinates.get("pp", 0), rank)
             with_spans = [places[place] for place in sorted(places)]
         room = MOST_SPANS
-        kept: list[RankLedger] = []
+        kept: list[RankProfile] = []
         for rank in with_spans:
             room -= len(rank.spans)
             if kept and room < 0:
@@ -75,7 +76,7 @@ def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
             domain=[max(domain[0], 0.0), domain[1]],
             range=[len(panel.ranks) - 0.45, -0.55],
             tickvals=list(range(len(panel.ranks))),
-            ticktext=[_row_name(one, panel.ledger) for one in panel.ranks],
+            ticktext=[_row_name(one, panel.profile) for one in panel.ranks],
             fixedrange=True,
             showgrid=False,
             ticks="",
@@ -83,8 +84,8 @@ def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
         )
         notes.append(_heading(panel, domain[1], total))
         data += _traces(panel, f"y{suffix}", scale, unit)
-        if panel.ledger.step_time_s:
-            shapes.append(_end_of_step(panel.ledger.step_time_s * scale, suffix, domain))
+        if panel.profile.step_time_s:
+            shapes.append(_end_of_step(panel.profile.step_time_s * scale, suffix, domain))
     layout["xaxis"] = axis(
         f"time since the step began, {unit}",
         range=[0, longest * scale],
@@ -107,22 +108,22 @@ def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
 
 def _end(panel: Panel) -> float:
     last = max(span.end for one in panel.ranks for span in one.spans)
-    return max(last, panel.ledger.step_time_s or 0.0)
+    return max(last, panel.profile.step_time_s or 0.0)
 
 
-def _row_name(one: RankLedger, ledger: StepLedger) -> str:
-    if not 0 < len(one.stages) <= 3 or (ledger.layout.get("pp") or 1) == 1:
+def _row_name(one: RankProfile, profile: StepProfile) -> str:
+    if not 0 < len(one.stages) <= 3 or (profile.layout.get("pp") or 1) == 1:
         return f"rank {one.rank}"
     return f"rank {one.rank} · s{','.join(map(str, one.stages))}"
 
 
 def _heading(panel: Panel, y: float, total: int) -> dict[str, Any]:
-    ledger = panel.ledger
-    words = [f"<b>{TITLES[ledger.source]}</b>"]
-    if ledger.step_time_s:
-        words.append(f"step {seconds(ledger.step_time_s)}")
-    if ledger.bubble is not None:
-        words.append(f"bubble {ledger.bubble:.1%}")
+    profile = panel.profile
+    words = [f"<b>{TITLES[profile.source]}</b>"]
+    if profile.step_time_s:
+        words.append(f"step {seconds(profile.step_time_s)}")
+    if profile.bubble is not None:
+        words.append(f"bubble {profile.bubble:.1%}")
     place = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     return note("   ".join(words), 0, y + 1 / total, **place)
 
@@ -139,7 +140,7 @@ def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any
     groups: dict[tuple[str, str, bool], list[tuple[int, Span]]] = {}
     for row, one in enumerate(panel.ranks):
         for span in one.spans:
-            is_wait = span.lane == "messages"
+            is_wait = span.track == "messages"
             name = "wait" if is_wait else span.name
             groups.setdefault((name, _colour(span, one), is_wait), []).append((row, span))
     for (name, colour, is_wait), spans in sorted(groups.items(), key=lambda each: each[0][2]):
@@ -168,7 +169,7 @@ def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any
 
 def _idle(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]:
     """Return the stretches between a row's actions, from the first of all to the last."""
-    if panel.ledger.bubble is None:
+    if panel.profile.bubble is None:
         return []
     work = [_work(one) for one in panel.ranks]
     first = min(span.start for spans in work for span in spans)
@@ -200,28 +201,28 @@ def _idle(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]
     ]
 
 
-def _work(one: RankLedger) -> list[Span]:
-    return sorted((span for span in one.spans if span.lane == "compute"), key=lambda s: s.start)
+def _work(one: RankProfile) -> list[Span]:
+    return sorted((span for span in one.spans if span.track == "compute"), key=lambda s: s.start)
 
 
-def _colour(span: Span, one: RankLedger) -> str:
-    if span.lane == "messages":
+def _colour(span: Span, one: RankProfile) -> str:
+    if span.track == "messages":
         return WAIT
     if span.name in ACTIONS:
         place = one.stages.index(span.stage) if span.stage in one.stages else 0
         return ACTIONS[span.name][place % 2]
-    if span.lane == "compute":
+    if span.track == "compute":
         return PURPLE
     return PHASES.get(span.name, GREY)
 
 
-def _hover(span: Span, one: RankLedger, scale: float, unit: str) -> str:
-    if span.lane == "messages":
-        where = f" along {span.axis}" if span.axis else ""
+def _hover(span: Span, one: RankProfile, scale: float, unit: str) -> str:
+    if span.track == "messages":
+        where = f" along {escape(span.axis)}" if span.axis else ""
         size = f", {format_bytes(span.bytes)}" if span.bytes else ""
-        what = f"waits: {span.name}{where}{size}"
+        what = f"waits: {escape(span.name)}{where}{size}"
     else:
-        what = NAMES.get(span.name, span.name)
+        what = NAMES.get(span.name, escape(span.name))
     if span.name in ACTIONS:
         what = f"<b>{span.name} {what}</b>"
     if span.stage >= 0:
@@ -234,39 +235,39 @@ def _hover(span: Span, one: RankLedger, scale: float, unit: str) -> str:
 
 def timeline_chart(
     page: Page,
-    ledgers: Sequence[StepLedger | None],
+    profiles: Sequence[StepProfile | None],
     name: str = "timeline",
     longest: float = 0.0,
 ) -> str:
-    """Return the chart of the ledgers that have spans; empty where none has."""
-    shown = panels(ledgers)
+    """Return the chart of the profiles that have spans; empty where none has."""
+    shown = panels(profiles)
     if not shown:
         return ""
     used = {span.name for panel in shown for one in panel.ranks for span in one.spans}
-    has_waits = any(s.lane == "messages" for p in shown for one in p.ranks for s in one.spans)
+    has_waits = any(s.track == "messages" for p in shown for one in p.ranks for s in one.spans)
     pairs = [(f"{kind} {NAMES[kind]}", ACTIONS[kind][0]) for kind in ACTIONS if kind in used]
     two = any(len(one.stages) > 1 for panel in shown for one in panel.ranks)
     pairs += [("a rank's other stage", ACTIONS["F"][1])] if two else []
     pairs += [(NAMES[kind], PHASES[kind]) for kind in PHASES if kind in used]
     others = sorted(
-        {s.name for p in shown for o in p.ranks for s in o.spans if s.lane == "host"} - set(PHASES)
+        {s.name for p in shown for o in p.ranks for s in o.spans if s.track == "host"} - set(PHASES)
     )
     pairs += [(", ".join(NAMES.get(kind, kind) for kind in others), GREY)] if others else []
     pairs += [("waits for a message", WAIT)] if has_waits else []
     pairs += (
-        [("idle: the bubble", HATCH)] if any(p.ledger.bubble is not None for p in shown) else []
+        [("idle: the bubble", HATCH)] if any(p.profile.bubble is not None for p in shown) else []
     )
     told = (
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     )
-    cut = [p for p in shown if len(p.ranks) < len([o for o in p.ledger.ranks if o.spans])]
+    cut = [p for p in shown if len(p.ranks) < len([o for o in p.profile.ranks if o.spans])]
     if cut:
         told += " One rank stands for others that do the same."
     title = "Timeline of one step"
     if len(shown) > 1:
-        title += ": " + " above ".join(TITLES[panel.ledger.source].lower() for panel in shown)
+        title += ": " + " above ".join(TITLES[panel.profile.source].lower() for panel in shown)
     rows = [
-        (TITLES[panel.ledger.source], one.rank, _order(one))
+        (TITLES[panel.profile.source], one.rank, _order(one))
         for panel in shown
         for one in panel.ranks
     ]
@@ -277,11 +278,11 @@ def timeline_chart(
     )
 
 
-def _order(one: RankLedger) -> str:
+def _order(one: RankProfile) -> str:
     words = [
         f"{span.stage}{span.name}{span.microbatch}" if span.name in ACTIONS else span.name
         for span in sorted(one.spans, key=lambda s: s.start)
-        if span.lane != "messages"
+        if span.track != "messages"
     ]
     shown = words[:60]
     return " ".join(shown) + (f" … {len(words) - 60} more" if len(words) > 60 else "")
@@ -290,7 +291,7 @@ def _order(one: RankLedger) -> str:
 def _every(shown: Sequence[Panel], most: int = 300) -> str:
     rows = [
         (
-            TITLES[panel.ledger.source],
+            TITLES[panel.profile.source],
             one.rank,
             f"{span.stage}{span.name}{span.microbatch}" if span.name in ACTIONS else span.name,
             seconds(span.start),

@@ -1,4 +1,4 @@
-"""`chrome_trace`: ledgers of a step as a trace for ui.perfetto.dev and chrome://tracing.
+"""`chrome_trace`: profiles of a step as a trace for ui.perfetto.dev and chrome://tracing.
 
 The format is Google's "Trace Event Format", of which Perfetto reads all that is used here.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from meshwright.program.ledger import MEMORY, RankLedger, Span, StepLedger
+from meshwright.program.profile import MEMORY, RankProfile, Span, StepProfile
 
-LANES: Final = ("compute", "messages", "host")
+TRACKS: Final = ("compute", "messages", "host")
 NAMES: Final = {"predicted": "planned", "simulated": "simulated", "measured": "measured"}
-# Tracks of one lane that overlapping spans are spread over, at most.
-_TRACKS: Final = 100
+# Threads of one track that overlapping spans are spread over, at most.
+_THREADS: Final = 100
 
 
 class _Timed(NamedTuple):
@@ -24,44 +24,44 @@ class _Timed(NamedTuple):
     span: Span
 
 
-def chrome_trace(ledgers: Iterable[StepLedger]) -> dict[str, Any]:
-    """Return ledgers as one trace: a process for each of them, tracks for each lane of a rank.
+def chrome_trace(profiles: Iterable[StepProfile]) -> dict[str, Any]:
+    """Return profiles as one trace: a process for each of them, threads for each track of a rank.
 
-    Times are in microseconds since the step began. Spans of a track lie beside or within each
-    other, as the format asks; where a rank's messages overlap otherwise, they take further tracks.
-    Memory is a counter of bytes by category for each rank. What a ledger lacks is left out.
+    Times are in microseconds since the step began. Spans of a thread lie beside or within each
+    other, as the format asks; where a rank's messages overlap otherwise, they take further threads.
+    Memory is a counter of bytes by category for each rank. What a profile lacks is left out.
     """
     events: list[dict[str, Any]] = []
-    for process, found in enumerate(ledgers, start=1):
+    for process, found in enumerate(profiles, start=1):
         events += _process(process, found)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _process(process: int, found: StepLedger) -> Iterator[dict[str, Any]]:
+def _process(process: int, found: StepProfile) -> Iterator[dict[str, Any]]:
     step = "" if found.step is None else f", step {found.step}"
     name = f"{NAMES[found.source]}: {found.label}{step}"
     yield _metadata("process_name", process, 0, {"name": name})
     yield _metadata("process_sort_index", process, 0, {"sort_index": process})
     for one in found.ranks:
-        for lane, kind in enumerate(LANES):
-            spans = [span for span in one.spans if span.lane == kind]
-            for track, own in enumerate(_tracks(spans)):
-                thread = (one.rank * len(LANES) + lane) * _TRACKS + track
-                yield from _track(process, thread, _title(one, kind, track), own)
+        for track, kind in enumerate(TRACKS):
+            spans = [span for span in one.spans if span.track == kind]
+            for extra, own in enumerate(_threads(spans)):
+                thread = (one.rank * len(TRACKS) + track) * _THREADS + extra
+                yield from _thread(process, thread, _title(one, kind, extra), own)
         yield from _counters(process, one)
 
 
-def _title(one: RankLedger, lane: str, track: int) -> str:
+def _title(one: RankProfile, track: str, extra: int) -> str:
     stages = " ".join(map(str, one.stages))
     of_stage = f", stage {stages}" if stages else ""
-    return f"rank {one.rank}{of_stage}: {lane}" + (f" {track + 1}" if track else "")
+    return f"rank {one.rank}{of_stage}: {track}" + (f" {extra + 1}" if extra else "")
 
 
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
-def _track(
+def _thread(
     process: int, thread: int, title: str, spans: Sequence[_Timed]
 ) -> Iterator[dict[str, Any]]:
     yield _metadata("thread_name", process, thread, {"name": title})
@@ -69,7 +69,7 @@ def _track(
     for start, end, span in spans:
         yield {
             "name": name_of(span),
-            "cat": span.lane,
+            "cat": span.track,
             "ph": "X",
             "pid": process,
             "tid": thread,
@@ -83,7 +83,7 @@ def name_of(span: Span) -> str:
     """Return what a span is called: `F stage 0 microbatch 3`, `all_gather tp`, `update`."""
     if span.stage < 0:
         return f"{span.name} {span.axis}" if span.axis else span.name
-    if span.lane == "messages" and not span.name.startswith(("SEND", "RECV")):
+    if span.track == "messages" and not span.name.startswith(("SEND", "RECV")):
         return f"{span.name} {span.axis} stage {span.stage} microbatch {span.microbatch}"
     return f"{span.name} stage {span.stage} microbatch {span.microbatch}"
 
@@ -99,26 +99,26 @@ def _arguments(span: Span) -> dict[str, Any]:
     return found
 
 
-def _tracks(spans: Iterable[Span]) -> list[list[_Timed]]:
-    """Return spans spread over tracks, each on the first in which it crosses no other."""
-    tracks: list[list[_Timed]] = []
-    around: list[list[int]] = []  # by track: ends of the spans that are not over, outermost first
+def _threads(spans: Iterable[Span]) -> list[list[_Timed]]:
+    """Return spans spread over threads, each on the first in which it crosses no other."""
+    threads: list[list[_Timed]] = []
+    around: list[list[int]] = []  # by thread: ends of the spans that are not over, outermost first
     timed = [_Timed(round(s.start * 1e9), round(s.end * 1e9), s) for s in spans]
     for one in sorted(timed, key=lambda each: (each.start, -each.end)):
         for ends in around:
             while ends and ends[-1] <= one.start:
                 ends.pop()
         free = (at for at, ends in enumerate(around) if not ends or one.end <= ends[-1])
-        at = next(free, len(tracks))
-        if at == len(tracks):
-            tracks.append([])
+        at = next(free, len(threads))
+        if at == len(threads):
+            threads.append([])
             around.append([])
-        tracks[at].append(one)
+        threads[at].append(one)
         around[at].append(one.end)
-    return tracks
+    return threads
 
 
-def _counters(process: int, one: RankLedger) -> Iterator[dict[str, Any]]:
+def _counters(process: int, one: RankProfile) -> Iterator[dict[str, Any]]:
     known = [name for name in MEMORY if any(point.bytes.get(name) for point in one.memory)]
     for point in one.memory:
         if point.time is not None:

@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Iterator
 from typing import Any, Final
 
-from meshwright.program.ledger import StepLedger
+from meshwright.program.events import ending
+from meshwright.program.profile import StepProfile
 from meshwright.report.agreement import agreement
 from meshwright.report.causes import CAUSE_NAMES, mean_causes
 from meshwright.report.curves import series
 from meshwright.report.figure import finite, seconds
 from meshwright.report.record import RunRecord
+from meshwright.spec.words import busy
 from meshwright.units import format_bytes, format_count
 
 # What is the matter, and what to do.
@@ -54,18 +56,17 @@ def _ending(run: RunRecord) -> str:
     steps = run.steps
     last = steps[-1]["step"] if steps else 0
     asked = run.start.get("steps") or run.values.get("train", {}).get("steps")
-    endings = [e for e in run.events if e.get("event") in ("end", "failed", "start", "restart")]
-    kind = endings[-1]["event"] if endings else ""
-    if kind == "end" and endings[-1].get("stopped"):
-        return f"Stopped on request after step {endings[-1].get('step', last)} of {asked}."
-    if kind == "end":
-        return f"Done: all {endings[-1].get('step', last)} steps."
-    if kind == "failed":
-        return f"Failed after step {last} of {asked}: {endings[-1].get('cause', 'cause unknown')}."
+    end = ending(run.events)
+    if end is not None and end["event"] == "failed":
+        return f"Failed after step {last} of {asked}: {end['cause']}."
+    if end is not None and end["stopped"]:
+        return f"Stopped on request after step {end['step']} of {asked}."
+    if end is not None:
+        return f"Done: all {end['step']} steps."
     return f"No end is recorded: step {last} of {asked} is the last one that was logged."
 
 
-def _compared(planned: StepLedger | None, happened: StepLedger | None) -> list[str]:
+def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list[str]:
     """Return how far predictions were off: time, memory, bubble."""
     if planned is None or happened is None:
         return []
@@ -95,7 +96,7 @@ def run_warnings(run: RunRecord) -> list[Advice]:
         *_skipped(run),
         *_speed(run),
         *_shared_cores(run),
-        *ledger_warnings(run.planned, run.measured),
+        *profile_warnings(run.planned, run.measured, _load(run)),
     ]
 
 
@@ -186,19 +187,30 @@ def _shared_cores(run: RunRecord) -> Iterator[Advice]:
         )
 
 
-def ledger_warnings(planned: StepLedger | None, happened: StepLedger | None) -> list[Advice]:
-    """Return what is the matter with a step: bubble, waits, memory, predictions that are off."""
+def _load(run: RunRecord) -> str | None:
+    """Return what the load of the machine said as the run began, if it was high."""
+    load, cores = finite(run.machine.get("load")), run.machine.get("cores")
+    return busy(load, cores) if load and cores else None
+
+
+def profile_warnings(
+    planned: StepProfile | None, happened: StepProfile | None, load: str | None = None
+) -> list[Advice]:
+    """Return what is the matter with a step: bubble, waits, memory, predictions that are off.
+
+    `load` says that the machine was busy, where it was.
+    """
     base = happened or planned
     if base is None:
         return []
     return [
         *_shape(base),
         *_full(base if base.worst else planned),
-        *(_off(planned, happened) if planned and happened else ()),
+        *(_off(planned, happened, load) if planned and happened else ()),
     ]
 
 
-def _shape(base: StepLedger) -> Iterator[Advice]:
+def _shape(base: StepProfile) -> Iterator[Advice]:
     if base.bubble is not None and base.bubble > _BUBBLE:
         yield (
             f"The pipeline is idle for {base.bubble:.0%} of the step.",
@@ -223,7 +235,7 @@ def _shape(base: StepLedger) -> Iterator[Advice]:
         )
 
 
-def _full(base: StepLedger | None) -> Iterator[Advice]:
+def _full(base: StepProfile | None) -> Iterator[Advice]:
     worst = base.worst if base else None
     peak = worst.peak if worst else None
     if base is None or worst is None or peak is None or not base.memory_limit:
@@ -238,14 +250,14 @@ def _full(base: StepLedger | None) -> Iterator[Advice]:
         )
 
 
-def _off(planned: StepLedger, happened: StepLedger) -> Iterator[Advice]:
+def _off(planned: StepProfile, happened: StepProfile, load: str | None) -> Iterator[Advice]:
     if planned.step_time_s and happened.step_time_s:
         off = planned.step_time_s / happened.step_time_s - 1
+        measure = "`meshwright bench device --out here.toml` measures this machine for the planner."
+        if off < 0 and load is not None:  # the constants may be right: it was slower than they say
+            measure = f"The load of the machine was {load}. Compare once it is idle."
         if abs(off) > _OFF:
-            yield (
-                f"The predicted step time is off by {off:+.0%}.",
-                "`meshwright bench device --out here.toml` measures this machine for the planner.",
-            )
+            yield f"The predicted step time is off by {off:+.0%}.", measure
     ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
     if ours and theirs and theirs.total and abs(ours.total / theirs.total - 1) > _OFF:
         off = ours.total / theirs.total - 1

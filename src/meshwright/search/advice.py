@@ -73,7 +73,7 @@ def _bubble(found: Prediction, setting: Setting) -> str | None:
     if share <= _WASTED:
         return None
     layout = found.layout
-    count = setting.train.batch // layout.dp // layout.microbatch
+    count = layout.microbatches(setting.train.batch)
     return (
         f"the pipeline is idle for {share:.0%} of the step: {count} microbatches for {layout.pp} "
         "ranks are few; more of them help, or virtual stages"
@@ -87,10 +87,13 @@ def _ulysses(found: Prediction, setting: Setting) -> str | None:
     return f"Ulysses is no choice: tp {layout.tp} x cp {layout.cp} does not divide {heads} kv heads"
 
 
-def _one_cpu(found: Prediction, setting: Setting) -> str | None:
-    if setting.cluster.device.kind != "cpu" or found.layout.dp == 1 or setting.cluster.nodes > 1:
+def _tensors(found: Prediction, setting: Setting) -> str | None:
+    if setting.cluster.device.kind != "cpu":
         return None
-    return "data parallelism on the cores of one CPU brings nothing but its messages"
+    return (
+        "memory counts tensors alone: each rank's process also holds Python and torch, a few "
+        "hundred MiB"
+    )
 
 
 def _messages(found: Prediction, setting: Setting) -> str | None:
@@ -145,7 +148,7 @@ _RULES = (
     _tp_across_nodes,
     _bubble,
     _ulysses,
-    _one_cpu,
+    _tensors,
     _messages,
     _host,
     _precision,

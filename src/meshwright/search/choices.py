@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.predict.setting import Setting
-from meshwright.search.compiling import Choice
+from meshwright.search.compiling import CompileChoice
 from meshwright.spec.loading import Config
 from meshwright.units import format_bytes
 
@@ -23,7 +23,9 @@ class Chosen(NamedTuple):
     key: str
 
 
-def choices(config: Config, setting: Setting, layout: Layout, compiled: Choice) -> list[Chosen]:
+def choices(
+    config: Config, setting: Setting, layout: Layout, compiled: CompileChoice
+) -> list[Chosen]:
     """Return the choices that are made for a layout: those that were measured, and compiling.
 
     `compiled` is what `train.compile` came to.
@@ -35,7 +37,7 @@ def choices(config: Config, setting: Setting, layout: Layout, compiled: Choice) 
         Chosen("blocks", f"{blocks}: {compiled.why}", setting.compile_gain, "train.compile"),
         None if config.cluster.memory else _allocator(setting),
         _microbatch(setting, layout.microbatch),
-        _lanes(setting) if layout.tp > 1 else None,
+        _channels(setting) if layout.tp > 1 else None,
     ]
     return [one for one in found if one is not None]
 
@@ -81,12 +83,12 @@ def _microbatch(setting: Setting, count: int) -> Chosen | None:
     return Chosen("microbatch", text, gain, "layout.microbatch")
 
 
-def _lanes(setting: Setting) -> Chosen | None:
-    by_gloo, by_lane, size = map(
-        setting.measured, ("blocks.sum.gloo", "blocks.sum.lane", "blocks.message")
+def _channels(setting: Setting) -> Chosen | None:
+    by_gloo, by_channel, size = map(
+        setting.measured, ("blocks.sum.gloo", "blocks.sum.channel", "blocks.message")
     )
-    if by_gloo is None or by_lane is None or size is None:
+    if by_gloo is None or by_channel is None or size is None:
         return None
-    text = f"sums of {format_bytes(size)} take {by_lane * 1e3:.1f} ms through shared memory, "
+    text = f"sums of {format_bytes(size)} take {by_channel * 1e3:.1f} ms through shared memory, "
     text += f"{by_gloo * 1e3:.1f} ms by gloo, as measured"
-    return Chosen("messages", text, by_gloo / by_lane, "between CPU ranks of one machine")
+    return Chosen("messages", text, by_gloo / by_channel, "between CPU ranks of one machine")

@@ -17,30 +17,30 @@ _UNMEASURED: Final = (
 )
 
 
-class Choice(NamedTuple):
+class CompileChoice(NamedTuple):
     """Whether blocks are compiled, and why."""
 
     compiled: bool
     why: str
 
 
-NOTHING_FITS: Final = Choice(False, "no layout fits")
+NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
 
 
-def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> Choice:
+def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> CompileChoice:
     """Return what `train.compile` comes to under a layout; `lacks` is what its compiler lacks.
 
     "auto" compiles where all steps together save more seconds than compiling takes.
     """
     train, gain = setting.train, setting.compile_gain
     if train.compile != "auto":
-        return Choice(train.compile, "as asked for")
+        return CompileChoice(train.compile, "as asked for")
     if train.engine != "native":
-        return Choice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
+        return CompileChoice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
     if lacks is not None:
-        return Choice(False, lacks)
+        return CompileChoice(False, lacks)
     if gain is None:
-        return Choice(False, _UNMEASURED)
+        return CompileChoice(False, _UNMEASURED)
     plain, compiled = (
         price(with_compile(setting, compiles=compiles), layout).time.total
         for compiles in (False, True)
@@ -52,7 +52,7 @@ def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> Choice
         why += f"{format_seconds(saved)}, compiling takes {format_seconds(needed)}"
     else:
         why += "would save nothing"
-    return Choice(saved > needed, why)
+    return CompileChoice(saved > needed, why)
 
 
 def with_compile(setting: Setting, *, compiles: bool) -> Setting:
@@ -60,7 +60,7 @@ def with_compile(setting: Setting, *, compiles: bool) -> Setting:
     return replace(setting, train=setting.train.model_copy(update={"compile": compiles}))
 
 
-def decided(config: Config, choice: Choice) -> Config:
+def decided(config: Config, choice: CompileChoice) -> Config:
     """Return a config with its `train.compile` decided, the reason in its origin."""
     if config.train.compile != "auto":
         return config

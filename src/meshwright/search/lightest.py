@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.predict.memory import activations, in_flight, model_states, outside
-from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.setting import Setting, held_by
 from meshwright.search.rank import dominated
 from meshwright.search.space import cores, schedules
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 
 
 class Light(NamedTuple):
-    """A layout and the bytes that its dearest rank needs; lighter ones come first."""
+    """A layout and the bytes that its largest rank holds; lighter ones come first."""
 
     bytes: float
     layout: Layout
@@ -48,31 +48,17 @@ def lightest_of(
 
     schedule = min(legal, key=lambda choice: holds(*choice))
     one = one.model_copy(update={"schedule": schedule.name, "virtual_stages": schedule.virtual})
+    setting = with_train(setting, batch=microbatches * one.dp * one.microbatch)
     held, ends = held_by(setting, one), sorted({0, one.pp - 1})
-    found, plain = work_of(setting, one), work_of(setting, one, "none")
-    kept = [
-        activations(
-            one,
-            setting.stack,
-            found,
-            plain,
-            held[rank],
-            rank,
-            microbatches,
-            setting.calibration,
-            on_cpu=setting.on_cpu,
-            products=setting.target.products,
-        )
-        for rank in ends
-    ]
+    kept = [activations(setting, one, rank) for rank in ends]
     light = None
     for layout in _sharded(one, offload):
         needed = 0.0
         for rank, terms in zip(ends, kept, strict=True):
-            states = model_states(setting.model, layout, setting.stack, held[rank], setting.element)
+            states = model_states(setting, layout, held[rank])
             size = sum(term.bytes for term in states + terms)
             device, own = setting.cluster.device, setting.calibration
-            beside = outside(device, layout, setting.stack, own, size)
+            beside = outside(device, layout, setting.system, own, size)
             needed = max(needed, size + sum(term.bytes for term in beside))
         if light is None or needed < light.bytes:
             light = Light(needed, layout)

@@ -13,16 +13,16 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.rules import nearest_legal
 from meshwright.predict.calibration import Calibration, calibration_named
 from meshwright.predict.catalogue import resolve_cluster, slowed
-from meshwright.predict.price import Memory, Prediction, memory, price
+from meshwright.predict.price import Prediction, RankMemory, memory, price
 from meshwright.predict.setting import Setting, as_measured
-from meshwright.predict.stacks import STACKS
+from meshwright.predict.systems import SYSTEMS
 from meshwright.program.target import Processor
 from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
-from meshwright.search.compiling import NOTHING_FITS, Choice, choose, decided, with_compile
+from meshwright.search.compiling import NOTHING_FITS, CompileChoice, choose, decided, with_compile
 from meshwright.search.pins import given, is_given, refuse, words
-from meshwright.search.questions import Batch, Offer, on_devices
+from meshwright.search.questions import LargestBatch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import Config
@@ -41,7 +41,7 @@ class Plan:
     setting: Setting
     found: Found
     margin: float = MARGIN
-    compile: Choice = NOTHING_FITS
+    compile: CompileChoice = NOTHING_FITS
 
     @property
     def best(self) -> Prediction | None:
@@ -68,7 +68,7 @@ class Plan:
         self._check_free("--fewest")
         return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
 
-    def largest_batches(self) -> list[Batch]:
+    def largest_batches(self) -> list[LargestBatch]:
         """Return the largest batches that fit at once: `questions.largest_batches`."""
         self._check_free("--largest-batch")
         return questions.largest_batches(self.setting, self.setting.cluster.devices, self.margin)
@@ -108,9 +108,10 @@ def setting_of(
         config.model,
         config.train,
         cluster,
-        STACKS["meshwright"],
+        SYSTEMS["meshwright"],
         calibration,
         config.train.precision,
+        packed=config.data.packing == "documents",
     )
 
 
@@ -184,7 +185,7 @@ def digest(config: Config, layout: Layout) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def ranks_of(setting: Setting, layout: Layout) -> list[Memory]:
+def ranks_of(setting: Setting, layout: Layout) -> list[RankMemory]:
     """Return the memory of the ranks at each place in the pipeline."""
     return [memory(setting, layout, rank) for rank in range(layout.pp)]
 
@@ -213,7 +214,7 @@ def check_legal(setting: Setting, layout: Layout) -> None:
         raise ConfigError(refusal(f"the layout '{layout.label}': {rule}", legal=legal))
 
 
-def ledger(found: Prediction) -> dict[str, Any]:
+def prediction_json(found: Prediction) -> dict[str, Any]:
     """Return a prediction as JSON: bytes and seconds by category, rates."""
     return {
         "layout": found.layout.model_dump(mode="json"),
@@ -231,7 +232,7 @@ def ledger(found: Prediction) -> dict[str, Any]:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: specs, layout, digest, ledger, and the layouts that lost with why."""
+    """Return a plan as JSON: specs, layout, digest, profile, and the layouts that lost with why."""
     best, found = made.best, made.found
     cluster = made.setting.cluster
     return {
@@ -253,10 +254,13 @@ def as_json(made: Plan) -> dict[str, Any]:
         "digest": digest(made.config, best.layout) if best else None,
         "compile": made.compile._asdict(),
         "choices": [one._asdict() for one in made.choices],
-        "ledger": ledger(best) if best else None,
+        "ledger": prediction_json(best) if best else None,
         "warnings": warnings(best, made.setting) if best else [],
         "ranked": [
-            {**ledger(one), "why": lost_by(one, best) if best and one is not best else "best"}
+            {
+                **prediction_json(one),
+                "why": lost_by(one, best) if best and one is not best else "best",
+            }
             for one in found.ranked
         ],
     }

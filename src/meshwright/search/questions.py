@@ -55,7 +55,7 @@ def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> in
 
 
 @dataclass(frozen=True)
-class Batch:
+class LargestBatch:
     """The most sequences that devices work on at once, with one policy of recomputation.
 
     `sequences` is dp x microbatch, `batch` the global batch that the prediction is for: one
@@ -70,7 +70,7 @@ class Batch:
     at_speed: bool
 
 
-def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> list[Batch]:
+def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> list[LargestBatch]:
     """Return the largest batch that fits at once for each policy of recomputation.
 
     Each division of the devices has a largest batch. Of a policy's, the largest that is within a
@@ -93,11 +93,13 @@ def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> l
     return best + [replace(one, at_speed=False) for one in most if one not in best]
 
 
-def _largest_first(one: Batch) -> tuple[int, float]:
+def _largest_first(one: LargestBatch) -> tuple[int, float]:
     return -one.sequences, -one.found.tokens_per_s
 
 
-def _largest_of(setting: Setting, one: Layout, recompute: Recompute, limit: float) -> Batch | None:
+def _largest_of(
+    setting: Setting, one: Layout, recompute: Recompute, limit: float
+) -> LargestBatch | None:
     """Return the largest batch of a division, or None where no sequence fits."""
     one = one.model_copy(update={"recompute": recompute})
     size, count = _most(setting, one, limit), _microbatches(one)
@@ -108,7 +110,7 @@ def _largest_of(setting: Setting, one: Layout, recompute: Recompute, limit: floa
     if light is None or broken(own.model, own.train, light.layout) is not None:
         return None
     found = price(own, light.layout, events=False)
-    return Batch(recompute, size * one.dp, own.train.batch, found, at_speed=True)
+    return LargestBatch(recompute, size * one.dp, own.train.batch, found, at_speed=True)
 
 
 def _microbatches(one: Layout) -> int:

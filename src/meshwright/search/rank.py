@@ -11,18 +11,20 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.kernels import Seconds
 from meshwright.predict.memory import activations, model_states
 from meshwright.predict.pipeline import closed_form
-from meshwright.predict.price import Memory, Prediction, price, worst_memory
+from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.step import (
-    Parts,
+    MicrobatchTimes,
     data_messages,
     data_wait,
     gather_waits,
+    host_seconds,
     optimizer_seconds,
     parts_of,
     transfer_seconds,
     unit_messages,
 )
+from meshwright.predict.work import HeldLayers
 from meshwright.search.space import (
     OF_CORE,
     OF_SCHEDULE,
@@ -30,7 +32,7 @@ from meshwright.search.space import (
     Core,
     Pins,
     Schedule,
-    Sharding,
+    ZeroSharding,
     cores,
     obeys,
     offloads,
@@ -71,7 +73,7 @@ class Found:
     ranked: tuple[Prediction, ...]
     considered: int
     reasons: dict[str, int]
-    unfit: Memory | None
+    unfit: RankMemory | None
     unfit_layout: Layout | None
 
 
@@ -84,7 +86,7 @@ class _Choice:
     bytes of model states on the first and the last pipeline rank.
     """
 
-    sharding: Sharding
+    sharding: ZeroSharding
     offload: Offload
     sent: float
     update: float
@@ -118,8 +120,9 @@ class Search:
         self.kernels = setting.kernels()
         self.reasons: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None
-        self._parts: list[Parts] = []
+        self._parts: list[MicrobatchTimes] = []
         self._choices: dict[tuple[object, ...], list[_Choice]] = {}
+        self._seconds_once: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def run(self, top: int) -> Found:
         """Return the best layouts of the `top` best divisions of the devices.
@@ -191,45 +194,39 @@ class Search:
         """Return a time that no layout of a core beats: its microbatches, spread evenly."""
         one = core.layout
         parts = self._parts[index]
-        count = self.setting.train.batch // one.dp // one.microbatch
+        count = one.microbatches(self.setting.train.batch)
         whole = self.setting.model.n_layers * parts.layer.total
-        return count * (whole + parts.first.total + parts.last.total) / one.pp
+        microbatches = count * (whole + parts.first.total + parts.last.total) / one.pp
+        return microbatches + host_seconds(self.kernels, count)
 
     def _best_of(
-        self, core: Core, parts: Parts, limit: float, offloaded: tuple[Offload, ...]
+        self, core: Core, parts: MicrobatchTimes, limit: float, offloaded: tuple[Offload, ...]
     ) -> tuple[float, Layout] | None:
         """Return the fastest layout of a core that fits, if it beats a limit."""
         one, setting = core.layout, self.setting
         choices = self._priced_choices(one, offloaded)
         if not choices:
             return None
-        count = setting.train.batch // one.dp // one.microbatch
+        count = one.microbatches(setting.train.batch)
         orders = [
             schedule
             for schedule in schedules(one.pp, setting.model.n_layers, count)
             if obeys(self.pins, with_schedule(one, schedule), OF_SCHEDULE)
         ]
         lightest = min(choice.states[0] for choice in choices)
-        least = _LEAST_IN_FLIGHT * self._activations(one, count)[0] + lightest
+        least = _LEAST_IN_FLIGHT * self._activations(one)[0] + lightest
         if least > self.limit and self.nearest is not None:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
-        room = parts.room(held_by(setting, one)[0])
-        priced = [
-            (
-                gather_waits(setting, self.kernels, self._with(one, None, choice), parts),
-                data_wait(setting, self.kernels, choice.sent, room) + choice.update,
-                choice,
-            )
-            for choice in choices
-        ]
+        priced = [(self._with(one, None, choice), choice) for choice in choices]
+        waits = [gather_waits(setting, self.kernels, layout, parts).total for layout, _ in priced]
         candidates = []
         for schedule in orders:
             why = dominated(schedule, setting.model.n_layers, one.pp)
             if why is not None:
                 self.reasons[why] += len(priced)
                 continue
-            candidates += self._of_schedule(one, schedule, count, parts, priced, limit)
+            candidates += self._of_schedule(one, schedule, count, parts, priced, waits, limit)
         for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
             layout = self._with(one, schedule, choice)
             held = worst_memory(setting, layout)
@@ -246,8 +243,9 @@ class Search:
         one: Layout,
         schedule: Schedule,
         count: int,
-        parts: Parts,
-        priced: list[tuple[float, float, _Choice]],
+        parts: MicrobatchTimes,
+        priced: list[tuple[Layout, _Choice]],
+        waits: list[float],
         limit: float,
     ) -> list[tuple[float, int, Schedule, _Choice]]:
         """Return a schedule's layouts that beat the limit and may fit."""
@@ -258,23 +256,27 @@ class Search:
         ranks = Counter(held_by(setting, layout))
         base = {held: sum(parts.of(held, c) for c in Seconds._fields) for held in ranks}
         transfer = transfer_seconds(kernels, layout, work_of(setting, one))
-        kept = self._activations(layout, count)
+        kept = self._activations(layout)
         found = []
-        for index, (gathers, once, choice) in enumerate(priced):
+        host = host_seconds(kernels, count)
+        for index, ((sharded, choice), gathers) in enumerate(zip(priced, waits, strict=True)):
             whole = {held: base[held] + held.layers * gathers for held in ranks}
-            dearest = max(whole.values())
+            slowest = max(whole, key=whole.__getitem__)
+            longest = whole[slowest]
             pipeline = closed_form(
                 schedule.name,
                 one.pp,
                 schedule.virtual,
                 count,
-                dearest,
+                longest,
                 sum(times * whole[held] for held, times in ranks.items()),
                 transfer,
                 kernels.exposed_pp,
             )
-            busy = count * dearest
-            seconds = once + busy + kernels.idle * (pipeline - busy)
+            busy = count * longest
+            sent, update = self._once(sharded, slowest)
+            after = data_wait(setting, kernels, sent, parts.room(slowest)) + update
+            seconds = busy + kernels.idle * (pipeline - busy) + after + host
             if seconds >= limit:
                 self.reasons["slower"] += 1
                 continue
@@ -285,25 +287,9 @@ class Search:
             found.append((seconds, index, schedule, choice))
         return found
 
-    def _activations(self, layout: Layout, count: int) -> tuple[float, float]:
-        setting, held = self.setting, held_by(self.setting, layout)
-        found, plain = work_of(setting, layout), work_of(setting, layout, "none")
+    def _activations(self, layout: Layout) -> tuple[float, float]:
         first, last = (
-            sum(
-                term.bytes
-                for term in activations(
-                    layout,
-                    setting.stack,
-                    found,
-                    plain,
-                    held[rank],
-                    rank,
-                    count,
-                    setting.calibration,
-                    on_cpu=setting.on_cpu,
-                    products=setting.target.products,
-                )
-            )
+            sum(term.bytes for term in activations(self.setting, layout, rank))
             for rank in (0, layout.pp - 1)
         )
         return first, last
@@ -336,33 +322,34 @@ class Search:
             ]
         return self._choices[key]
 
-    def _priced(self, one: Layout, sharding: Sharding, offload: Offload) -> _Choice:
+    def _priced(self, one: Layout, sharding: ZeroSharding, offload: Offload) -> _Choice:
         setting, kernels = self.setting, self.kernels
         bare = _Choice(sharding, offload, 0.0, 0.0, 0.0, (0.0, 0.0))
         layout = self._with(one, None, bare)
         held = held_by(setting, layout)
         first, last = (
-            sum(
-                term.bytes
-                for term in model_states(
-                    setting.model,
-                    layout,
-                    setting.stack,
-                    held[rank],
-                    setting.element,
-                    on_cpu=setting.on_cpu,
-                )
-            )
+            sum(term.bytes for term in model_states(setting, layout, held[rank]))
             for rank in (0, one.pp - 1)
         )
         return _Choice(
             sharding,
             offload,
-            data_messages(setting, kernels, layout, held[0]),
-            optimizer_seconds(setting, kernels, layout, held[0]),
+            *self._once(layout, held[0]),
             sum(unit_messages(setting, kernels, layout)),
             (first, last),
         )
+
+    def _once(self, layout: Layout, held: HeldLayers) -> tuple[float, float]:
+        """Return the seconds of a pipeline rank's messages and of its update, once a step."""
+        often = layout.microbatch if layout.offload == "params" else 0
+        shared = (layout.dp_replicate, layout.dp_shard, layout.zero, layout.offload, often)
+        key = (layout.pp, layout.cp, layout.tp, *shared, held)
+        if key not in self._seconds_once:
+            self._seconds_once[key] = (
+                data_messages(self.setting, self.kernels, layout, held),
+                optimizer_seconds(self.setting, self.kernels, layout, held),
+            )
+        return self._seconds_once[key]
 
     def _with(self, one: Layout, schedule: Schedule | None, choice: _Choice | None) -> Layout:
         if schedule is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.search.compiling import Choice, decided
+from meshwright.parsing import foreign, parse_json
+from meshwright.search.compiling import CompileChoice, decided
 from meshwright.search.plan import digest
 from meshwright.spec.loading import Config, load_config
 
@@ -26,6 +26,11 @@ def load_planned(
     Raises `ConfigError` where the file is no plan, has no layout, or where the program is another
     one than was planned.
     """
+    with foreign(f"{needed} {plan}", ConfigError):
+        return _planned(plan, config, overrides, needed)
+
+
+def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: str) -> Config:
     saved = _read(plan, needed)
     layout = {"auto": False, **saved["layout"]}
     cluster = saved["config"]["cluster"]
@@ -45,13 +50,13 @@ def load_planned(
         )
     compiles = saved["config"]["train"].get("compile")
     if found.train.compile == "auto" and isinstance(compiles, bool):
-        found = decided(found, Choice(compiles, f"as {plan} has it"))
+        found = decided(found, CompileChoice(compiles, f"as {plan} has it"))
     return found
 
 
 def _read(plan: Path, needed: str) -> dict[str, Any]:
     try:
-        saved = json.loads(plan.read_text(encoding="utf-8"))
+        saved = parse_json(plan.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{needed} {plan} cannot be read: {error}") from None
     keys = ("config", "layout", "digest")

@@ -48,7 +48,7 @@ class Schedule(NamedTuple):
     virtual: int
 
 
-class Sharding(NamedTuple):
+class ZeroSharding(NamedTuple):
     """A ZeRO stage, and over how many of the data-parallel ranks it shards."""
 
     zero: Zero
@@ -99,12 +99,12 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shardings(dp: int, cp: int) -> tuple[Sharding, ...]:
+def shardings(dp: int, cp: int) -> tuple[ZeroSharding, ...]:
     """Return the ZeRO stages with each number of ranks that they may shard over."""
-    found = [Sharding(0, 1)]
+    found = [ZeroSharding(0, 1)]
     stages: tuple[Zero, ...] = (1, 2, 3)
     for zero in stages:
-        found += (Sharding(zero, shards) for shards in divisors(dp) if shards * cp > 1)
+        found += (ZeroSharding(zero, shards) for shards in divisors(dp) if shards * cp > 1)
     return tuple(found)
 
 
@@ -134,7 +134,7 @@ def size_of(
     With `pins` those that keep these values.
     """
     one = core.layout
-    count = train.batch // one.dp // one.microbatch
+    count = one.microbatches(train.batch)
     chains = schedules(one.pp, layers, count)
     if pins:
         kept, orders = _pinned(one, chains, offloaded, pins)
@@ -167,7 +167,7 @@ def with_schedule(one: Layout, schedule: Schedule) -> Layout:
     return one.model_copy(update=changes)
 
 
-def with_sharding(one: Layout, sharding: Sharding, offload: Offload) -> Layout:
+def with_sharding(one: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
     """Return a core's layout, whose data ranks are replicas, with a ZeRO stage and an offload."""
     zero, shards = sharding
     changes = {"zero": zero, "dp_shard": shards, "dp_replicate": one.dp_replicate // shards}

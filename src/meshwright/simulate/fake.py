@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.errors import MeshwrightError
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.world import World
 
 
 @contextmanager
-def fake_world(rank: int, size: int, ledger: Ledger) -> Iterator[World]:
+def fake_world(rank: int, size: int, recorder: FlightRecorder) -> Iterator[World]:
     """Be one rank of a world of `size` whose other ranks are not there.
 
     Raises `MeshwrightError` in a process that is a rank already.
@@ -34,7 +34,7 @@ def fake_world(rank: int, size: int, ledger: Ledger) -> Iterator[World]:
     store = FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:
-        yield World(rank, size, torch.device("cpu"), store, ledger=ledger)
+        yield World(rank, size, torch.device("cpu"), store, recorder=recorder)
     finally:
         dist.destroy_process_group()
 

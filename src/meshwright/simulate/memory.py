@@ -1,4 +1,4 @@
-"""`Memory`: every storage of a rank from its birth to its end, and what it was for.
+"""`MemoryTracker`: every storage of a rank from its birth to its end, and what it was for.
 
 torch's own trackers refuse a second iteration and count what DTensor only imagines. This one is a
 dispatch mode: it sees the result of every operation of the forward, the backward, the optimizer and
@@ -43,7 +43,7 @@ START: Final = "start"
 HOST: Final = "host"
 
 
-class Piece:
+class StoragePiece:
     """A storage while it had one size: bytes, its times by the tracker's clock, what it was for."""
 
     __slots__ = ("end", "kind", "size", "start")
@@ -87,18 +87,18 @@ class Breach:
         return max(self.held, key=lambda kind: self.held[kind])
 
 
-class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes all storages that come and go while it is on.
 
-    `begin` says what the rank turns to, `mark` what a tensor is for, which may be said late: the
+    `begin` says what the rank turns to, `label` what a tensor is for, which may be said late: the
     storage was for that from its beginning.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = 0
-        self._pieces: list[Piece] = []
-        self._live: dict[int, tuple[Piece, weakref.ref[Any]]] = {}
+        self._pieces: list[StoragePiece] = []
+        self._live: dict[int, tuple[StoragePiece, weakref.ref[Any]]] = {}
         self._names, self._begun = ["build"], [0]
         self._resizing: Any = None
 
@@ -108,7 +108,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names.append(phase)
         self._begun.append(self._clock)
 
-    def mark(self, kind: str, tensor: Tensor | None) -> None:
+    def label(self, kind: str, tensor: Tensor | None) -> None:
         """Say what a tensor's memory is for; the last word counts."""
         if tensor is None:
             return
@@ -116,7 +116,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             found[0].kind = kind
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> MemoryTracker:
         self._resizing = replaced(torch.UntypedStorage, "resize_", self._noted)
         self._resizing.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None and known[0].size == size:
             return
         self._clock += 1
-        piece = Piece(size, self._clock)
+        piece = StoragePiece(size, self._clock)
         self._pieces.append(piece)
         if known is None:
             reference = weakref.ref(storage, partial(self._freed, key))
@@ -188,9 +188,9 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return Breach(self._names[phase], dict(held), self._kind(piece), piece.size)
         return None
 
-    def _moments(self) -> Iterator[tuple[int, dict[str, int], Piece | None]]:
+    def _moments(self) -> Iterator[tuple[int, dict[str, int], StoragePiece | None]]:
         """Yield at each change the phase, the bytes by category, and the piece if it is new."""
-        changes: list[tuple[int, int, Piece | int]] = [
+        changes: list[tuple[int, int, StoragePiece | int]] = [
             (at, 0, phase) for phase, at in enumerate(self._begun)
         ]
         for piece in self._pieces:
@@ -208,7 +208,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 held[self._kind(what)] += size
                 yield phase, held, what if size > 0 else None
 
-    def _kind(self, piece: Piece) -> str:
+    def _kind(self, piece: StoragePiece) -> str:
         """Return what a piece was for; where nothing has said so, by when it was there."""
         if piece.kind:
             return piece.kind

@@ -13,17 +13,17 @@ from torch import Tensor
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import describe, materialise
 from meshwright.execute.deferred import Deferral
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.groups import open_groups
-from meshwright.execute.ledger import Ledger
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.wire import Message, Wire, Work, expected_messages
+from meshwright.execute.wire import Wire, WireMessage, WorkCounter, expected_messages
 from meshwright.program.actions import Action
 from meshwright.program.lower import Program
 from meshwright.program.shards import Region
 from meshwright.simulate.fake import fake_tensors, fake_world
-from meshwright.simulate.marks import marked_in_data
-from meshwright.simulate.memory import HOST, START, Breach, Memory, Phase
+from meshwright.simulate.labels import labelled_in_data
+from meshwright.simulate.memory import HOST, START, Breach, MemoryTracker, Phase
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
@@ -44,8 +44,8 @@ class Rehearsal:
     stages: tuple[int, ...]
     phases: tuple[Phase, ...]
     breach: Breach | None
-    messages: Counter[Message]
-    expected: Counter[Message]
+    messages: Counter[WireMessage]
+    expected: Counter[WireMessage]
     products: float
     attention: float
     stage_flops: dict[int, int]
@@ -57,14 +57,14 @@ class Rehearsal:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-class _Phases(Ledger):
-    """A rank's ledger that also tells the tracker of memory what the rank turns to."""
+class _Phases(FlightRecorder):
+    """A rank's flight recorder that also tells the tracker of memory what the rank turns to."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryTracker) -> None:
         super().__init__()
         self.memory = memory
         self.gradients_of: Parallel | None = None
-        self.work = Work()
+        self.work = WorkCounter()
         self.flops = Counter[int]()  # by stage
         self._stage, self._before = -1, 0.0
 
@@ -84,7 +84,7 @@ class _Phases(Ledger):
             self.flops[self._stage] += int(done - self._before)
         self._stage, self._before = stage, done
         for held in self.gradients_of.held if self.gradients_of is not None else ():
-            self.memory.mark(self.gradient_kind, held.parameter.grad)
+            self.memory.label(self.gradient_kind, held.parameter.grad)
         self.memory.begin(phase)
 
     @property
@@ -100,9 +100,7 @@ def rehearse(
     rank: int,
     optimizer: OptimizerSpec,
     *,
-    packed: bool = False,
     limit: float = math.inf,
-    on_cpu: bool = True,
 ) -> Rehearsal:
     """Perform one step of training as one rank of a world without others, on tensors without bytes.
 
@@ -110,24 +108,22 @@ def rehearse(
     several documents; `limit` is what tensors may take, in bytes; `on_cpu` that the ranks would be
     processes of a CPU.
     """
-    started, memory = time.perf_counter(), Memory()
-    ledger = _Phases(memory)
-    with fake_world(rank, program.layout.world, ledger) as world, marked_in_data(memory):
+    started, memory = time.perf_counter(), MemoryTracker()
+    recorder = _Phases(memory)
+    with fake_world(rank, program.layout.world, recorder) as world, labelled_in_data(memory):
         groups, deferral = open_groups(program.layout, world), Deferral()
-        modules = describe(program, groups, deferral, on_cpu=on_cpu)
+        modules = describe(program, groups, deferral)
         with fake_tensors(), memory:
-            parallel = materialise(
-                program, groups, world.device, _blank, modules, deferral, on_cpu=on_cpu
-            )
-            batch = _batch(program, packed)
+            parallel = materialise(program, groups, world.device, _blank, modules, deferral)
+            batch = _batch(program)
             # A forward, after which FSDP2 has its final shards, as between any two steps.
             parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
             shards = Shards(parallel.held, on_host=program.layout.offload == "optimizer")
             made = _with_states(shards, optimizer)
             _mark_states(memory, parallel, shards, made)
-            ledger.gradients_of = parallel
+            recorder.gradients_of = parallel
             memory.begin(START)
-            with Wire(groups) as wire, ledger.work as work:
+            with Wire(groups) as wire, recorder.work as work:
                 update(
                     parallel,
                     batch,
@@ -138,7 +134,7 @@ def rehearse(
                     program.train.clip_norm,
                 )
             memory.begin("end")
-        expected = expected_messages(program, rank, wire, on_cpu=on_cpu)
+        expected = expected_messages(program, rank, wire)
     return Rehearsal(
         rank,
         groups.at["pp"],
@@ -149,7 +145,7 @@ def rehearse(
         expected,
         work.products,
         work.attention,
-        dict(ledger.flops),
+        dict(recorder.flops),
         time.perf_counter() - started,
     )
 
@@ -159,13 +155,13 @@ def _blank(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
     return torch.zeros(()).expand([stop - start for start, stop in region])
 
 
-def _batch(program: Program, packed: bool) -> Batch:
+def _batch(program: Program) -> Batch:
     """Return the rows of a data-parallel rank."""
     rows, seq_len = program.microbatches * program.layout.microbatch, program.train.seq_len
     inputs, targets = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
     # Rows of one document each, which attention by documents takes as any others.
     layout = program.layout
-    has_segments = packed and layout.cp > 1 and layout.cp_kind == "ring"
+    has_segments = program.target.packed and layout.cp > 1 and layout.cp_kind == "ring"
     segments = torch.zeros_like(inputs) if has_segments else None
     keys = torch.zeros(rows, dtype=torch.int64) if program.model.dropout else None
     return Batch(inputs, targets, segments, keys)
@@ -182,20 +178,20 @@ def _with_states(shards: Shards, spec: OptimizerSpec) -> torch.optim.Optimizer:
 
 
 def _mark_states(
-    memory: Memory, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
+    memory: MemoryTracker, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
 ) -> None:
     offload = parallel.program.layout.offload
     for state in optimizer.state.values():
         for tensor in state.values():
             if isinstance(tensor, Tensor):
-                memory.mark("optimizer" if offload == "none" else HOST, tensor)
+                memory.label("optimizer" if offload == "none" else HOST, tensor)
     for leaf in shards.leaves if shards.on_host else ():
-        memory.mark(HOST, leaf)
+        memory.label(HOST, leaf)
     for held in parallel.held:
-        memory.mark(HOST if offload == "params" else "weights", held.shard)
+        memory.label(HOST if offload == "params" else "weights", held.shard)
 
 
-def _step(memory: Memory) -> tuple[Phase, ...]:
+def _step(memory: MemoryTracker) -> tuple[Phase, ...]:
     """Return the phases of the step alone."""
     phases = memory.phases()
     start = next(place for place, phase in enumerate(phases) if phase.name == START)

@@ -10,15 +10,15 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.execute.wire import message_differences
 from meshwright.layout import Layout
 from meshwright.layout.layout import Machine, resolve_layout
+from meshwright.predict.byte_count import PredictedMoment
 from meshwright.predict.memory import Term, outside
-from meshwright.predict.price import Memory as PredictedMemory
+from meshwright.predict.price import RankMemory as PredictedMemory
 from meshwright.predict.price import memory as predicted_memory
 from meshwright.predict.setting import Setting
-from meshwright.predict.tally import Moment
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import Program, lower
 from meshwright.program.operations import attention_flops, matmul_flops
-from meshwright.search.plan import explain, ledger, setting_of
+from meshwright.search.plan import explain, prediction_json, setting_of
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse
 from meshwright.spec.loading import Config
@@ -42,7 +42,7 @@ class Simulated:
 
     rehearsal: Rehearsal
     predicted: PredictedMemory
-    timeline: Moment
+    timeline: PredictedMoment
     products: float
     attention: float
     outside: tuple[Term, ...]
@@ -182,23 +182,21 @@ def simulate(
 
 
 def _simulated(config: Config, program: Program, setting: Setting, rank: int) -> Simulated:
-    packed = config.data.packing == "documents"
     device, layout = setting.cluster.device, program.layout
 
     def beside(allocated: float) -> tuple[Term, ...]:
-        found = outside(device, layout, setting.stack, setting.calibration, allocated)
+        found = outside(device, layout, setting.system, setting.calibration, allocated)
         return tuple(found)
 
     fixed, more = (sum(term.bytes for term in beside(size)) for size in (0.0, 1.0))
     most = (device.memory - fixed) / (1 + more - fixed)
-    on_cpu = device.kind == "cpu"
-    done = rehearse(program, rank, config.optimizer, packed=packed, limit=most, on_cpu=on_cpu)
+    done = rehearse(program, rank, config.optimizer, limit=most)
     return Simulated(
         done,
         predicted_memory(setting, layout, done.pp_rank),
-        timeline(program, rank, packed=packed, on_host=on_cpu).peak,
+        timeline(program, rank).peak,
         matmul_flops(program, done.pp_rank),
-        attention_flops(program, done.pp_rank, packed=packed),
+        attention_flops(program, done.pp_rank),
         beside(done.worst.total),
         device.memory,
     )
@@ -208,8 +206,8 @@ def as_json(found: Simulation) -> dict[str, Any]:
     """Return all that was found out, with the prediction beside it.
 
     The keys are those of a prediction; `ranks` has each rank in full, with FLOPs, differences and
-    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.ledger` has what of it
-    the ledgers of a step have in common.
+    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.profile` has what of it
+    the profiles of a step have in common.
     """
     worst = found.worst
     return {
@@ -221,7 +219,7 @@ def as_json(found: Simulation) -> dict[str, Any]:
         "memory_bytes": worst.memory,
         "agrees": found.agrees,
         "ranks": [_rank_json(one) for one in found.ranks],
-        "predicted": ledger(explain(found.setting, found.program.layout)),
+        "predicted": prediction_json(explain(found.setting, found.program.layout)),
     }
 
 

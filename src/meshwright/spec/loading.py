@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.parsing import parse_toml, printable
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
 from meshwright.spec.kinds import is_of_kind, kind_of, shown
 from meshwright.spec.model import ModelSpec, Spec
@@ -69,6 +69,11 @@ ALIASES: Mapping[str, _Alias] = {
 }
 
 
+# What Linux allows of a path.
+_LONGEST_NAME: Final = 255
+_LONGEST_TEXT: Final = 4095
+_NO_TEXT: Final = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
+
 Sections = Mapping[str, Mapping[str, Any]]
 
 
@@ -109,6 +114,7 @@ def read_given(
 def build_config(given: dict[str, Values]) -> Config:
     """Return the complete config of the values given, by section; derives what is left out."""
     for name, spec in SECTIONS.items():
+        _check_texts(name, given[name])
         _check_types(name, spec, given[name])
     _derive(given)
     sections: dict[str, Spec] = {}
@@ -122,6 +128,20 @@ def build_config(given: dict[str, Values]) -> Config:
         for key in spec.model_fields:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
     return Config.model_validate({**sections, "origins": origins})
+
+
+def _check_texts(name: str, values: Values) -> None:
+    """Refuse texts that no file can have as its name, whatever they are for."""
+    for key, value in values.items():
+        some = value.value if isinstance(value.value, list | tuple) else [value.value]
+        for text in (one for one in some if isinstance(one, str)):
+            if _NO_TEXT.search(text):
+                what = f"{name}.{key} = {printable(repr(text))} ({printable(value.origin)})"
+                raise ConfigError(f"{what} has control characters")
+            if max(map(len, text.split("/"))) > _LONGEST_NAME or len(text) > _LONGEST_TEXT:
+                what = f"{name}.{key} = {text[:40]}... has {len(text)} characters"
+                limits = f"{_LONGEST_TEXT}, and {_LONGEST_NAME} between two slashes"
+                raise ConfigError(f"{what}; at most {limits}")
 
 
 def _check_types(name: str, spec: type[Spec], values: Values) -> None:
@@ -192,8 +212,8 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read: {reason}") from None
     try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        content = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
     lines = _key_lines(text)
     found = []
@@ -268,8 +288,8 @@ def _parse(written: str) -> Any:
     if written in ("True", "False"):
         return written == "True"
     try:
-        return tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {written}")["value"]
+    except ValueError:
         return written
 
 

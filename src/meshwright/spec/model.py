@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.errors import nearest_divisors, refusal
 
+# Far above what anybody trains: a program has a row for each layer, microbatch and rank.
+LARGEST: Final = 2**31 - 1
+MOST_LAYERS: Final = 2048
 Family = Literal["llama", "neox"]
 
 
@@ -32,7 +35,7 @@ class RopeScaling(Spec):
     factor: float = Field(gt=0)
     low_freq_factor: float = Field(default=1.0, gt=0)
     high_freq_factor: float = Field(default=4.0, gt=0)
-    original_context: int = Field(default=8192, gt=0)
+    original_context: int = Field(default=8192, gt=0, le=LARGEST)
 
 
 class ModelSpec(Spec):
@@ -47,14 +50,14 @@ class ModelSpec(Spec):
 
     preset: str | None = None
     family: Family = "llama"
-    vocab_size: int = Field(gt=0)
-    dim: int = Field(gt=0)
-    n_layers: int = Field(gt=0)
-    n_heads: int = Field(gt=0)
-    n_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    ffn_dim: int = Field(gt=0)
-    context: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=LARGEST)
+    dim: int = Field(gt=0, le=LARGEST)
+    n_layers: int = Field(gt=0, le=MOST_LAYERS)
+    n_heads: int = Field(gt=0, le=LARGEST)
+    n_kv_heads: int = Field(gt=0, le=LARGEST)
+    head_dim: int = Field(gt=0, le=LARGEST)
+    ffn_dim: int = Field(gt=0, le=LARGEST)
+    context: int = Field(gt=0, le=LARGEST)
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     rotary_pct: float = Field(default=1.0, ge=0, le=1)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.parsing import parse_json, parse_toml
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.model import ModelSpec
 
 SPEC: Final = "model.json"
+CONFIG: Final = "config.toml"
 HF_CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"
 PLAN: Final = "plan.json"
@@ -25,11 +27,25 @@ def find_step(folder: Path) -> Path | None:
     """Return the step folder that `folder` is, or the newest one of a run or a folder of steps."""
     if (folder / SPEC).is_file():
         return folder
-    for root in (folder / "checkpoints", folder):
+    for root in (steps_folder(folder), folder):
         found = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name) and p.is_dir()]
         if found:
             return max(found, key=lambda path: int(path.name.removeprefix("step-")))
     return None
+
+
+def steps_folder(run: Path) -> Path:
+    """Return where a run saves its steps: `checkpoint.dir` of its config, else its own folder.
+
+    A config that cannot be read names none.
+    """
+    own = None
+    with suppress(OSError, ValueError):
+        text = (run / CONFIG).read_text(encoding="utf-8")
+        own = parse_toml(text).get("checkpoint")
+    folder = own.get("dir") if isinstance(own, Mapping) else None
+    is_path = isinstance(folder, str) and folder and "\0" not in folder
+    return Path(str(folder)) if is_path else run / "checkpoints"
 
 
 def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
@@ -72,7 +88,7 @@ def stored_tokenizer(path: Path) -> tuple[str, str | None] | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises `ConfigError` where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, Mapping):

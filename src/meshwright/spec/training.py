@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
 from meshwright.errors import refusal
-from meshwright.spec.model import Spec
+from meshwright.spec.model import LARGEST, MOST_LAYERS, Spec
 from meshwright.units import parse_bytes
 
 
@@ -40,6 +40,9 @@ Memory = Annotated[
     BeforeValidator(_memory),
     WithJsonSchema({"type": ["integer", "string"], "exclusiveMinimum": 0}),
 ]
+# Of a microbatch, and of a job.
+MOST_SEQUENCES: Final = 2**20
+MOST_RANKS: Final = 2**20
 Precision = Literal["fp32", "bf16", "fp16"]
 OnError = Literal["stop", "skip"]
 Zero = Literal[0, 1, 2, 3]
@@ -85,11 +88,11 @@ class DataSpec(Spec):
     text_key: str = "text"
     on_error: OnError = "stop"
     cache: str | None = None
-    workers: int | None = Field(default=None, ge=1)
+    workers: int | None = Field(default=None, ge=1, le=1024)
     separator: str | None = Field(default=None, min_length=1)
     eos: str | None = None
     streaming: bool = False
-    shuffle_buffer: int = Field(default=1000, ge=1)
+    shuffle_buffer: int = Field(default=1000, ge=1, le=LARGEST)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -145,18 +148,18 @@ class TrainSpec(Spec):
     in float8.
     """
 
-    steps: int = Field(default=200, gt=0)
-    batch: int = Field(default=16, gt=0)
-    seq_len: int = Field(default=256, gt=0)
+    steps: int = Field(default=200, gt=0, le=LARGEST)
+    batch: int = Field(default=16, gt=0, le=LARGEST)
+    seq_len: int = Field(default=256, gt=0, le=LARGEST)
     precision: Precision = "fp32"
     fp8: bool = False
     loss_scale: float | None = Field(default=None, gt=0)
     reduce_dtype: Literal["fp32", "same"] = "fp32"
     seed: int = Field(default=0, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
-    log_every: int = Field(default=1, gt=0)
+    log_every: int = Field(default=1, gt=0, le=LARGEST)
     eval_every: int = Field(default=0, ge=0)
-    eval_batches: int = Field(default=4, gt=0)
+    eval_batches: int = Field(default=4, gt=0, le=LARGEST)
     compile: bool | Literal["auto"] = "auto"
     matmul: Literal["auto", "torch", "onednn"] = "auto"
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -202,23 +205,23 @@ class OptimizerSpec(Spec):
 class LayoutSection(Spec):
     """The [layout] section as it was written; `layout.resolve_layout` makes a `Layout` of it.
 
-    A degree that is left out is 1, except the data-parallel one, which takes all devices that
-    remain. `microbatch` is in sequences; left out, it is chosen. With `auto` the planner chooses
-    what is left out, the keys that are given stay.
+    A degree that is left out is 1; where both data-parallel ones are, one of them takes the devices
+    that remain. `microbatch` is in sequences; left out, it is chosen. With `auto` the planner
+    chooses what is left out, the keys that are given stay.
     """
 
     auto: bool = False
-    pp: int = Field(default=1, gt=0)
-    dp_replicate: int | None = Field(default=None, gt=0)
-    dp_shard: int | None = Field(default=None, gt=0)
-    cp: int = Field(default=1, gt=0)
-    tp: int = Field(default=1, gt=0)
+    pp: int = Field(default=1, gt=0, le=MOST_RANKS)
+    dp_replicate: int | None = Field(default=None, gt=0, le=MOST_RANKS)
+    dp_shard: int | None = Field(default=None, gt=0, le=MOST_RANKS)
+    cp: int = Field(default=1, gt=0, le=MOST_RANKS)
+    tp: int = Field(default=1, gt=0, le=MOST_RANKS)
     zero: Zero = 0
     sp: bool = False
     cp_kind: ContextKind = "ring"
     schedule: Schedule = "1f1b"
-    virtual_stages: int = Field(default=1, gt=0)
-    microbatch: int | None = Field(default=None, gt=0)
+    virtual_stages: int = Field(default=1, gt=0, le=MOST_LAYERS)
+    microbatch: int | None = Field(default=None, gt=0, le=MOST_SEQUENCES)
     recompute: Recompute = "none"
     offload: Offload = "none"
 
@@ -241,8 +244,8 @@ class ClusterSpec(Spec):
 
     preset: str = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    nodes: int = Field(default=1, gt=0)
-    devices_per_node: int | None = Field(default=None, gt=0)
+    nodes: int = Field(default=1, gt=0, le=MOST_RANKS)
+    devices_per_node: int | None = Field(default=None, gt=0, le=MOST_RANKS)
     memory: Memory | None = None
     links: Annotated[tuple[str, str] | None, BeforeValidator(_tuple)] = None
     calibration: str | None = None

@@ -1,8 +1,15 @@
-"""Sentences about a config that several rooms print."""
+"""Sentences about a config or a machine that several rooms print."""
 
 from __future__ import annotations
 
 from meshwright.spec.model import ModelSpec
+
+
+def busy(load: float, cores: int) -> str | None:
+    """Return what a machine's load says if it is high: one rank that is slowed slows all."""
+    if load <= cores / 2:
+        return None
+    return f"{load:.1f} on {cores} cores; other processes take time from the ranks"
 
 
 def beyond_context(seq_len: int, model: ModelSpec) -> str | None:

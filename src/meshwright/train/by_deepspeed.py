@@ -8,7 +8,7 @@ are DeepSpeed's, over data-parallel ranks. The extra `deepspeed` brings it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed
@@ -58,7 +58,7 @@ def train(
     clock, loss, step, stopped = StepClock(), float("nan"), 0, world.anyone(asked_to_stop())
     while step < config.train.steps and not stopped:
         step += 1
-        world.ledger.step(step)
+        world.recorder.step(step)
         clock.start()
         rows = Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine))
         batch = rows.to(world.device)
@@ -66,7 +66,7 @@ def train(
         lr = learning_rate(step, config.train.steps, config.optimizer)
         set_learning_rate(engine.optimizer, lr)
         mean = update(engine, batch, layout.microbatch, layout.dp)
-        world.ledger.phase("log")
+        world.recorder.phase("log")
         loss, votes = world.sum_on_host([mean / layout.dp, float(asked_to_stop())])
         clock.stop()
         stopped = votes > 0
@@ -78,14 +78,15 @@ def train(
             save(engine, job, world, step)
         if not stopped and is_due(config.train.eval_every, step, last):
             started = time.perf_counter()
-            held_out = evaluate(engine, job, world, dataset, asked_to_stop)
+            batches = held_out_batches(step, job, world, dataset, emit)
+            held_out = evaluate(engine, job, world, batches, asked_to_stop)
             seconds = time.perf_counter() - started
             if held_out is not None:
                 emit({"event": "eval", "step": step, "loss": held_out, "seconds": seconds})
             stopped = held_out is None
         if stopped and not saved:
             save(engine, job, world, step)
-    world.ledger.phase("end")
+    world.recorder.phase("end")
     stopped = stopped and (step < config.train.steps or config.train.eval_every > 0)
     emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
     return Summary(step, loss, stopped)
@@ -108,7 +109,7 @@ def open_engine(job: Job, world: World) -> Any:
     is_bf16 = config.train.precision == "bf16"
     settings = {
         "train_micro_batch_size_per_gpu": layout.microbatch,
-        "gradient_accumulation_steps": config.train.batch // layout.dp // layout.microbatch,
+        "gradient_accumulation_steps": layout.microbatches(config.train.batch),
         "gradient_clipping": config.train.clip_norm,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": layout.zero},
@@ -148,14 +149,14 @@ def loss_sum(engine: Any, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    engine: Any, job: Job, world: World, dataset: Dataset, asked_to_stop: Callable[[], bool]
+    engine: Any, job: Job, world: World, rows: Iterable[Batch], asked_to_stop: Callable[[], bool]
 ) -> float | None:
-    """Return the loss on the rows of the held-out split that our own engine evaluates.
+    """Return the loss on this rank's rows of the held-out split.
 
     None, on every rank, where any is asked to stop before the end.
     """
-    world.ledger.phase("eval")
-    batches = Interruptible(held_out_batches(job, world, dataset), world, asked_to_stop)
+    world.recorder.phase("eval")
+    batches = Interruptible(rows, world, asked_to_stop)
     engine.eval()
     total = count = 0.0
     for batch in batches:
@@ -169,7 +170,7 @@ def evaluate(
 
 def save(engine: Any, job: Job, world: World, step: int) -> None:
     """Write the weights in fp32 as a step of the run, whose other parts it does not have."""
-    world.ledger.phase("save")
+    world.recorder.phase("save")
     model: Transformer = engine.module
     state = {}
     for name, parameter in model.named_parameters():
@@ -177,5 +178,5 @@ def save(engine: Any, job: Job, world: World, step: int) -> None:
         state[name] = (parameter if wide is None else wide).detach()
     if world.rank == 0:
         facts = {"layout": job.layout.label, "engine": "deepspeed"}
-        write_weights(job.checkpoints, job.config.model, state, facts, step)
+        write_weights(job.checkpoints, job.config.model, state, facts, step, job.run)
     world.barrier()

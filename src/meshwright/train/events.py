@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from meshwright.data.files import open_own
 from meshwright.errors import ConfigError
+from meshwright.program.events import Event
 from meshwright.spec.training import LogSpec
 
 # What a write that finds no room raises: on the disk, in a quota, in the limit of a process.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Seconds for which another process may hold the lock of a file: it writes a line meanwhile.
+_LOCKED_S: Final = 5.0
 
-Event = Mapping[str, Any]
 Emit = Callable[[Event], None]
 
 
@@ -35,18 +40,20 @@ class Sink(Protocol):
 class JsonLines:
     """`events.jsonl`: every event, a line each, at once, so that a reader can follow.
 
-    A line is one write, so that the supervisor can append to the file that rank 0 appends to. What
-    a process that was killed has left of a line is cut off. Where the disk is full, lines are kept
-    until there is room; `say` is called when this begins and when it is over.
+    Rank 0 and the supervisor append to the same file: who writes holds its lock. What a process
+    that was killed has left of a line is cut off. Where the disk is full, lines are kept until
+    there is room; `say` is called when this begins and when it is over.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
+        """Open the file; raises as `open_own` does."""
         self._path, self._say = path, say or note
         self._kept: list[bytes] = []
-        self._file = path.open("ab", buffering=0)
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            self._file.truncate(content.rfind(b"\n") + 1)
+        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+        with self._locked():
+            content = path.read_bytes()
+            if not content.endswith(b"\n"):
+                self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, event: Event) -> None:
         """Append one event; a number that is not finite becomes a string, as JSON has none.
@@ -55,16 +62,42 @@ class JsonLines:
         """
         was_full = bool(self._kept)
         self._kept.append(json.dumps(_finite(event)).encode() + b"\n")
-        count = len(self._kept)
-        while self._kept and self._append(self._kept[0]):
-            self._kept.pop(0)
+        self._catch_up(was_full)
         if self._kept and not was_full:
             self._say(
                 f"{self._path} cannot be written, the disk is full; the run goes on, and its "
                 "events are written once there is room"
             )
-        elif was_full and not self._kept:
+
+    def _catch_up(self, was_full: bool) -> None:
+        """Write the lines that are kept, as far as there is room."""
+        count = len(self._kept)
+        with self._locked():
+            while self._kept and self._append(self._kept[0]):
+                self._kept.pop(0)
+        if was_full and not self._kept:
             self._say(f"{self._path} can be written again; it has all events, {count} of them late")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep others from writing meanwhile, where the file system has locks.
+
+        Of a line that has found too little room, what was written is cut off again: a line that
+        another process had written since would go with it. One that was stopped meanwhile keeps
+        nobody waiting for long.
+        """
+        deadline = time.monotonic() + _LOCKED_S
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _append(self, line: bytes) -> bool:
         """Write a line, or nothing of it; returns whether it is written."""
@@ -80,6 +113,8 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file; says how many events it lacks, if there was no room to the end."""
+        if self._kept:
+            self._catch_up(was_full=True)
         self._file.close()
         if self._kept:
             self._say(f"{self._path} lacks the last {len(self._kept)} events: the disk is full")
@@ -103,9 +138,13 @@ class _Scalars:
     """The numbers of step and evaluation events, handed to a writer of scalars."""
 
     def __init__(
-        self, write: Callable[[Mapping[str, float], int], None], close: Callable[[], None]
+        self,
+        name: str,
+        write: Callable[[Mapping[str, float], int], None],
+        close: Callable[[], None],
     ) -> None:
-        self._write, self.close = write, close
+        self._name, self._write, self._close = name, write, close
+        self._is_lost = False
 
     def write(self, event: Event) -> None:
         """Pass on the numbers of a step or an evaluation."""
@@ -116,7 +155,21 @@ class _Scalars:
                 for key, value in event.items()
                 if isinstance(value, int | float) and key != "step"
             }
-            self._write(numbers, int(event["step"]))
+            self._try(lambda: self._write(numbers, int(event["step"])))
+
+    def close(self) -> None:
+        """Let the writer end."""
+        self._try(self._close)
+
+    def _try(self, do: Callable[[], None]) -> None:
+        """Do what the writer may fail at: a full disk or a server is no reason to end a run."""
+        if self._is_lost:
+            return
+        try:
+            do()
+        except Exception as error:
+            self._is_lost = True
+            note(f"{self._name} gets no more numbers, which events.jsonl has: {error}")
 
 
 def open_sinks(log: LogSpec, folder: Path, config: Mapping[str, Any]) -> list[Sink]:
@@ -145,7 +198,7 @@ def _tensorboard(folder: Path) -> Sink:
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return _Scalars(write, writer.close)
+    return _Scalars("tensorboard", write, writer.close)
 
 
 def _tracker(name: str, project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
@@ -156,7 +209,9 @@ def _tracker(name: str, project: str, folder: Path, config: Mapping[str, Any]) -
         raise ConfigError(_missing(name)) from None
     more = {"dir": str(folder)} if name == "wandb" else {}
     tracker.init(project=project, name=folder.name, config=dict(config), **more)
-    return _Scalars(lambda numbers, step: tracker.log(dict(numbers), step=step), tracker.finish)
+    return _Scalars(
+        name, lambda numbers, step: tracker.log(dict(numbers), step=step), tracker.finish
+    )
 
 
 def _missing(extra: str) -> str:

@@ -46,9 +46,10 @@ def train(
 ) -> Summary:
     """Train to the last step, or to the step at which any rank was asked to stop.
 
-    With `resume` the run goes on from its newest good step, or begins anew where it has none. It is
-    saved on the way as the config says, and always at the end. A request to stop waits for the step
-    under way and its save: an evaluation is left out, or broken off.
+    With `resume` the run goes on from its newest good step; ranks that are started again begin anew
+    where none was saved yet. It is saved on the way as the config says, and always at the end. A
+    request to stop waits for the step under way and its save: an evaluation is left out, or broken
+    off.
     """
     config, layout = job.config, job.layout
     steps = config.train.steps
@@ -59,7 +60,7 @@ def train(
     emit(start_event(job, world, dataset, sampler, progress.step))
 
     scale, clip = progress.scale, config.train.clip_norm
-    readings = Readings(job, world, parallel, scale, emit, lag(world.device, scale))
+    readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
     recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
     step, stopped = progress.step, world.anyone(asked_to_stop())
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
@@ -68,7 +69,7 @@ def train(
         if recording.is_due(step):  # its clock begins on a device that does nothing
             readings.drain()
         recording.begin(step)
-        world.ledger.step(step)
+        world.recorder.step(step)
         readings.start()
         batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
         readings.clock.data_done()
@@ -77,7 +78,7 @@ def train(
         set_learning_rate(optimizer, lr)
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
 
-        world.ledger.phase("log")
+        world.recorder.phase("log")
         readings.add(step, lr, done)
         pauses = recording.is_on or step == steps or is_pause(config, step)
         stopped = readings.read(asked_to_stop(), everything=pauses)
@@ -87,15 +88,17 @@ def train(
             check_replicas(parallel, world)
         saver.poll()
         if saved := stopped or is_due(config.checkpoint.every or steps, step, step == steps):
-            keep(step)
+            keep(step, readings.loss)
         if not stopped and is_due(config.train.eval_every, step, step == steps):
             stopped = not evaluated(step, parallel, job, world, dataset, emit, asked_to_stop)
         elif saved and not stopped and step < steps:  # no step begins that would be saved, too
             stopped = world.anyone(asked_to_stop())
         if stopped and not saved:
-            keep(step)
+            keep(step, readings.loss)
+    if progress.step == steps and config.train.eval_every and not stopped:  # ended before this
+        stopped = not evaluated(step, parallel, job, world, dataset, emit, asked_to_stop)
     saver.finish()
-    world.ledger.phase("end")
+    world.recorder.phase("end")
     stopped = stopped and (step < steps or config.train.eval_every > 0)  # is anything left out?
     emit({"event": "end", "step": step, "loss": readings.loss, "stopped": stopped})
     return Summary(step, readings.loss, stopped)
@@ -182,9 +185,10 @@ def evaluated(
 
     Returns whether it came to its end: not, on any rank, where one of them is asked to stop.
     """
-    world.ledger.phase("eval")
+    world.recorder.phase("eval")
     started = time.perf_counter()
-    batches = Interruptible(held_out_batches(job, world, dataset), world, asked_to_stop)
+    held_out = held_out_batches(step, job, world, dataset, emit)
+    batches = Interruptible(held_out, world, asked_to_stop)
     loss = evaluate(parallel, batches, world)
     if not batches.is_broken_off:
         seconds = time.perf_counter() - started
@@ -192,10 +196,17 @@ def evaluated(
     return not batches.is_broken_off
 
 
-def held_out_batches(job: Job, world: World, dataset: Dataset | StreamedDataset) -> Iterator[Batch]:
-    """Yield this rank's rows of the global batches that a run evaluates, on its device."""
+def held_out_batches(
+    step: int, job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit
+) -> Iterator[Batch]:
+    """Yield this rank's rows of the global batches that a run evaluates, on its device.
+
+    Tells first how many there are: an evaluation may take longer than many steps.
+    """
     train = job.config.train
     held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)
     mine = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
-    for at in range(min(train.eval_batches, max(1, held_out.samples // train.batch))):
+    count = min(train.eval_batches, max(1, held_out.samples // train.batch))
+    emit({"event": "evaluating", "step": step, "batches": count})
+    for at in range(count):
         yield Batch.of(held_out.rows(at, mine)).to(world.device)

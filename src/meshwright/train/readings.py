@@ -19,6 +19,7 @@ from meshwright.execute.world import World
 from meshwright.train.events import Emit
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.metrics import DeviceLaps, Lap, StepClock, step_event
+from meshwright.train.run import Progress
 from meshwright.train.run_folder import Job
 from meshwright.train.spikes import SpikeWatch
 from meshwright.train.update import Updated, overflowed
@@ -31,7 +32,7 @@ def mark() -> torch.cuda.Event:
     return event
 
 
-class Numbers:
+class ArrivingNumbers:
     """fp64 numbers on their way to the host; on CUDA an event says when they are `there`."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -56,7 +57,7 @@ class _Step:
 
     step: int
     lr: float
-    numbers: Numbers
+    numbers: ArrivingNumbers
     lap: Lap | None = None
     loss: float = math.nan
     norm: float = math.nan
@@ -78,15 +79,22 @@ class Readings:
     """
 
     def __init__(
-        self, job: Job, world: World, parallel: Parallel, scale: LossScale, emit: Emit, lag: int
+        self,
+        job: Job,
+        world: World,
+        parallel: Parallel,
+        emit: Emit,
+        lag: int,
+        progress: Progress,
     ) -> None:
+        """Begin after the last step of `progress`, whose loss scale follows the gradients."""
         self._job, self._world, self._parallel, self._emit = job, world, parallel, emit
-        self._scale, self._lag = scale, lag
+        self._scale, self._lag = progress.scale, lag
         self._watch = SpikeWatch()
         self._begun: deque[_Step] = deque()
         self._read: deque[_Step] = deque()
         self.clock, self._laps = StepClock(), DeviceLaps()
-        self.loss = math.nan
+        self.loss = progress.loss
 
     def start(self) -> None:
         """A step begins."""
@@ -96,7 +104,7 @@ class Readings:
 
     def add(self, step: int, lr: float, done: Updated) -> None:
         """A step has been handed to the device."""
-        self._begun.append(_Step(step, lr, Numbers(done.numbers())))
+        self._begun.append(_Step(step, lr, ArrivingNumbers(done.numbers())))
 
     def read(self, stop: bool, *, everything: bool) -> bool:
         """Read the steps that are due, or all; returns whether any rank asks to stop.

@@ -8,15 +8,15 @@ from typing import Final
 import torch
 
 from meshwright.checkpoint.state import Trained
-from meshwright.execute.allocations import MarkedTape, StepProfile
+from meshwright.execute.allocations import LabellingTape, MemoryProfile
 from meshwright.execute.clock import clock_of, clock_offset
-from meshwright.execute.measured import Moment, memory_points, name_of, recorded
+from meshwright.execute.measured import MeasuredMoment, memory_points, name_of, recorded
 from meshwright.execute.tape import Tape, Turn
 from meshwright.execute.world import World
-from meshwright.program.ledger import MemoryPoint, RankLedger, StepLedger
 from meshwright.program.parts import flops_per_token
+from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile
 from meshwright.train.run_folder import Job, put_step
-from meshwright.train.step_ledger import gather_ranks
+from meshwright.train.step_profile import gather_ranks
 
 # Steps after the one that a run begins or goes on at: the first is unlike the others.
 MEMORY_AFTER: Final = 2
@@ -34,9 +34,9 @@ class Recording:
         self._job, self._world, self._trained = job, world, trained
         self._every, self._done = job.config.log.trace, done
         self._offset = clock_offset(world) if self._every else 0.0
-        self._profile: StepProfile | None = None
+        self._profile: MemoryProfile | None = None
         self._turns: tuple[Turn, ...] = ()  # of the step whose memory was recorded
-        self._moments: list[Moment] = []
+        self._moments: list[MeasuredMoment] = []
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be recorded."""
@@ -52,18 +52,18 @@ class Recording:
 
     def begin(self, step: int) -> None:
         """A step is about to begin."""
-        ledger = self._world.ledger
+        recorder = self._world.recorder
         if self._holds_memory(step):
-            self._profile = StepProfile(*self._trained)
+            self._profile = MemoryProfile(*self._trained)
             self._profile.__enter__()
-            ledger.tape = MarkedTape()
+            recorder.tape = LabellingTape()
         elif self._has_spans(step):
-            ledger.tape = Tape(clock_of(self._world.device))
+            recorder.tape = Tape(clock_of(self._world.device))
 
     @property
     def is_on(self) -> bool:
         """Whether the step under way is recorded."""
-        return self._world.ledger.tape is not None
+        return self._world.recorder.tape is not None
 
     @property
     def _has_memory(self) -> bool:
@@ -73,7 +73,7 @@ class Recording:
 
     def end(self, step: int) -> None:
         """A step is over; rank 0 writes what all have of it, if it was recorded."""
-        tape, self._world.ledger.tape = self._world.ledger.tape, None
+        tape, self._world.recorder.tape = self._world.recorder.tape, None
         if tape is None:
             return
         tape.stop()
@@ -88,11 +88,11 @@ class Recording:
         """Have rank 0 write what all ranks have of a step."""
         world, program = self._world, self._trained.parallel.program
         layout = program.layout
-        found = recorded(tape, world.ledger.label, pp=layout.pp, dp=layout.dp)
+        found = recorded(tape, world.recorder.label, pp=layout.pp, dp=layout.dp)
         is_same = [name_of(t) for t in tape.turns] == [name_of(t) for t in self._turns]
         points = memory_points(self._turns, self._moments, found.turns if is_same else None)
         at = layout.mesh.coordinates(world.rank)
-        mine = RankLedger(
+        mine = RankProfile(
             world.rank,
             at,
             tuple(stage.index for stage in program.held(at["pp"])),
@@ -103,7 +103,7 @@ class Recording:
         )
         ranks = gather_ranks(world, program, mine, found.began + self._offset)
         if world.rank == 0:
-            put_step(self._job.folder, self._ledger(step, ranks))
+            put_step(self._job.folder, self._step_profile(step, ranks))
 
     def _with_fixed(self, points: Sequence[MemoryPoint]) -> tuple[MemoryPoint, ...]:
         """Add to all points what a GPU holds that is not the program's."""
@@ -114,8 +114,8 @@ class Recording:
         fixed = total - free - torch.cuda.memory_allocated(device)
         return tuple(p._replace(bytes={**p.bytes, "fixed": fixed}) for p in points)
 
-    def _ledger(self, step: int, ranks: tuple[RankLedger, ...]) -> StepLedger:
-        """Return the ledger of a step: its slowest rank says how long it took."""
+    def _step_profile(self, step: int, ranks: tuple[RankProfile, ...]) -> StepProfile:
+        """Return the profile of a step: its slowest rank says how long it took."""
         job, config = self._job, self._job.config
         train, cluster = config.train, config.cluster
         seconds = max(sum(one.causes.values()) for one in ranks)
@@ -124,7 +124,7 @@ class Recording:
         limit = cluster.memory
         if limit is None and self._world.device.type == "cuda":
             limit = torch.cuda.get_device_properties(self._world.device).total_memory
-        return StepLedger(
+        return StepProfile(
             "measured",
             job.layout.model_dump(mode="json"),
             job.layout.label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,9 +19,11 @@ from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.checkpoint.weights import spec_text, weights_from
 from meshwright.data import Dataset, StreamedDataset, StreamPosition, StreamSampler
+from meshwright.errors import CheckpointError
 from meshwright.execute.build import Source, build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
+from meshwright.execute.products import target_of
 from meshwright.execute.world import World, exchange
 from meshwright.program.lower import lower
 from meshwright.spec.stored import SPEC
@@ -31,11 +34,15 @@ from meshwright.train.run_folder import Job
 
 
 class Progress(NamedTuple):
-    """How far a run is: its last step, the loss scale of the next, and where a stream is."""
+    """How far a run is: its last step, the loss scale of the next, and where a stream is.
+
+    `loss` is that of the step in nats, NaN where nothing tells.
+    """
 
     step: int
     scale: LossScale
     position: Mapping[str, Any] | None = None
+    loss: float = math.nan
 
 
 def open_run(
@@ -49,8 +56,10 @@ def open_run(
     good = _found(job, world, dataset, emit) if resume else None
     if world.rank == 0:
         clean(job.checkpoints)
+    packed = config.data.packing == "documents"
+    target = target_of(config.train, world.device, packed=packed)
     parallel = build(
-        lower(config.model, config.train, job.layout),
+        lower(config.model, config.train, job.layout, target),
         open_groups(job.layout, world, config.cluster.timeout),
         world.device,
         weights_source(job) if good is None else StoredSource(good.folder),
@@ -70,23 +79,26 @@ def open_run(
         world,
         config.checkpoint.keep,
         lambda saved: emit(saved_event(saved)),
+        run=job.run,
         beside=config.checkpoint.is_async,
-        mark=world.ledger.saving,
+        mark=world.recorder.saving,
         timeout_s=config.cluster.timeout,
     )
     return trained, progress, saver
 
 
 def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit) -> Good | None:
-    """Return the newest good step, of this very run."""
+    """Return the newest good step, of this very run; None where an attempt has saved none yet."""
 
     def on_bad(problem: str) -> None:
         emit({"event": "bad_checkpoint", "problem": problem})
 
     good = newest_good(job.checkpoints, world, on_bad)
+    if good is None and job.resume:
+        raise CheckpointError(f"{job.checkpoints} holds no step to go on from")
     if good is not None:
         now = identity_of(job.config, dataset.identity)
-        refuse_changed(good.manifest, now, job.allowed)
+        refuse_changed(good.manifest, now, job.run, job.allowed)
     return good
 
 
@@ -99,7 +111,8 @@ def _progress(job: Job, good: Good) -> Progress:
     scale = LossScale.of(job.config.train)
     if scale.is_dynamic and good.manifest["loss_scale"]["is_dynamic"]:
         scale = LossScale(**good.manifest["loss_scale"])
-    return Progress(int(good.manifest["step"]), scale, good.manifest.get("position"))
+    loss = float(good.manifest.get("loss", math.nan))
+    return Progress(int(good.manifest["step"]), scale, good.manifest.get("position"), loss)
 
 
 def weights_source(job: Job) -> Source:
@@ -120,9 +133,10 @@ def save(
     world: World,
     dataset: Dataset | StreamedDataset,
     step: int,
+    loss: float,
 ) -> None:
-    """Save a step, or begin to; a collective."""
-    world.ledger.phase("save")
+    """Save a step, whose loss in nats is given, or begin to; a collective."""
+    world.recorder.phase("save")
     config, position = job.config, position_of(sampler, world)
     facts = {
         "layout": job.layout.label,
@@ -133,6 +147,7 @@ def save(
         "tokenizer": config.data.tokenizer,
         "loss_scale": asdict(scale),
         "scalars": scalars_of(trained),
+        "loss": str(loss),  # also one that is not finite
     }
     if position is not None:
         facts["position"] = position

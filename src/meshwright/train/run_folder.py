@@ -16,10 +16,12 @@ from meshwright.data.files import write_atomic
 from meshwright.data.hf_tokenizer import copy_tokenizer
 from meshwright.errors import ConfigError, DataError, refusal
 from meshwright.layout import Layout, Machine
-from meshwright.program.ledger import StepLedger, from_json, to_json
+from meshwright.parsing import parse_json
+from meshwright.program.profile import StepProfile, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import stored_tokenizer
+from meshwright.spec.training import MOST_RANKS
 from meshwright.train.events import note
 
 
@@ -45,8 +47,8 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
-    def step_ledger(self) -> Path:
-        """What a step takes, predicted and measured, as `program.ledger` has it."""
+    def step_profile(self) -> Path:
+        """What a step takes, predicted and measured, as `program.profile` has it."""
         return self.path / "ledger.json"
 
     @property
@@ -63,8 +65,8 @@ class RunFolder:
         """What a rank printed."""
         return self.path / "logs" / f"rank-{rank}.log"
 
-    def ledger(self, rank: int) -> Path:
-        """What a rank is doing, as `execute.ledger` keeps it."""
+    def flight_recorder(self, rank: int) -> Path:
+        """What a rank is doing, as `execute.flight_recorder` keeps it."""
         return self.path / "logs" / f"rank-{rank}.ledger"
 
     def failure(self, rank: int) -> Path:
@@ -72,7 +74,7 @@ class RunFolder:
         return self.path / "logs" / f"rank-{rank}.failure.json"
 
 
-class TokenizerRecord(NamedTuple):
+class RunTokenizer(NamedTuple):
     """Which tokenizer the data has: its name, its eos token, its file where it has one."""
 
     name: str
@@ -85,7 +87,7 @@ class Job:
     """All that a rank needs to know beyond its rendezvous; what `plan.json` holds.
 
     `resume` says that the folder's run goes on; `allowed` are the parts of its identity that may
-    have changed.
+    have changed. `run` is a random id, by which its steps know it.
     """
 
     config: Config
@@ -93,9 +95,10 @@ class Job:
     machine: Machine
     cache: Path
     folder: RunFolder
-    tokenizer: TokenizerRecord
+    tokenizer: RunTokenizer
     resume: bool = False
     allowed: tuple[str, ...] = ()
+    run: str = ""
 
     @property
     def checkpoints(self) -> Path:
@@ -114,6 +117,7 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
     path = root / (name or _unused(root, now.strftime("run-%Y%m%d-%H%M%S")))
+    check_links(path)
     if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
         legal = [f"log.name = {_unused(root, path.name)}"]
         raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
@@ -126,6 +130,7 @@ def resumed_folder(run: Path) -> RunFolder:
     folder = RunFolder(run.resolve())
     if not folder.plan.is_file() or not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder, {folder.plan} is missing")
+    check_links(folder.path)
     check_writable("run folder", folder.path, "log.dir")
     return folder
 
@@ -144,6 +149,18 @@ def compiled_as(config: Config, folder: RunFolder) -> Config:
 def _unused(root: Path, name: str) -> str:
     candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
     return next(c for c in candidates if not (root / c).exists())
+
+
+def check_links(path: Path) -> None:
+    """Refuse a run folder in which files are links: a run would write to what they lead to.
+
+    Folders in it may be links, as to another disk.
+    """
+    for folder in (path, RunFolder(path).log(0).parent):
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.is_symlink() and not entry.is_dir():
+                rule = f"{entry} is a link, and a run writes no file through one"
+                raise ConfigError(refusal(rule, hint="Put a copy of the file in its place"))
 
 
 def check_writable(what: str, path: Path, key: str) -> None:
@@ -166,8 +183,8 @@ def create(job: Job) -> None:
     """Write the config, its provenance and the plan, and point `latest` beside it to the run."""
     folder = job.folder
     folder.log(0).parent.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(to_toml(portable(job.config)), encoding="utf-8")
-    (folder.path / "provenance.json").write_text(_json(job.config.origins), encoding="utf-8")
+    _write(folder.config, to_toml(portable(job.config)))
+    _write(folder.path / "provenance.json", _json(job.config.origins))
     plan = {
         "config": job.config.model_dump(mode="json"),
         "layout": job.layout.model_dump(mode="json"),
@@ -176,10 +193,11 @@ def create(job: Job) -> None:
         "tokenizer": job.tokenizer._asdict(),
         "resume": job.resume,
         "allowed": list(job.allowed),
+        "run": job.run,
     }
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
         copy_tokenizer(Path(job.tokenizer.file), folder.path)
-    folder.plan.write_text(_json(plan), encoding="utf-8")
+    _write(folder.plan, _json(plan))
     latest = folder.path.parent / "latest"
     with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
         if latest.is_symlink() or not latest.exists():
@@ -188,18 +206,18 @@ def create(job: Job) -> None:
             temporary.replace(latest)
 
 
-def put_step(folder: RunFolder, found: StepLedger) -> None:
+def put_step(folder: RunFolder, found: StepProfile) -> None:
     """Put what a step takes into a run's `ledger.json`, in place of another of its source.
 
     A run does not end for it: where the disk refuses, it says so and goes on.
     """
-    path = folder.step_ledger
-    before: tuple[StepLedger, ...] = ()
+    path = folder.step_profile
+    before: tuple[StepProfile, ...] = ()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
-        before = from_json(json.loads(path.read_text(encoding="utf-8")))
-    ledgers = [*(one for one in before if one.source != found.source), found]
+        before = from_json(parse_json(path.read_text(encoding="utf-8")))
+    profiles = [*(one for one in before if one.source != found.source), found]
     try:
-        write_atomic(path, (json.dumps(to_json(ledgers), separators=(",", ":")) + "\n").encode())
+        write_atomic(path, (json.dumps(to_json(profiles), separators=(",", ":")) + "\n").encode())
     except DataError as error:
         note(str(error))
 
@@ -211,16 +229,20 @@ def read_job(path: Path) -> Job:
         raise ConfigError(f"{path} is not a run folder: {folder.plan} is missing")
     config = load_config(folder.config)
     with _readable(folder.plan):
-        plan = json.loads(folder.plan.read_text(encoding="utf-8"))
+        plan = parse_json(folder.plan.read_text(encoding="utf-8"))
+        layout = Layout(**plan["layout"])
+        if layout.world > MOST_RANKS:
+            raise ValueError(f"a layout of {layout.world} ranks")
         return Job(
             config=config,
-            layout=Layout(**plan["layout"]),
+            layout=layout,
             machine=Machine(**plan["machine"]),
             cache=Path(plan["cache"]),
             folder=folder,
-            tokenizer=TokenizerRecord(**plan["tokenizer"]),
+            tokenizer=RunTokenizer(**plan["tokenizer"]),
             resume=plan["resume"],
             allowed=tuple(plan["allowed"]),
+            run=plan.get("run", ""),  # version 0.1 gave none
         )
 
 
@@ -229,8 +251,13 @@ def _readable(plan: Path) -> Iterator[None]:
     """Turn what a plan that is damaged raises into a `ConfigError` that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{plan} is damaged: it cannot be read as a run's plan") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file of a run whole; where a link is in its place, the file takes that place."""
+    write_atomic(path, text.encode())
 
 
 def _json(value: Any) -> str:

@@ -66,7 +66,7 @@ def update(
     says so once the norm is read. `before_update` is called before any weight changes.
     """
     found = gradients(parallel, batch, world, scale.value)
-    world.ledger.phase("update")
+    world.recorder.phase("update")
     before_update()
     shards.take()
     step_scaled(optimizer, found.norm, scale.value, clip_norm)

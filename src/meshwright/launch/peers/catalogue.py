@@ -14,7 +14,7 @@ MODES = (SINGLE, "ddp", "zero1", "zero2", "zero3", "tp", "pp", *CONTEXT, "bf16")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PeerSizes:
     """The model, and the rows and tokens of a step."""
 
     vocab: int = 8192

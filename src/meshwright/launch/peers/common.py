@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.launch.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, Sizes, ranks_of
+from meshwright.launch.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, PeerSizes, ranks_of
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0
@@ -33,7 +33,7 @@ class Task:
     mode: str
     steps: int
     microbatch: int
-    sizes: Sizes
+    sizes: PeerSizes
 
     @property
     def is_bf16(self) -> bool:
@@ -82,7 +82,7 @@ class Task:
         return [(part[:, at], part[:, at + 1]) for part in parts]
 
 
-class Clock:
+class PeerClock:
     """The seconds of each step, wall clock and this process's CPU time."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Clock:
         The peak is the resident bytes of the rank that had most.
         """
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
-        everyone: list[tuple[Clock, int] | None] = [None] * dist.get_world_size()
+        everyone: list[tuple[PeerClock, int] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (self, own))
         found = [one for one in everyone if one is not None]
         clocks = [clock for clock, _ in found]
@@ -117,9 +117,9 @@ class Clock:
         }
 
 
-def timed(task: Task, step: Callable[[int], float]) -> Clock:
+def timed(task: Task, step: Callable[[int], float]) -> PeerClock:
     """Run a task's steps; `step` takes its number and returns this rank's share of the loss."""
-    clock = Clock()
+    clock = PeerClock()
     for number in range(task.steps):
         total = torch.tensor(step(number))
         dist.all_reduce(total)
@@ -127,20 +127,20 @@ def timed(task: Task, step: Callable[[int], float]) -> Clock:
     return clock
 
 
-def main(peer: str, run: Callable[[Task], Clock]) -> None:
+def main(peer: str, run: Callable[[Task], PeerClock]) -> None:
     """Run a peer from the command line: start the ranks, or be one of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=PEERS[peer].modes, required=True)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--microbatch", type=int, default=2)
-    for field in fields(Sizes):
+    for field in fields(PeerSizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         _start_ranks(ranks_of(args.mode))
     torch.set_num_threads(RANKS // ranks_of(args.mode))
     torch.manual_seed(0)
-    sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
+    sizes = PeerSizes(**{name: getattr(args, name) for name in asdict(PeerSizes())})
     found = run(Task(args.mode, args.steps, args.microbatch, sizes)).slowest()
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import LlamaConfig
 
-from meshwright.launch.peers.catalogue import Sizes
+from meshwright.launch.peers.catalogue import PeerSizes
 
 
-def llama_config(sizes: Sizes) -> LlamaConfig:
+def llama_config(sizes: PeerSizes) -> LlamaConfig:
     """Return the config; the head is not tied."""
     return LlamaConfig(
         vocab_size=sizes.vocab,

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.launch.peers.catalogue import Sizes
+from meshwright.launch.peers.catalogue import PeerSizes
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """A Llama block; heads are counted by the width of the projections, which may be a share."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: PeerSizes) -> None:
         super().__init__()
         dim, ffn = sizes.dim, sizes.ffn
         self.head_dim = dim // sizes.heads
@@ -49,13 +49,13 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self, sizes: Sizes, layers: range | None = None, places: Tensor | None = None
+        self, sizes: PeerSizes, layers: range | None = None, places: Tensor | None = None
     ) -> None:
         super().__init__()
         layers = range(sizes.layers) if layers is None else layers
         places = torch.arange(sizes.seq) if places is None else places
         self.embed = nn.Embedding(sizes.vocab, sizes.dim) if 0 in layers else None
-        self.layers = nn.ModuleList(Block(sizes) for _ in layers)
+        self.layers = nn.ModuleList(LlamaBlock(sizes) for _ in layers)
         is_last = layers.stop == sizes.layers
         self.norm = nn.RMSNorm(sizes.dim, eps=1e-5) if is_last else None
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False) if is_last else None

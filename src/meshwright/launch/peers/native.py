@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from meshwright.launch.peers.catalogue import RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 from meshwright.launch.peers.llama import Llama, mean_loss
 
 
@@ -160,13 +160,13 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(task: Task) -> Clock:
+def train(task: Task) -> PeerClock:
     """Train by one mode in the process group at hand."""
     kinds = {"zero2": Sharded, "zero3": Sharded, "tp": TensorParallel, "pp": Pipelined}
     return timed(task, kinds.get(task.mode, Replicated)(task).step)
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     dist.init_process_group("gloo")
     return train(task)
 

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import LlamaForCausalLM
 
 from meshwright.launch.peers.catalogue import RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 from meshwright.launch.peers.hf import llama_config
 from meshwright.launch.peers.llama import mean_loss
 
@@ -36,7 +36,7 @@ def _sharded(task: Task) -> Accelerator:
     return accelerator
 
 
-def accelerated(task: Task) -> Clock:
+def accelerated(task: Task) -> PeerClock:
     if task.mode in ("zero2", "zero3"):
         accelerator = _sharded(task)
     else:
@@ -65,7 +65,7 @@ def accelerated(task: Task) -> Clock:
     return timed(task, step)
 
 
-def tensor_parallel(task: Task) -> Clock:
+def tensor_parallel(task: Task) -> PeerClock:
     dist.init_process_group("gloo")
     folders: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -102,7 +102,7 @@ def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     return tensor_parallel(task) if task.mode == "tp" else accelerated(task)
 
 

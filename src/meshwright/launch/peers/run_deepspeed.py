@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from meshwright.launch.peers.catalogue import RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 from meshwright.launch.peers.hf import llama_config
-from meshwright.launch.peers.llama import Block, Llama, mean_loss
+from meshwright.launch.peers.llama import Llama, LlamaBlock, mean_loss
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "bf16": 1}
 
@@ -69,7 +69,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Layer(nn.Module):
     """A block that keeps the rotary tables, since stages hand on one tensor only."""
 
-    def __init__(self, block: Block, net: Llama) -> None:
+    def __init__(self, block: LlamaBlock, net: Llama) -> None:
         super().__init__()
         self.block, self.cos, self.sin = block, net.cos, net.sin
 
@@ -77,7 +77,7 @@ class Layer(nn.Module):
         return self.block(x, self.cos, self.sin)
 
 
-def pipelined(task: Task) -> Clock:
+def pipelined(task: Task) -> PeerClock:
     net = Llama(task.sizes)
     layers = [net.embed, *(Layer(block, net) for block in net.layers), net.norm, net.head]
     stages = PipelineModule(
@@ -97,7 +97,7 @@ def pipelined(task: Task) -> Clock:
     return timed(task, lambda _: trainer.train_batch(data_iter=rows).item() / RANKS)
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     deepspeed.init_distributed()
     if task.mode == "pp":
         return pipelined(task)

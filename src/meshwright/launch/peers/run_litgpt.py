@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.launch.peers.catalogue import RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 
 
 def strategy(task: Task) -> Any:
@@ -55,7 +55,7 @@ def model(task: Task) -> GPT:
     )
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     fabric = lightning.Fabric(
         accelerator="cpu",
         devices=task.ranks,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright.launch.peers.catalogue import RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 
 
 class Nothing:
@@ -187,7 +187,7 @@ def build(task: Task) -> tuple[Any, Any]:
     return net, optimizer
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     dist.init_process_group("gloo")
     tp, pp = (RANKS if task.mode == mode else 1 for mode in ("tp", "pp"))
     parallel_state.initialize_model_parallel(tp, pp)

@@ -38,7 +38,7 @@ from olmo_core.train.train_module.transformer.config import (
 from olmo_core.utils import seed_all
 
 from meshwright.launch.peers.catalogue import RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main
 
 
 def parallelism(task: Task) -> dict[str, Any]:
@@ -67,13 +67,13 @@ class Marks(Callback):
     """Ends each step on the clock, which starts with the first."""
 
     def pre_train(self) -> None:
-        self.clock = Clock()
+        self.clock = PeerClock()
 
     def post_step(self) -> None:
         self.clock.mark()
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     sizes, seq = task.sizes, task.sizes.seq
     prepare_training_environment(backend="gloo")
     seed_all(0)

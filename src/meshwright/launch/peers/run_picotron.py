@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from meshwright.launch.peers.catalogue import CONTEXT, RANKS
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main, timed
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 from meshwright.launch.peers.llama import mean_loss
 
 os.environ |= {"FLASH_ATTEN": "0", "DTYPE": "float32", "DEVICE": "cpu", "CONTEXT_PARALLEL": "0"}
@@ -108,7 +108,7 @@ def backward(task: Task, net: Any, number: int) -> float:
     return total
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     dist.init_process_group("gloo")
     degrees = {"tp": 1, "ring": 1, "pp": 1, "ddp": 1} | {task.mode: RANKS}
     groups.setup_process_group_manager(

@@ -17,7 +17,7 @@ import torch._utils
 import torch.distributed as dist
 
 from meshwright.launch.peers.catalogue import DATA, RANKS, SINGLE
-from meshwright.launch.peers.common import ADAMW, CLIP_NORM, Clock, Task, main
+from meshwright.launch.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main
 
 
 def pretend_accelerator() -> None:
@@ -183,7 +183,7 @@ def step_microbatches(schedule: Any) -> None:
     schedule.step = step
 
 
-def run(task: Task) -> Clock:
+def run(task: Task) -> PeerClock:
     datasets.HuggingFaceTextDataset = random_text(task)
     with tempfile.TemporaryDirectory() as folder:
         trainer = settings(task, folder).build()
@@ -196,7 +196,7 @@ def run(task: Task) -> Clock:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     if task.mode == "pp":
         step_microbatches(trainer.pp_schedule)
-    clock, train_step, losses = Clock(), trainer.train_step, [float("nan")]
+    clock, train_step, losses = PeerClock(), trainer.train_step, [float("nan")]
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
 
     def step(*args: Any, **rest: Any) -> None:

@@ -1,13 +1,14 @@
-"""The file of a rank's ledger: its format, and how another process reads it. No torch here."""
+"""The file of a rank's recorder: its format, and how another process reads it. No torch here."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from meshwright.parsing import parse_json
 
 PHASES: Final = (
     "start",
@@ -61,6 +62,7 @@ NAMES_AT: Final = COUNTS_AT + 8 * GROUPS
 RING_AT: Final = 16384
 SLOTS: Final = 512
 SIZE: Final = RING_AT + SLOTS * RECORD.size
+_MOST_RANKS: Final = 2**20
 
 
 class Group(NamedTuple):
@@ -108,7 +110,7 @@ class Record(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A ledger as it was at one moment.
+    """A flight recorder as it was at one moment.
 
     `machine` is the rank's: its process and its times mean something there alone. `moves` counts
     the entries, `at` is when the last one was made. `waited_s` of the `stepped_s` seconds in
@@ -153,7 +155,7 @@ class Reading(NamedTuple):
         return text
 
 
-class Pace(NamedTuple):
+class RankPace(NamedTuple):
     """The step of a rank, and of the seconds of all steps before it those in which it waited."""
 
     step: int
@@ -161,34 +163,34 @@ class Pace(NamedTuple):
     stepped_s: float
 
 
-class LedgerFile:
-    """A rank's ledger, seen from another process."""
+class FlightRecorderFile:
+    """A rank's flight recorder, seen from another process."""
 
     def __init__(self, path: Path) -> None:
-        """Map a ledger; raises `OSError` or `ValueError` where there is none to read."""
+        """Map a flight recorder; raises `OSError` or `ValueError` where there is none to read."""
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
         if self._memory[:8] != MAGIC:
-            raise ValueError(f"{path} is no ledger of this version")
+            raise ValueError(f"{path} is not a flight recorder's file of this version")
 
     @property
     def moves(self) -> int:
         """How many entries there are: it stands still when the rank does."""
         return int(struct.unpack_from("=Q", self._memory, NOW_AT)[0])
 
-    def pace(self) -> Pace:
+    def pace(self) -> RankPace:
         """Return how far the rank is, and what it has waited for until then."""
         fields = NOW.unpack_from(self._memory, NOW_AT)
-        return Pace(fields[2], fields[-2], fields[-1])
+        return RankPace(fields[2], fields[-2], fields[-1])
 
     def read(self) -> Reading:
-        """Return all that the ledger holds."""
+        """Return all that the flight recorder holds."""
         _, attempt, rank, world, machine, pid, started = HEAD.unpack_from(self._memory, 0)
         moves, at, step, phase, action, stage, _, microbatch, _, waited_s, stepped_s = (
             NOW.unpack_from(self._memory, NOW_AT)
         )
         size = struct.unpack_from("=I", self._memory, NAMES_AT)[0]
-        listed = json.loads(self._memory[NAMES_AT + 4 : NAMES_AT + 4 + size] or b"[]")
+        listed = parse_json(self._memory[NAMES_AT + 4 : NAMES_AT + 4 + size] or b"[]")
         groups = tuple(Group(name, label, ranks_of(ranges)) for name, label, ranges in listed)
         counts = struct.unpack_from(f"={GROUPS}Q", self._memory, COUNTS_AT)
         return Reading(
@@ -216,12 +218,12 @@ class LedgerFile:
         return found
 
 
-def read_ledger(path: Path) -> Reading | None:
-    """Return what a rank's ledger holds; None where there is none."""
+def read_flight_recorder(path: Path) -> Reading | None:
+    """Return what a rank's flight recorder holds; None where there is none."""
     try:
-        return LedgerFile(path).read()
-    except (OSError, ValueError):
-        return None
+        return FlightRecorderFile(path).read()
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, struct.error):
+        return None  # none, or one that is damaged
 
 
 def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
@@ -236,7 +238,9 @@ def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks of `ranges_of`."""
+    """Return the ranks of `ranges_of`; raises `ValueError` for more than a group can have."""
+    if any(not 0 <= run[0] <= run[1] < _MOST_RANKS for run in runs) or len(runs) > _MOST_RANKS:
+        raise ValueError("a group of ranks that no job has")
     return tuple(
         rank
         for first, last, *stride in runs

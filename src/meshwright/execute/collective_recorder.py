@@ -1,4 +1,4 @@
-"""`Recorder` enters every collective of this process into its ledger, whoever issues it.
+"""`CollectiveRecorder` enters every collective of this process into its flight recorder.
 
 It stands before torch's own kernels of the c10d operations, which all of them go through: ours,
 those of FSDP2 and DTensor, functional ones. Its place in the dispatcher is BackendSelect, which no
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.ledger_file import TRANSFERS
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.flight_recorder_file import TRANSFERS
 from meshwright.execute.wire import MESSAGES
 
 # Those that a program has none of, and their arguments that are messages.
@@ -34,19 +34,19 @@ _WAIT: Final = "_c10d_functional::wait_tensor"
 Kernel = Callable[..., Any]
 
 
-class Recorder:
-    """A context in which this process's collectives are entered into a ledger.
+class CollectiveRecorder:
+    """A context in which this process's collectives are entered into a flight recorder.
 
     What the rank waits for at once is entered as waited for, and as ended when it is there; on a
-    GPU, when it is handed to the device. What it waits for later, `ledger.Pending` enters.
+    GPU, when it is handed to the device. What it waits for later, `flight_recorder.Pending` enters.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
         self._numbers: dict[str, int] = {}
         self._libraries: dict[str, Any] = {}
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> CollectiveRecorder:
         for schema in torch._C._jit_get_all_schemas():
             names = [argument.name for argument in schema.arguments]
             if schema.name.startswith("c10d::") and "process_group" in names:
@@ -92,13 +92,13 @@ class Recorder:
             if is_transfer and at_peer is not None:
                 peer = dist.get_process_group_ranks(group)[args[at_peer]]
             size = 0 if at_message is None else _bytes(args[at_message])
-            entry = self._ledger.begin(kind, self._number(group), size, peer, waits=waits)
+            entry = self._recorder.begin(kind, self._number(group), size, peer, waits=waits)
             out = inner(keys, *args)
             if waits:
                 if keys.has(torch._C.DispatchKey.CPU):
                     work = out[-1] if isinstance(out, tuple) else out
                     dist.Work.unbox(work).wait()
-                self._ledger.end(entry)
+                self._recorder.end(entry)
             return out
 
         return recorded
@@ -107,10 +107,10 @@ class Recorder:
         """Return a kernel that enters the wait for a functional collective."""
 
         def recorded(keys: Any, *args: Any) -> Any:
-            entries = self._ledger.left_open()
-            self._ledger.wait(*entries)
+            entries = self._recorder.left_open()
+            self._recorder.wait(*entries)
             out = inner(keys, *args)
-            self._ledger.end(*entries)
+            self._recorder.end(*entries)
             return out
 
         return recorded
@@ -118,7 +118,7 @@ class Recorder:
     def _number(self, group: dist.ProcessGroup) -> int:
         name = group.group_name
         if name not in self._numbers:
-            self._numbers[name] = self._ledger.group(name, dist.get_process_group_ranks(group))
+            self._numbers[name] = self._recorder.group(name, dist.get_process_group_ranks(group))
         return self._numbers[name]
 
 

@@ -1,4 +1,4 @@
-"""`predicted_ledger`: the step of a layout as priced, in the one schema, before anything runs."""
+"""`predicted_profile`: the step of a layout as priced, in the one schema, before anything runs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from itertools import groupby
 from typing import Final
 
 from meshwright.layout import Layout
+from meshwright.predict.byte_count import PredictedMoment
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.memory import outside
 from meshwright.predict.price import memory, price
 from meshwright.predict.setting import Setting
 from meshwright.predict.spans import Drawn, pipeline_spans
-from meshwright.predict.step import Pace, pace_of, rank_causes
-from meshwright.predict.tally import Moment
+from meshwright.predict.step import ActionTimes, pace_of, rank_causes
 from meshwright.predict.timeline import timeline
 from meshwright.program.actions import Action
 from meshwright.program.collectives import collectives
-from meshwright.program.ledger import CAUSES, MemoryPoint, RankLedger, Span, StepLedger, Traffic
 from meshwright.program.lower import Program, lower
+from meshwright.program.profile import CAUSES, MemoryPoint, RankProfile, Span, StepProfile, Traffic
 
 # Whose memory our engine's own walk is of; of other systems only the terms at the peak are known.
 _OURS: Final = "meshwright"
-# Where a category of the predictions lies among those of the ledger; others are activations.
+# Where a category of the predictions lies among those of the profile; others are activations.
 _CATEGORIES: Final = {
     "weights": "parameters",
     "optimizer": "optimizer",
@@ -43,9 +43,9 @@ _CAUSE_OF_AXIS: Final = {
 }
 
 
-def predicted_ledger(
-    setting: Setting, layout: Layout, *, packed: bool = False, ranks: Sequence[int] | None = None
-) -> StepLedger:
+def predicted_profile(
+    setting: Setting, layout: Layout, *, ranks: Sequence[int] | None = None
+) -> StepProfile:
     """Return what a step takes as predicted, by default on one rank of each place in the pipeline.
 
     The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). `packed`
@@ -71,17 +71,17 @@ def predicted_ledger(
         end = _Ends(found.time.total, causes, own_causes)
         spent = merged_causes(own_causes)
         rows.append(
-            RankLedger(
+            RankProfile(
                 rank,
                 at,
                 tuple(stage.index for stage in program.held(at["pp"])),
                 (*own.spans, *(end.spans(own.end) if own.spans else ())),
-                tuple(_memory(setting, program, rank, own, end, packed)),
+                tuple(_memory(setting, program, rank, own, end)),
                 tuple(_traffic(setting, kernels, program, rank, spent)),
                 spent,
             )
         )
-    return StepLedger(
+    return StepProfile(
         "predicted",
         layout.model_dump(mode="json"),
         layout.label,
@@ -98,7 +98,7 @@ def _causes(
     setting: Setting,
     kernels: Kernels,
     layout: Layout,
-    pace: Pace,
+    pace: ActionTimes,
     place: int,
     priced: dict[str, float],
 ) -> dict[str, float]:
@@ -115,7 +115,7 @@ def _causes(
 
 
 def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
-    """Return causes in the words of the ledger: what is gathered is data parallelism's, too."""
+    """Return causes in the words of the profile: what is gathered is data parallelism's, too."""
     data = causes["data"] + causes["gathers"]
     return {c: seconds for c in CAUSES if (seconds := {**causes, "data": data}.get(c))}
 
@@ -140,23 +140,23 @@ class _Ends:
 
 
 def _memory(
-    setting: Setting, program: Program, rank: int, drawn: Drawn, ends: _Ends, packed: bool
+    setting: Setting, program: Program, rank: int, drawn: Drawn, ends: _Ends
 ) -> Iterator[MemoryPoint]:
     """Yield what a rank holds: at the start, at the highest moment of each action, after it."""
     layout = program.layout
-    if setting.stack.name != _OURS:
+    if setting.system.name != _OURS:
         terms = memory(setting, layout, layout.mesh.coordinates(rank)["pp"]).by_category()
         yield MemoryPoint("peak", None, _by_category(terms))
         return
-    walk = timeline(program, rank, packed=packed, on_host=setting.on_cpu)
+    walk = timeline(program, rank)
     device = setting.cluster.device
     terms_outside = outside(
-        device, layout, setting.stack, setting.calibration, float(walk.peak.total)
+        device, layout, setting.system, setting.calibration, float(walk.peak.total)
     )
     fixed = round(sum(term.bytes for term in terms_outside))
     # A receive is posted within the action that comes next in the table.
     name = ""
-    named: list[tuple[str, Moment]] = []
+    named: list[tuple[str, PredictedMoment]] = []
     for moment in reversed(walk.moments):
         is_transfer = moment.action.partition("_")[0] in ("SEND", "RECV")
         name = name if is_transfer else moment.action
@@ -196,18 +196,18 @@ def _traffic(
     setting: Setting, kernels: Kernels, program: Program, rank: int, spent: dict[str, float]
 ) -> Iterator[Traffic]:
     """Yield the program's messages; an axis's wait is shared out by what they take on the links."""
-    if setting.stack.name != _OURS:
+    if setting.system.name != _OURS:
         return
     layout = program.layout
     counts: dict[tuple[str, str, int], int] = {}
-    for one in collectives(program, rank, on_cpu=setting.on_cpu):
+    for one in collectives(program, rank):
         key = one.kind, one.axis, one.bytes
         counts[key] = counts.get(key, 0) + one.count
     groups = {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
         "shard": (layout.shard_ranks, layout.tp),
-        "replicate": (layout.dp_replicate, layout.tp * layout.shard_ranks),
+        "replicate": (layout.replica_ranks, layout.tp * layout.shard_ranks),
         "data": (layout.dp * layout.cp, layout.tp),
     }
     on_links = {

@@ -1,4 +1,4 @@
-"""`simulated_ledger`: rehearsed ranks in the one schema, and the prediction for the same ranks."""
+"""`simulated_profile`: rehearsed ranks in the one schema, and the prediction for the same ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from meshwright.predict.ledger import predicted_ledger
-from meshwright.program.ledger import MemoryPoint, RankLedger, StepLedger, Traffic
+from meshwright.predict.profile import predicted_profile
+from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile, Traffic
 from meshwright.search.plan import on_cluster
 from meshwright.simulate.run import Simulated, Simulation
 
-# What the tracker's categories are in the ledger; the others are called the same.
+# What the tracker's categories are in the profile; the others are called the same.
 _CATEGORIES: Final[Mapping[str, str]] = {
     "weights": "parameters",
     "temporary": "activations",
@@ -20,7 +20,7 @@ _CATEGORIES: Final[Mapping[str, str]] = {
 _ACTION: Final = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 
 
-def simulated_ledger(found: Simulation) -> StepLedger:
+def simulated_profile(found: Simulation) -> StepProfile:
     """Return what the rehearsed ranks hold and send in a step.
 
     Memory is known in order, without times: at the highest moment of each action, and after it.
@@ -28,7 +28,7 @@ def simulated_ledger(found: Simulation) -> StepLedger:
     """
     mesh = found.program.layout.mesh
     ranks = tuple(
-        RankLedger(
+        RankProfile(
             one.rehearsal.rank,
             mesh.coordinates(one.rehearsal.rank),
             one.rehearsal.stages,
@@ -41,7 +41,7 @@ def simulated_ledger(found: Simulation) -> StepLedger:
         for one in found.ranks
     )
     layout, device = found.program.layout, found.setting.cluster.device
-    return StepLedger(
+    return StepProfile(
         "simulated",
         layout.model_dump(mode="json"),
         layout.label,
@@ -51,13 +51,12 @@ def simulated_ledger(found: Simulation) -> StepLedger:
     )
 
 
-def both_ledgers(found: Simulation) -> tuple[StepLedger, StepLedger]:
+def both_profiles(found: Simulation) -> tuple[StepProfile, StepProfile]:
     """Return the prediction for the rehearsed ranks, and the simulation."""
-    simulated = simulated_ledger(found)
+    simulated = simulated_profile(found)
     setting = on_cluster(found.setting, found.program.layout)
-    packed = found.config.data.packing == "documents"
     ranks = [one.rank for one in simulated.ranks]
-    predicted = predicted_ledger(setting, found.program.layout, packed=packed, ranks=ranks)
+    predicted = predicted_profile(setting, found.program.layout, ranks=ranks)
     return predicted, simulated
 
 

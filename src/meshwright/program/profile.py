@@ -1,4 +1,4 @@
-"""`StepLedger`: what one step takes on each rank; one schema, predicted, simulated or measured.
+"""`StepProfile`: what one step takes on each rank; one schema, predicted, simulated or measured.
 
 `ledger.json` of a run folder holds `{"schema": 1, "ledgers": [...]}`, as `to_json` writes it.
 """
@@ -13,7 +13,7 @@ SCHEMA: Final = 1
 
 Source = Literal["predicted", "simulated", "measured"]
 # Where a span is drawn: what the rank computes, what it waits for from others, the rest.
-Lane = Literal["compute", "messages", "host"]
+Track = Literal["compute", "messages", "host"]
 
 # What memory is for. `gathered` are whole weights made of shards, and copies of weights in another
 # precision; `buffers` are those of collectives; `fixed` is what is not the program's: a CUDA
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     (`input`, `reduce`, `update`); `stage` and `microbatch` are -1 where it has none.
     """
 
-    lane: Lane
+    track: Track
     name: str
     start: float
     end: float
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 class MemoryPoint(NamedTuple):
     """What a rank held at a moment: in which action or phase, when, bytes by `MEMORY`.
 
-    `time` is in seconds as in `Span`; None where a ledger knows only the order.
+    `time` is in seconds as in `Span`; None where a profile knows only the order.
     """
 
     at: str
@@ -86,7 +86,7 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankLedger:
+class RankProfile:
     """What a step takes on one rank; what is not known is empty."""
 
     rank: int
@@ -104,7 +104,7 @@ class RankLedger:
 
 
 @dataclass(frozen=True)
-class StepLedger:
+class StepProfile:
     """What a step takes on some ranks of a layout; one rank may stand for others like it.
 
     `step` is the measured one, or None. `memory_limit` is the device's in bytes, where it has one.
@@ -114,7 +114,7 @@ class StepLedger:
     layout: Mapping[str, Any]
     label: str
     device: str
-    ranks: tuple[RankLedger, ...]
+    ranks: tuple[RankProfile, ...]
     step: int | None = None
     step_time_s: float | None = None
     tokens_per_s: float | None = None
@@ -122,7 +122,7 @@ class StepLedger:
     memory_limit: int | None = None
 
     @property
-    def worst(self) -> RankLedger | None:
+    def worst(self) -> RankProfile | None:
         """The first rank with the highest peak, among those whose memory is known."""
         known = [one for one in self.ranks if one.memory]
         return max(known, key=_peak_bytes, default=None)
@@ -134,10 +134,10 @@ class StepLedger:
         Counted from the first action of any rank to the end of the last, over one rank for each
         place in the pipeline; None where there is no pipeline, or no span.
         """
-        places: dict[int, RankLedger] = {}
+        places: dict[int, RankProfile] = {}
         for one in self.ranks:
             places.setdefault(one.coordinates.get("pp", 0), one)
-        work = [[s for s in one.spans if s.lane == "compute"] for one in places.values()]
+        work = [[s for s in one.spans if s.track == "compute"] for one in places.values()]
         if len(places) < 2 or not all(work):
             return None
         first = min(span.start for spans in work for span in spans)
@@ -146,16 +146,16 @@ class StepLedger:
         return 1 - busy / (len(work) * (last - first))
 
 
-def _peak_bytes(one: RankLedger) -> int:
+def _peak_bytes(one: RankProfile) -> int:
     return one.peak.total if one.peak else 0
 
 
-def to_json(ledgers: Iterable[StepLedger]) -> dict[str, Any]:
-    """Return ledgers as the document of `ledger.json`: spans and points as lists, to be small."""
-    return {"schema": SCHEMA, "ledgers": [_ledger_json(one) for one in ledgers]}
+def to_json(profiles: Iterable[StepProfile]) -> dict[str, Any]:
+    """Return profiles as the document of `ledger.json`: spans and points as lists, to be small."""
+    return {"schema": SCHEMA, "ledgers": [_profile_json(one) for one in profiles]}
 
 
-def _ledger_json(found: StepLedger) -> dict[str, Any]:
+def _profile_json(found: StepProfile) -> dict[str, Any]:
     worst = found.worst
     peak = worst.peak if worst else None
     return {
@@ -186,24 +186,24 @@ def _ledger_json(found: StepLedger) -> dict[str, Any]:
     }
 
 
-def from_json(document: Mapping[str, Any]) -> tuple[StepLedger, ...]:
-    """Return the ledgers of a document; raises `ValueError` for one of another schema."""
+def from_json(document: Mapping[str, Any]) -> tuple[StepProfile, ...]:
+    """Return the profiles of a document; raises `ValueError` for one of another schema."""
     if document.get("schema") != SCHEMA:
         raise ValueError(f"schema {document.get('schema')!r} is not the known one, {SCHEMA}")
-    return tuple(_ledger(found) for found in document["ledgers"])
+    return tuple(_profile(found) for found in document["ledgers"])
 
 
-def _ledger(found: Mapping[str, Any]) -> StepLedger:
+def _profile(found: Mapping[str, Any]) -> StepProfile:
     keys = (
         *("source", "layout", "label", "device", "step"),
         *("step_time_s", "tokens_per_s", "mfu", "memory_limit"),
     )
     ranks = tuple(_rank(one) for one in found["ranks"])
-    return StepLedger(ranks=ranks, **{key: found[key] for key in keys})
+    return StepProfile(ranks=ranks, **{key: found[key] for key in keys})
 
 
-def _rank(one: Mapping[str, Any]) -> RankLedger:
-    return RankLedger(
+def _rank(one: Mapping[str, Any]) -> RankProfile:
+    return RankProfile(
         one["rank"],
         one["coordinates"],
         tuple(one["stages"]),
@@ -214,6 +214,6 @@ def _rank(one: Mapping[str, Any]) -> RankLedger:
     )
 
 
-def of_source(ledgers: Sequence[StepLedger], source: Source) -> StepLedger | None:
-    """Return the last ledger of a source, or None."""
-    return next((one for one in reversed(ledgers) if one.source == source), None)
+def of_source(profiles: Sequence[StepProfile], source: Source) -> StepProfile | None:
+    """Return the last profile of a source, or None."""
+    return next((one for one in reversed(profiles) if one.source == source), None)

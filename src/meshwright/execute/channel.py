@@ -1,7 +1,7 @@
-"""A `Lane`: messages between the ranks of one machine through memory that all of them see.
+"""Shared-memory channels: messages between the ranks of one machine through memory they share.
 
 gloo sends through sockets, in a thread of its own that takes the core from the products beside it.
-In a lane a rank leaves its part in its own room and goes on, and reads the parts of all when it
+In a channel a rank leaves its part in its own room and goes on, and reads the parts of all when it
 needs the result: nothing has to run meanwhile, and each byte is copied once.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.execute.ledger import Ledger
+from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.world import exchange
 from meshwright.program.messages import LARGEST_SHARED
 
@@ -43,7 +43,7 @@ Finish = Callable[[list[Tensor]], None]
 class _Due(NamedTuple):
     """A message to be finished: its number, the elements of each rank's part, their dtype.
 
-    `entries` are those of the ledger that it belongs to.
+    `entries` are those of the flight recorder that it belongs to.
     """
 
     number: int
@@ -53,23 +53,23 @@ class _Due(NamedTuple):
     entries: Sequence[int]
 
 
-class Lane:
+class Channel:
     """The rooms of some ranks, of which this one is `rank`.
 
     Every rank leaves equally many parts, which are read in that order. Where a rank waits for the
-    others inside of `leave`, `ledger` is told.
+    others inside of `leave`, `recorder` is told.
     Only for processors that let others see writes in their order, as x86 does.
     """
 
     def __init__(
-        self, file: int, rank: int, ranks: Sequence[int], timeout_s: float, ledger: Ledger
+        self, file: int, rank: int, ranks: Sequence[int], timeout_s: float, recorder: FlightRecorder
     ) -> None:
         """Map an open file of `bytes_of(len(ranks))` bytes, and hold this rank's lock of it.
 
         `rank` is its place among `ranks`, which are numbers of the world. The system lets go of
         the lock when the process ends, however it does.
         """
-        self._file, self._rank, self._timeout_s, self.ledger = file, rank, timeout_s, ledger
+        self._file, self._rank, self._timeout_s, self.recorder = file, rank, timeout_s, recorder
         self._ranks, size = tuple(ranks), len(ranks)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = torch.frombuffer(mmap.mmap(file, bytes_of(size)), dtype=torch.uint8)
@@ -109,7 +109,7 @@ class Lane:
         `counts` are the elements of each rank's part. `finish` is called with the parts of all,
         flat, once `collect` wants it, or before: what is due takes half of a room at most. So a
         rank waits here for no more than that the others come to where it is, whatever they do
-        between. The ledger is told of that by the `entries` of the message which it is for.
+        between. The recorder is told of that by the `entries` of the message which it is for.
         Returns the message's number.
         """
         number, size = self._next, counts[self._rank] * dtype.itemsize
@@ -134,7 +134,7 @@ class Lane:
     def collect(self, number: int) -> None:
         """Finish what was left up to a number, where it is not yet; waits for the others' parts.
 
-        Who calls it tells the ledger. Raises `torch.distributed.DistError` where a rank has ended
+        Who calls it tells the recorder. Raises `torch.distributed.DistError` where a rank has ended
         or is too late.
         """
         while self._due and self._due[0].number <= number:
@@ -189,7 +189,7 @@ class Lane:
             if not self._late(word, number):
                 return
         if entries:
-            self.ledger.wait(*entries)
+            self.recorder.wait(*entries)
         began = looked = time.monotonic()
         while late := self._late(word, number):
             now = time.monotonic()
@@ -201,7 +201,7 @@ class Lane:
                 looked = now
                 self._look(word, number, late, now - began)
         if entries:
-            self.ledger.go_on(*entries)
+            self.recorder.go_on(*entries)
 
     def _look(self, word: int, number: int, late: Sequence[int], waited_s: float) -> None:
         """Raise where there is nothing to wait for any more.
@@ -228,12 +228,14 @@ class Lane:
 
 
 def bytes_of(size: int) -> int:
-    """Return the bytes of a lane's file."""
+    """Return the bytes of a channel's file."""
     return size * (_PAGE + ROOM)
 
 
-def open_lane(group: dist.ProcessGroup, timeout_s: float, ledger: Ledger) -> Lane | None:
-    """Return a lane for a gloo group, or None on all its ranks where one can't have it.
+def open_channel(
+    group: dist.ProcessGroup, timeout_s: float, recorder: FlightRecorder
+) -> Channel | None:
+    """Return a channel for a gloo group, or None on all its ranks where one can't have it.
 
     A collective. The file has no name in any folder, so that nothing stays of it, however the ranks
     end: the first of them makes it, and the others open it as that process has it.
@@ -250,9 +252,9 @@ def open_lane(group: dist.ProcessGroup, timeout_s: float, ledger: Ledger) -> Lan
         if file is not None:
             os.close(file)
         return None
-    lane = Lane(file, rank, ranks, timeout_s, ledger)
+    channel = Channel(file, rank, ranks, timeout_s, recorder)
     exchange("", group)  # nobody looks for a lock before all have theirs
-    return lane
+    return channel
 
 
 def _made(name: str, size: int) -> int | None:

@@ -1,4 +1,4 @@
-"""How activations enter and leave the part of a block that is cut over tp.
+"""Tensor-parallel regions: how activations enter and leave the part of a block cut over tp.
 
 Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence. What
 need not be waited for at once is begun, and gives an `Arrival`.
@@ -70,9 +70,10 @@ class _Exit(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-class Borders:
-    """What crosses the borders over the ranks of a link, which is this rank alone without tp.
+class TPRegion:
+    """A tensor-parallel region: what enters and leaves it over the ranks of a link.
 
+    Without tp the link is this rank alone.
     Without sequence parallelism the stream is whole on each rank: it enters as it is, and what
     leaves is summed. With it the stream is cut along the sequence: it is gathered on entry, and
     what leaves is summed and scattered. The transposes are each other.

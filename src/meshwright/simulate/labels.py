@@ -14,33 +14,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from meshwright.execute.exchange import Exchange
 from meshwright.execute.masters import Weight
 from meshwright.simulate.fake import replaced
-from meshwright.simulate.memory import Memory
+from meshwright.simulate.memory import MemoryTracker
 
 
 @contextmanager
-def marked_in_data(memory: Memory) -> Iterator[None]:
-    """Mark what FSDP2 gathers, accumulates, reduces and buffers, and what exchanges do."""
+def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
+    """Label what FSDP2 gathers, accumulates, reduces and buffers, and what exchanges do."""
 
     def gathering(gather: Any) -> Any:
         def run(parameter: FSDPParam) -> None:
             gather(parameter)
             for output in parameter.all_gather_outputs:
-                memory.mark("gathered", output)
+                memory.label("gathered", output)
 
         return run
 
     def reducing(reduce: Any) -> Any:
         def run(group: FSDPParamGroup, *arguments: Any) -> None:
-            _mark_gradients(memory, group)
+            _label_gradients(memory, group)
             reduce(group, *arguments)
-            _mark_gradients(memory, group)
+            _label_gradients(memory, group)
 
         return run
 
     def buffering(allocate: Any) -> Any:
         def run(*arguments: Any, **more: Any) -> Tensor:
             buffer: Tensor = allocate(*arguments, **more)
-            memory.mark("buffers", buffer)
+            memory.label("buffers", buffer)
             return buffer
 
         return run
@@ -48,10 +48,10 @@ def marked_in_data(memory: Memory) -> Iterator[None]:
     def exchanging(begin: Any) -> Any:
         def run(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
             for weight in weights:
-                memory.mark("gradients", weight.gradient)
+                memory.label("gradients", weight.gradient)
             begin(self, weights, *arguments)
             for buffer in self.buffers:
-                memory.mark("buffers", buffer)
+                memory.label("buffers", buffer)
 
         return run
 
@@ -66,11 +66,11 @@ def marked_in_data(memory: Memory) -> Iterator[None]:
         yield
 
 
-def _mark_gradients(memory: Memory, group: Any) -> None:
-    """Mark the gradients that a group holds: whole ones, accumulated or new, and shards."""
+def _label_gradients(memory: MemoryTracker, group: Any) -> None:
+    """Label the gradients that a group holds: whole ones, accumulated or new, and shards."""
     for parameter in group.fsdp_params:
-        memory.mark("gradients", parameter.unsharded_accumulated_grad)
+        memory.label("gradients", parameter.unsharded_accumulated_grad)
         whole = getattr(parameter, "_unsharded_param", None)
-        memory.mark("gradients", None if whole is None else whole.grad)
-        memory.mark("gradients", parameter.sharded_param.grad)
-    memory.mark("gradients", group._partial_reduce_output)
+        memory.label("gradients", None if whole is None else whole.grad)
+        memory.label("gradients", parameter.sharded_param.grad)
+    memory.label("gradients", group._partial_reduce_output)

@@ -9,18 +9,19 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.ledger import Pending
+from meshwright.execute.flight_recorder import Pending
 from meshwright.execute.world import World
-from meshwright.program.ledger import (
+from meshwright.parsing import parse_json
+from meshwright.program.lower import Program
+from meshwright.program.profile import (
     CAUSES,
     MEMORY,
     MemoryPoint,
-    RankLedger,
-    StepLedger,
+    RankProfile,
+    StepProfile,
     from_json,
     to_json,
 )
-from meshwright.program.lower import Program
 
 # In larger worlds one rank for each place in the pipeline tells all, the others causes and peaks.
 DETAILED: Final = 16
@@ -28,9 +29,9 @@ _DIGITS: Final = 7  # of seconds: a tenth of a microsecond
 
 
 def gather_ranks(
-    world: World, program: Program, mine: RankLedger, began: float
-) -> tuple[RankLedger, ...]:
-    """Return all ranks' ledgers on rank 0, nothing elsewhere; a collective.
+    world: World, program: Program, mine: RankProfile, began: float
+) -> tuple[RankProfile, ...]:
+    """Return all ranks' profiles on rank 0, nothing elsewhere; a collective.
 
     Times of `mine` are in seconds since the step began there, at `began` by the clock of rank 0;
     what is returned has them since it began on the first of all ranks.
@@ -50,7 +51,7 @@ def gather_ranks(
     if world.rank > 0:
         if text:
             data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            Pending(world.ledger, dist.isend(data, 0)).wait()
+            Pending(world.recorder, dist.isend(data, 0)).wait()
         return ()
     first = min(row[0] for row in rows)
     found = []
@@ -60,9 +61,9 @@ def gather_ranks(
             continue
         if rank > 0:
             data = torch.empty(int(row[1]), dtype=torch.uint8)
-            Pending(world.ledger, dist.irecv(data, rank)).wait()
+            Pending(world.recorder, dist.irecv(data, rank)).wait()
             text = data.numpy().tobytes()
-        found.append(_moved(from_json(json.loads(text))[0].ranks[0], row[0] - first))
+        found.append(_moved(from_json(parse_json(text))[0].ranks[0], row[0] - first))
     return tuple(found)
 
 
@@ -73,11 +74,11 @@ def is_detailed(program: Program, rank: int) -> bool:
     return layout.world <= DETAILED or not any(at[axis] for axis in at if axis != "pp")
 
 
-def _alone(mine: RankLedger) -> StepLedger:
-    return StepLedger("measured", {}, "", "", (mine,))
+def _alone(mine: RankProfile) -> StepProfile:
+    return StepProfile("measured", {}, "", "", (mine,))
 
 
-def _summary(program: Program, rank: int, row: list[float]) -> RankLedger:
+def _summary(program: Program, rank: int, row: list[float]) -> RankProfile:
     """Return what is known of a rank from its causes and the bytes of its peak; -1: not known."""
     at = program.layout.mesh.coordinates(rank)
     causes = {name: value for name, value in zip(CAUSES, row, strict=False) if value >= 0}
@@ -85,11 +86,11 @@ def _summary(program: Program, rank: int, row: list[float]) -> RankLedger:
     peak = {kind: int(value) for kind, value in kinds if value >= 0}
     memory = (MemoryPoint("peak", None, peak),) if peak else ()
     stages = tuple(stage.index for stage in program.held(at["pp"]))
-    return RankLedger(rank, at, stages, memory=memory, causes=causes)
+    return RankProfile(rank, at, stages, memory=memory, causes=causes)
 
 
-def _moved(one: RankLedger, by: float) -> RankLedger:
-    """Return a rank's ledger with its times moved."""
+def _moved(one: RankProfile, by: float) -> RankProfile:
+    """Return a rank's profile with its times moved."""
 
     def moved(time: float) -> float:
         return round(time + by, _DIGITS)

@@ -1,4 +1,4 @@
-"""Census: a layout's program held against what its ranks hold, compute and send in a real step.
+"""Conformance: a layout's program against what its ranks hold, compute and send in a real step.
 
 What only talks about the program cannot find it wrong; here it is counted. DESIGN.md calls this the
 second lock against drift.
@@ -16,15 +16,15 @@ import torch.distributed.pipelining.schedules as theirs
 from meshwright.execute.build import region_of, seeded
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.wire import Wire, Work, expected_messages, message_differences
+from meshwright.execute.wire import Wire, WorkCounter, expected_messages, message_differences
 from meshwright.execute.world import World
 from meshwright.models import build_model, init_parameter
 from meshwright.program.actions import Action, Kind, Table
-from meshwright.program.lower import Program, lower
+from meshwright.program.lower import Program
 from meshwright.program.operations import matmul_flops
 from meshwright.program.shards import shard_rank
 from meshwright.prove.case import Case
-from meshwright.prove.compare import build_small, everyones, mine
+from meshwright.prove.compare import build_small, everyones, mine, program_of
 from meshwright.prove.reference import make_batch
 from meshwright.prove.verdict import Verdict
 from meshwright.train.update import gradients
@@ -45,7 +45,7 @@ _MULTI: Final[Mapping[str, Any]] = {
 }
 
 
-def prove_census(
+def prove_conformance(
     case: Case, groups: Groups, world: World, parallel: Parallel | None = None
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on parameters, action table, collectives and matrix products of a step.
@@ -53,7 +53,7 @@ def prove_census(
     A collective; every rank returns the same. `parallel` is the model that is counted, built here
     if it is left out; it has no gradients after.
     """
-    program = lower(case.model, case.train, case.layout)
+    program = program_of(case, world)
     if parallel is None:
         parallel = build_small(program, groups, world, None)
     layout = case.layout.model_dump(mode="json")
@@ -84,12 +84,12 @@ def prove_census(
     if case.layout.is_pipelined and case.layout.schedule != "naive":
         found = list(_order_differences(program)) if world.rank == 0 else []
         verdicts.append(verdict("action table", "the order of torch.distributed.pipelining", found))
-    wire, work = Wire(groups), Work()
+    wire, work = Wire(groups), WorkCounter()
     with wire, work:
         gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
     for held in parallel.held:
         held.parameter.grad = None
-    expected = expected_messages(program, world.rank, wire, on_cpu=world.device.type == "cpu")
+    expected = expected_messages(program, world.rank, wire)
     count = sum(everyones(sum(expected.values()), world))
     sent = list(message_differences(expected, wire.messages))
     verdicts.append(verdict("collectives", f"{count} messages on {world.size} ranks", sent))

@@ -1,4 +1,4 @@
-"""Census of memory: what a program says that operations keep, against what autograd keeps."""
+"""Conformance of memory: what a program says that operations keep, against what autograd keeps."""
 
 import gc
 
@@ -8,13 +8,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from census_cases import CASES, labelled
+from conformance_cases import CASES, labelled
 from meshwright.execute.build import build, seeded
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import open_groups
-from meshwright.program.lower import lower
 from meshwright.program.operations import operations
-from meshwright.prove.compare import mine
+from meshwright.prove.compare import mine, program_of
 from meshwright.prove.reference import make_batch
 from ranks import on_ranks
 
@@ -64,7 +63,7 @@ def test_operations_keep_what_autograd_keeps(case):
 def kept(world, case):
     """For each stage of this rank: the program's bytes, those left after a forward, those saved."""
     groups = open_groups(case.layout, world)
-    program = lower(case.model, case.train, case.layout)
+    program = program_of(case, world)
     parallel = build(program, groups, world.device, seeded(case.model, 0))
     batch = mine(make_batch(case, 0), program, world)
     if batch.segments is not None:
@@ -72,7 +71,7 @@ def kept(world, case):
     batch = batch.at(parallel.positions).split(case.layout.microbatch)[0]
     found = []
     for stage in program.held(groups.at["pp"]):
-        ops = operations(program, stage, packed=case.packed, cp_rank=groups.at["cp"])
+        ops = operations(program, stage, cp_rank=groups.at["cp"])
         expected = sum(op.saved_bytes * op.count for op in ops)
         hidden, arrived = None, 0
         if not stage.is_first:

@@ -1,7 +1,7 @@
 """What a rank is doing, in a small mapped file that others can read while the rank hangs.
 
 A record is a store to memory: no system call, no lock, nothing that could wait. The file outlives
-the rank, however it ended. No torch here; `execute.recorder` enters the collectives.
+the rank, however it ended. No torch here; `execute.collective_recorder` enters the collectives.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from meshwright.execute.interfaces import machine_id
-from meshwright.execute.ledger_file import (
+from meshwright.execute.flight_recorder_file import (
     ACTIONS,
     COUNTS_AT,
     GROUPS,
@@ -39,14 +38,15 @@ from meshwright.execute.ledger_file import (
     Group,
     ranges_of,
 )
+from meshwright.execute.interfaces import machine_id
 from meshwright.execute.tape import Tape
 
 _TIME: Final = struct.Struct("=d")
 _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
 
 
-class Ledger:
-    """The ledger of this process; in memory of its own unless `open` maps a file.
+class FlightRecorder:
+    """The flight recorder of this process; in memory of its own unless `open` maps a file.
 
     `on_phase` is called with each phase and the step as it begins, for tests to act there. A `tape`
     keeps what is entered while it is there. `clock` gives the seconds that are entered.
@@ -85,19 +85,20 @@ class Ledger:
         attempt: int = 0,
         on_phase: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> Ledger:
-        """Begin the ledger of a rank in a new file; raises `OSError` where the disk refuses."""
+    ) -> FlightRecorder:
+        """Begin the recorder of a rank in a new file; raises `OSError` where the disk refuses."""
         temporary = path.with_suffix(".tmp")
-        with temporary.open("w+b") as file:
+        temporary.unlink(missing_ok=True)  # of a rank that was killed, or a link
+        with temporary.open("x+b") as file:
             # Written, not only sized: a store to a page that the full disk lacks ends the process.
             file.write(bytes(SIZE))
             file.flush()
             memory = mmap.mmap(file.fileno(), SIZE)
-        ledger = cls(
+        recorder = cls(
             memory, rank=rank, world=world, attempt=attempt, on_phase=on_phase, clock=clock
         )
         temporary.replace(path)
-        return ledger
+        return recorder
 
     @property
     def place(self) -> str:
@@ -252,23 +253,23 @@ class Ledger:
 
 
 class Pending:
-    """Sends and receives on their way, entered into a ledger as waited for and as ended."""
+    """Sends and receives on their way, entered into a recorder as waited for and as ended."""
 
-    def __init__(self, ledger: Ledger, *works: Any) -> None:
+    def __init__(self, recorder: FlightRecorder, *works: Any) -> None:
         """Take the works that this thread began last."""
-        self._ledger, self._works = ledger, works
-        self._entries = ledger.begun_last(len(works))
+        self._recorder, self._works = recorder, works
+        self._entries = recorder.begun_last(len(works))
 
     def wait(self) -> None:
         """Wait until all have arrived, or left."""
-        self._ledger.wait(*self._entries)
+        self._recorder.wait(*self._entries)
         for work in self._works:
             work.wait()
-        self._ledger.end(*self._entries)
+        self._recorder.end(*self._entries)
 
     def is_completed(self) -> bool:
         """Whether there is nothing more to wait for."""
         done = all(work.is_completed() for work in self._works)
         if done:
-            self._ledger.end(*self._entries)
+            self._recorder.end(*self._entries)
         return done

@@ -1,4 +1,4 @@
-"""`Tally`: bytes held now, by category, and the moments that were worth a note."""
+"""`ByteCount`: bytes held now, by category, and the moments that were worth a note."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Moment(NamedTuple):
+class PredictedMoment(NamedTuple):
     """What is held at a moment: in which action of the table, while which operation works."""
 
     action: str
@@ -20,12 +20,12 @@ class Moment(NamedTuple):
         return sum(self.held.values())
 
 
-class Tally:
+class ByteCount:
     """A count of bytes by category that only goes where it is told."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
-        self.moments: list[Moment] = []
+        self.moments: list[PredictedMoment] = []
         self.action = ""
 
     def add(self, category: str, size: int) -> None:
@@ -47,4 +47,4 @@ class Tally:
     def note(self, what: str) -> None:
         """Enter a moment."""
         held = {category: size for category, size in self.held.items() if size}
-        self.moments.append(Moment(self.action, what, held))
+        self.moments.append(PredictedMoment(self.action, what, held))

@@ -1,4 +1,4 @@
-"""Census: what a program says against what its ranks hold, send and multiply."""
+"""Conformance: what a program says against what its ranks hold, send and multiply."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from census_cases import CASES, labelled, make
+from conformance_cases import CASES, labelled, make
 from meshwright.execute.build import build, seeded
 from meshwright.execute.groups import open_groups
-from meshwright.execute.wire import Message, Wire, Work
+from meshwright.execute.wire import Wire, WireMessage, WorkCounter
 from meshwright.layout import Layout
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.operations import attention_flops, matmul_flops
 from meshwright.program.parts import flops_per_token
 from meshwright.program.schedule import SCHEDULES, compute_tables, microbatch_rule
-from meshwright.prove import census
-from meshwright.prove.census import prove_census, torch_order
-from meshwright.prove.compare import mine
+from meshwright.prove import conformance
+from meshwright.prove.compare import mine, program_of
+from meshwright.prove.conformance import prove_conformance, torch_order
 from meshwright.prove.matrix import matrix
 from meshwright.prove.reference import make_batch
 from meshwright.train.update import gradients
@@ -30,7 +30,7 @@ from ranks import on_ranks, ranks
 def counted(world, case, parallel=None, groups=None):
     """The verdicts by claim."""
     groups = groups or open_groups(case.layout, world)
-    return {v.claim: v for v in prove_census(case, groups, world, parallel)}
+    return {v.claim: v for v in prove_conformance(case, groups, world, parallel)}
 
 
 @pytest.mark.parametrize("case", labelled(CASES))
@@ -52,8 +52,8 @@ COLLECTIVES = "meshwright.execute.wire.collectives"
 def lying(change):
     """A `collectives` that changes what the true one says of the first reduce-scatter."""
 
-    def lie(program, rank, **more):
-        found = list(collectives(program, rank, **more))
+    def lie(program, rank):
+        found = list(collectives(program, rank))
         place = next(i for i, one in enumerate(found) if one.kind == "reduce_scatter")
         found[place : place + 1] = change(found[place])
         return tuple(found)
@@ -117,7 +117,7 @@ def test_another_model_is_found(world):
     texts = verdicts["parameters"].observed
     shard = "rank 0: shard stage 0, layers.0.attn.k.weight"
     assert texts[0] == f"{shard}: (16, 64) where the program has (32, 64)"
-    assert len(texts) == census.SHOWN + 1
+    assert len(texts) == conformance.SHOWN + 1
     assert texts[-1].startswith("and ")
     assert not verdicts["matrix products"].passed
     assert verdicts["matrix products"].error > 0.01
@@ -126,7 +126,9 @@ def test_another_model_is_found(world):
 @ranks(2)
 def test_another_order_is_found(world):
     case = make("pp2 1f1b mb1")
-    with mock.patch.object(census, "torch_order", lambda *at: compute_tables("gpipe", *at[1:])):
+    with mock.patch.object(
+        conformance, "torch_order", lambda *at: compute_tables("gpipe", *at[1:])
+    ):
         verdict = counted(world, case)["action table"]
     assert not verdict.passed
     assert "position 2: the program has 0B0, torch 0F2" in verdict.observed[0]
@@ -139,7 +141,7 @@ def test_orders_of_torch():
                 assert torch_order(name, pp, v, count) == compute_tables(name, pp, v, count)
 
 
-# The census' own instruments.
+# The conformance check's own instruments.
 
 
 @ranks(2)
@@ -185,17 +187,17 @@ def test_axes_that_share_a_group_go_by_one_name(world):
     assert (wire.axis("cp"), wire.axis("world")) == ("cp", "world")
     assert wire.axis("replicate") == "replicate"
     assert wire.axis("ends") == "ends"
-    assert Message("send", "pp", 1) == ("send", "pp", 1)
+    assert WireMessage("send", "pp", 1) == ("send", "pp", 1)
 
 
 def test_work_counts_products():
     x, w = torch.randn(2, 3, 8), torch.randn(5, 8, requires_grad=True)
     q, k = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 2, 16, 8)
-    with Work() as work:
+    with WorkCounter() as work:
         torch.nn.functional.linear(x, w, torch.ones(5)).sum().backward()
         torch.nn.functional.linear(x, w).sum()
     assert work.products == 3 * 2 * 6 * 8 * 5
-    with Work() as work:
+    with WorkCounter() as work:
         core = torch.nn.functional.scaled_dot_product_attention
         core(q, k, k, is_causal=True, enable_gqa=True).sum().backward()
         torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
@@ -216,11 +218,11 @@ def test_attention_flops(case):
 
 def attended(world, case):
     groups = open_groups(case.layout, world)
-    program = lower(case.model, case.train, case.layout)
+    program = program_of(case, world)
     parallel = build(program, groups, world.device, seeded(case.model, 0))
-    with Work() as work:
+    with WorkCounter() as work:
         gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
-    return attention_flops(program, groups.at["pp"], packed=case.packed), work.attention
+    return attention_flops(program, groups.at["pp"]), work.attention
 
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -1,6 +1,6 @@
-"""`Stack`: what differs between training systems that run one and the same layout.
+"""`System`: what differs between training systems that run one and the same layout.
 
-Facts only, each with its source; what had to be measured is in the calibration under the stack's
+Facts only, each with its source; what had to be measured is in the calibration under the system's
 name. Ours is `meshwright`. The others are here because most published measurements are of them.
 """
 
@@ -12,12 +12,13 @@ from typing import Final, Literal
 
 
 @dataclass(frozen=True)
-class Stack:
+class System:
     """How a system keeps states, which kernels it has, and what it overlaps.
 
     `keeps` "shards": fp32 shards are the weights, gathered in the dtype of the products (FSDP).
     "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.
-    `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed.
+    `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed,
+    None where `train.reduce_dtype` says it.
     `attention` is the kernel where a row names none.
     `selective` recomputation makes whole blocks but for their products anew, attention alone, or
     half of the products too. `fused_norm`: a norm is one kernel. `fused_activation`: a gated
@@ -32,7 +33,7 @@ class Stack:
     name: str
     keeps: Literal["shards", "whole"]
     gradient_bytes: int = 4
-    reduced_bytes: int = 4
+    reduced_bytes: int | None = None
     attention: str = "flash2"
     even_stages: bool = True
     overlaps_data: bool = True
@@ -46,10 +47,10 @@ class Stack:
     source: str = ""
 
 
-STACKS: Final[Mapping[str, Stack]] = {
-    stack.name: stack
-    for stack in (
-        Stack(
+SYSTEMS: Final[Mapping[str, System]] = {
+    system.name: system
+    for system in (
+        System(
             "meshwright",
             "shards",
             even_stages=False,
@@ -60,7 +61,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             fuses_loss=True,
             source="meshwright.execute",
         ),
-        Stack(
+        System(
             "megatron",
             "whole",
             attention="scores",
@@ -71,7 +72,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             gathers_again="always",
             source="github.com/NVIDIA/Megatron-LM of 2021 and 2022; arXiv:2205.05198",
         ),
-        Stack(
+        System(
             "megatron-core",
             "whole",
             attention="cudnn",
@@ -81,7 +82,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             gathers_again="always",
             source="github.com/NVIDIA/Megatron-LM, megatron/core, with Transformer Engine",
         ),
-        Stack(
+        System(
             "nemo",
             "whole",
             attention="cudnn",
@@ -93,7 +94,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             gathers_again="always",
             source="github.com/NVIDIA-NeMo: Megatron-Core with gradients in bf16",
         ),
-        Stack(
+        System(
             "aleph-alpha",
             "whole",
             gradient_bytes=2,
@@ -102,7 +103,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             splits_loss=False,
             source="arXiv:2311.05610, section 3",
         ),
-        Stack(
+        System(
             "aleph-alpha-rms",
             "whole",
             gradient_bytes=2,
@@ -112,7 +113,7 @@ STACKS: Final[Mapping[str, Stack]] = {
             fused_norm=True,
             source="arXiv:2311.05610, section 4: the later sweeps, with a kernel for norms",
         ),
-        Stack(
+        System(
             "deepspeed",
             "whole",
             attention="scores",
@@ -120,33 +121,33 @@ STACKS: Final[Mapping[str, Stack]] = {
             fused_norm=True,
             source="github.com/microsoft/DeepSpeed, ZeRO-3; arXiv:2104.07857",
         ),
-        Stack(
+        System(
             "composer",
             "shards",
             reduced_bytes=2,
             source="github.com/mosaicml/llm-foundry, scripts/train/benchmarking",
         ),
-        Stack(
+        System(
             "torchtitan",
             "shards",
             selective="half",
             source="arXiv:2410.06511; activation checkpointing of every other product",
         ),
-        Stack(
+        System(
             "torchtitan-compile",
             "shards",
             selective="half",
             fused_norm=True,
             source="arXiv:2410.06511, with torch.compile",
         ),
-        Stack(
+        System(
             "fms",
             "shards",
             reduced_bytes=2,
             fused_norm=True,
             source="github.com/foundation-model-stack/fms-fsdp",
         ),
-        Stack(
+        System(
             "jax",
             "shards",
             reduced_bytes=2,
@@ -168,6 +169,6 @@ CAUSAL: Final[Mapping[str, bool]] = {
 }
 
 
-def with_attention(stack: Stack, attention: str | None) -> Stack:
-    """Return a stack with the attention kernel that a row names, if any."""
-    return replace(stack, attention=attention) if attention else stack
+def with_attention(system: System, attention: str | None) -> System:
+    """Return a system with the attention kernel that a row names, if any."""
+    return replace(system, attention=attention) if attention else system

@@ -30,8 +30,8 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A change that fits: bytes that it saves on the dearest rank, time of a token relative to now.
+class WayToFit:
+    """A change that fits: bytes that it saves on the largest rank, time of a token relative to now.
 
     `slower` is 0.1 where a token takes 10% longer; `devices` where it takes more of them.
     """
@@ -42,9 +42,9 @@ class Remedy:
     slower: float
 
 
-def remedies(
+def ways_to_fit(
     setting: Setting, layout: Layout, margin: float = MARGIN
-) -> tuple[Prediction, list[Remedy]]:
+) -> tuple[Prediction, list[WayToFit]]:
     """Return the price of a layout that ran out of memory, and what would fit instead.
 
     Of each kind of change the smallest that fits, the fastest first, then shorter sequences, which
@@ -56,13 +56,13 @@ def remedies(
     limit = min(now.memory.limit, now.memory.total) * (1 - margin)
     kinds = [list(kind) for kind in _kinds(setting, layout)]
 
-    def tried(*changes: Change) -> Remedy | None:
+    def tried(*changes: Change) -> WayToFit | None:
         return _tried(setting, layout, changes, now, limit)
 
     single = [
-        next((remedy for one in kind if (remedy := tried(one)) is not None), None) for kind in kinds
+        next((way for one in kind if (way := tried(one)) is not None), None) for kind in kinds
     ]
-    found = [remedy for remedy in single if remedy is not None]
+    found = [way for way in single if way is not None]
     least = min((one.slower for one in found), default=float("inf"))
     pairs = []
     for first, second in combinations(kinds, 2):
@@ -72,21 +72,21 @@ def remedies(
             for other in second
             if not set(one.layout) & set(other.layout)
         )
-        fits = [remedy for remedy in both if remedy is not None and remedy.slower < least]
+        fits = [way for way in both if way is not None and way.slower < least]
         pairs += sorted(fits, key=_cheapest_first)[:1]
     found += sorted(pairs, key=_cheapest_first)[:_PAIRS]
     shorter = (tried(one) for one in _shorter(setting))
-    fitting = next((remedy for remedy in shorter if remedy is not None), None)
+    fitting = next((way for way in shorter if way is not None), None)
     return now, sorted(found, key=_cheapest_first) + ([] if fitting is None else [fitting])
 
 
-def _cheapest_first(remedy: Remedy) -> tuple[float, str]:
-    return remedy.slower, remedy.text
+def _cheapest_first(way: WayToFit) -> tuple[float, str]:
+    return way.slower, way.text
 
 
 def _tried(
     setting: Setting, layout: Layout, changes: tuple[Change, ...], now: Prediction, limit: float
-) -> Remedy | None:
+) -> WayToFit | None:
     """Return what changes do together, or None where they are not legal or do not fit."""
     values: dict[str, Any] = {}
     own = setting
@@ -105,7 +105,7 @@ def _tried(
     of_device = found.tokens_per_s / found.devices
     slower = now.tokens_per_s / now.devices / of_device - 1
     saved = now.memory.total - found.memory.total
-    return Remedy(" and ".join(change.text for change in changes), found, saved, slower)
+    return WayToFit(" and ".join(change.text for change in changes), found, saved, slower)
 
 
 def _kinds(setting: Setting, layout: Layout) -> Iterator[Iterator[Change]]:

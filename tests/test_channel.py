@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.execute import lane, shared
+from meshwright.execute import channel, shared
+from meshwright.execute.channel import LARGEST, ROOM, open_channel
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.flight_recorder_file import RECORD, RING_AT, SLOTS
 from meshwright.execute.groups import open_groups
-from meshwright.execute.lane import LARGEST, ROOM, open_lane
-from meshwright.execute.ledger import Ledger
-from meshwright.execute.ledger_file import RECORD, RING_AT, SLOTS
 from meshwright.execute.tape import Tape
 from meshwright.execute.world import World, exchange
 from meshwright.launch.explain import TIMED_OUT, lost_a_peer
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 def opened(world):
     group = dist.group.WORLD
-    kept = shared.share(group, world.ledger, 30.0)
+    kept = shared.share(group, world.recorder, 30.0)
     assert kept is not None
     return getattr(torch.ops, shared.SPACE), torch.ops._c10d_functional, group.group_name, kept
 
@@ -42,7 +42,7 @@ def drawn(shape, dtype, seed):
 
 
 def pairs(ops, like, name, world, dtype, seed):
-    """Begin each collective in a lane and by torch; yields what waits for either."""
+    """Begin each collective in a channel and by torch; yields what waits for either."""
     n, x = world.size, drawn((4 * world.size, 3 + seed % 7), dtype, seed + 1000 * world.rank)
     for op in ("sum", "max"):
         yield ops.all_reduce(x, op, name), like.all_reduce(x, op, name)
@@ -114,27 +114,27 @@ def test_many_messages_under_way_do_not_wait_for_a_rank_that_is_elsewhere(world)
 
 @ranks(2)
 def test_parts_of_unequal_size_are_refused(world):
-    lane_of_two = open_lane(dist.group.WORLD, 5.0, Ledger())
-    lane_of_two.leave(torch.ones(3 + world.rank), lambda parts: None)
+    channel_of_two = open_channel(dist.group.WORLD, 5.0, FlightRecorder())
+    channel_of_two.leave(torch.ones(3 + world.rank), lambda parts: None)
     other = 1 - world.rank
     with pytest.raises(dist.DistError, match=f"rank {other} left {4 * (3 + other)} bytes"):
-        lane_of_two.collect(0)
+        channel_of_two.collect(0)
     dist.barrier()
 
 
 def held():
-    """How many lanes' files this process has open: each once by itself, and once as memory."""
+    """How many channels' files this process has open: each once by itself, and once as memory."""
     files = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
     return sum("meshwright-" in os.readlink(file) for file in files if os.path.islink(file))
 
 
 @ranks(2)
-def test_a_lane_lasts_as_long_as_what_uses_it(world):
+def test_a_channel_lasts_as_long_as_what_uses_it(world):
     *_, kept = opened(world)
     assert held() == 2
     for _ in range(3):
         group = dist.new_group([0, 1])
-        more = shared.share(group, world.ledger, 5.0)
+        more = shared.share(group, world.recorder, 5.0)
         assert more is not None
         assert held() == 4
         del more
@@ -142,9 +142,14 @@ def test_a_lane_lasts_as_long_as_what_uses_it(world):
         dist.destroy_process_group(group)
     del kept
     assert held() == 0
-    for label, lanes in (("tp2 mb1", 1), ("shard2 zero2 mb1", 1), ("pp2 mb1", 0), ("tp2 mb1", 1)):
+    for label, channels in (
+        ("tp2 mb1", 1),
+        ("shard2 zero2 mb1", 1),
+        ("pp2 mb1", 0),
+        ("tp2 mb1", 1),
+    ):
         groups = open_groups(Layout.parse(label), world)
-        assert held() == 2 * lanes, label
+        assert held() == 2 * channels, label
         del groups
         assert held() == 0
     fsdp = Layout(dp_shard=2, zero=3, offload="params")
@@ -152,10 +157,10 @@ def test_a_lane_lasts_as_long_as_what_uses_it(world):
 
 
 @ranks(2)
-def test_layouts_that_are_used_side_by_side_have_their_lanes(world):
+def test_layouts_that_are_used_side_by_side_have_their_channels(world):
     one, other = (open_groups(Layout.parse(label), world) for label in ("tp2 mb1", "shard2 zero2"))
     again = open_groups(Layout.parse("tp2 mb2"), world)
-    assert one.tp.lane is again.tp.lane is not None
+    assert one.tp.channel is again.tp.channel is not None
     ops = getattr(torch.ops, shared.SPACE)
     for link in (one.tp, other.shard, again.tp):
         found = ops.all_reduce(torch.full((3,), world.rank + 1.0), "sum", link.name)
@@ -163,12 +168,12 @@ def test_layouts_that_are_used_side_by_side_have_their_lanes(world):
 
 
 @ranks(2)
-def test_a_lane_that_one_rank_has_forgotten_is_made_anew_on_all(world):
+def test_a_channel_that_one_rank_has_forgotten_is_made_anew_on_all(world):
     groups = open_groups(Layout.parse("tp2 mb1"), world)
-    before = groups.tp.lane
+    before = groups.tp.channel
     if world.rank:
-        shared._process().lanes.clear()
-    after = open_groups(Layout.parse("tp2 mb1"), world).tp.lane
+        shared._process().channels.clear()
+    after = open_groups(Layout.parse("tp2 mb1"), world).tp.channel
     assert before is not after is not None
 
 
@@ -183,7 +188,7 @@ def test_what_does_not_fit_goes_by_torch(world):
 
 
 @ranks(2)
-def test_groups_have_lanes_along_tp(world):
+def test_groups_have_channels_along_tp(world):
     assert open_groups(Layout(tp=2), world).tp.is_shared
     assert not open_groups(Layout(pp=2), world).pp.is_shared
     two = mock.Mock(wraps=world, rank=world.rank, size=2, opened={}, device=world.device)
@@ -192,34 +197,34 @@ def test_groups_have_lanes_along_tp(world):
 
 
 @ranks(2)
-def test_where_memory_cannot_be_shared_no_rank_has_a_lane_and_no_file_stays(world):
+def test_where_memory_cannot_be_shared_no_rank_has_a_channel_and_no_file_stays(world):
     no_room = mock.Mock(side_effect=OSError(errno.ENOSPC, "no room"))
     found, before = dist.group.WORLD, held()
-    with mock.patch.object(lane.os, "posix_fallocate", no_room):
-        assert open_lane(found, 5.0, Ledger()) is None
-    with mock.patch.object(lane.platform, "machine", return_value="aarch64"):
-        assert open_lane(found, 5.0, Ledger()) is None
+    with mock.patch.object(channel.os, "posix_fallocate", no_room):
+        assert open_channel(found, 5.0, FlightRecorder()) is None
+    with mock.patch.object(channel.platform, "machine", return_value="aarch64"):
+        assert open_channel(found, 5.0, FlightRecorder()) is None
     # One rank alone that can't open it, or has another process by that number.
-    real = lane._opened
+    real = channel._opened
     for opens in (lambda *_: None, lambda _, name: real("/proc/self/fd/0", name)):
-        with mock.patch.object(lane, "_opened", opens):
-            assert open_lane(found, 5.0, Ledger()) is None
+        with mock.patch.object(channel, "_opened", opens):
+            assert open_channel(found, 5.0, FlightRecorder()) is None
     assert held() == before
-    assert open_lane(found, 5.0, Ledger()) is not None
+    assert open_channel(found, 5.0, FlightRecorder()) is not None
 
 
-def entered(ledger, entry):
+def entered(recorder, entry):
     at = RING_AT + entry % SLOTS * RECORD.size
-    return RECORD.unpack_from(ledger._memory, at)
+    return RECORD.unpack_from(recorder._memory, at)
 
 
 class InWaits:
-    """A clock on which a second passes in every wait that a ledger is told of, and nowhere else."""
+    """A clock on which a second passes in every wait that a recorder sees, and nowhere else."""
 
     def __init__(self):
-        self.ledger = Ledger(clock=self.stamp)
-        self.now, self.on_wait, self._wait = 1.0, lambda: None, self.ledger.wait
-        self.ledger.wait = self.wait
+        self.recorder = FlightRecorder(clock=self.stamp)
+        self.now, self.on_wait, self._wait = 1.0, lambda: None, self.recorder.wait
+        self.recorder.wait = self.wait
 
     def wait(self, *entries):
         self._wait(*entries)
@@ -236,46 +241,46 @@ class InWaits:
 @ranks(2)
 def test_a_wait_inside_of_leaving_is_entered_once(world):
     clock = InWaits()
-    ledger = clock.ledger
-    lane_of_two = open_lane(dist.group.WORLD, 30.0, ledger)
-    group = ledger.group("1", (0, 1), "tp")
+    recorder = clock.recorder
+    channel_of_two = open_channel(dist.group.WORLD, 30.0, recorder)
+    group = recorder.group("1", (0, 1), "tp")
     part, entries = torch.ones(LARGEST // 4), []
     key = exchange(uuid.uuid4().hex, dist.group.WORLD)[0]
-    ledger.tape = Tape(clock)
+    recorder.tape = Tape(clock)
     if world.rank == 0:
         clock.on_wait = lambda: world.store.set(key, "rank 0 waits")
     else:
         world.store.wait([key])
     for _ in range(3):  # the third one does not go before the first two have come
-        entries.append(ledger.begin("all_reduce", group, LARGEST))
-        lane_of_two.leave(part, lambda parts: None, (entries[-1],))
-    waited = ledger._waited_s
-    assert all(entered(ledger, entry)[2:4] == (0.0, 0.0) for entry in entries)
+        entries.append(recorder.begin("all_reduce", group, LARGEST))
+        channel_of_two.leave(part, lambda parts: None, (entries[-1],))
+    waited = recorder._waited_s
+    assert all(entered(recorder, entry)[2:4] == (0.0, 0.0) for entry in entries)
     assert waited == clock.now - 1.0
     if world.rank == 0:
         assert waited > 0
-        assert {wait.entries for wait in ledger.tape.waits} <= {(entry,) for entry in entries}
-        assert sum(wait.until - wait.since for wait in ledger.tape.waits) == waited
+        assert {wait.entries for wait in recorder.tape.waits} <= {(entry,) for entry in entries}
+        assert sum(wait.until - wait.since for wait in recorder.tape.waits) == waited
     for number, entry in enumerate(entries):
-        ledger.wait(entry)
-        lane_of_two.collect(number)
-        ledger.end(entry)
-    assert ledger._waited_s == clock.now - 1.0
-    assert all(entered(ledger, entry)[3] > 0 for entry in entries)
+        recorder.wait(entry)
+        channel_of_two.collect(number)
+        recorder.end(entry)
+    assert recorder._waited_s == clock.now - 1.0
+    assert all(entered(recorder, entry)[3] > 0 for entry in entries)
 
 
 @ranks(2)
 def test_who_hangs_inside_of_leaving_is_seen_to_wait(world):
-    ledger = Ledger()
-    lane_of_two = open_lane(dist.group.WORLD, 0.5, ledger)
-    group = ledger.group("1", (0, 1), "tp")
+    recorder = FlightRecorder()
+    channel_of_two = open_channel(dist.group.WORLD, 0.5, recorder)
+    group = recorder.group("1", (0, 1), "tp")
     if world.rank == 0:
-        entries = [ledger.begin("all_reduce", group, LARGEST) for _ in range(3)]
+        entries = [recorder.begin("all_reduce", group, LARGEST) for _ in range(3)]
         with pytest.raises(dist.DistError, match="of waiting for rank 1,"):  # noqa: PT012
             for entry in entries:
-                lane_of_two.leave(torch.ones(LARGEST // 4), lambda parts: None, (entry,))
-        assert [entered(ledger, entry)[2] > 0 for entry in entries] == [True, False, False]
-        assert entered(ledger, entries[0])[3] == 0
+                channel_of_two.leave(torch.ones(LARGEST // 4), lambda parts: None, (entry,))
+        assert [entered(recorder, entry)[2] > 0 for entry in entries] == [True, False, False]
+        assert entered(recorder, entries[0])[3] == 0
     dist.barrier()
 
 
@@ -284,11 +289,11 @@ def one_of_four(rank, file, ends):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     world = World(rank, 4, torch.device("cpu"), store)
     tp = open_groups(Layout(tp=2, dp_replicate=2), world).tp
-    lane, ops = shared.lane_of(tp.required), getattr(torch.ops, shared.SPACE)
-    lane._timeout_s = 1000.0
+    channel, ops = shared.channel_of(tp.required), getattr(torch.ops, shared.SPACE)
+    channel._timeout_s = 1000.0
     ops.wait_tensor(ops.all_reduce(torch.ones(8), "sum", tp.name))
     if not ends:  # only now: ranks may be late to their first message
-        lane._timeout_s = 1.5
+        channel._timeout_s = 1.5
     if rank == 3 and ends:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank != 2:
@@ -298,7 +303,7 @@ def one_of_four(rank, file, ends):
     Path(file + ".waited").write_text(str(caught.value))
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_that_ended_or_does_not_come_is_named_as_in_the_world(tmp_path, ends):
     """By its number in the world: in its group it is the second. The message is recognised.
 

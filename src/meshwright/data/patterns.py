@@ -1,0 +1,69 @@
+"""Regular expressions of a tokenizer.json: those that can take forever are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from meshwright.parsing import parse_json
+
+_LONGEST: Final = 10_000  # characters; those of known tokenizers have some hundred
+# What a pattern is made of: an escape, a class, the begin or end of a group, how often, or.
+_PART: Final = re.compile(
+    r"(?P<atom>\\.|\[(?:\\.|\[:\^?\w+:\]|[^\]\\])*\])|(?P<open>\((?:\?(?:[:=!>]|<[=!]|[a-z-]+:?))?)"
+    r"|(?P<close>\))|(?P<often>[*+]|\{\d*,\})(?P<keeps>\+?)|(?P<or>\|)|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+def check_patterns(content: bytes) -> None:
+    """Raise `ValueError` for a tokenizer.json one of whose patterns can take forever.
+
+    Matching one of n characters takes time that doubles with each of them where a group is
+    repeated without bound that itself holds such a repetition, or alternatives: `(a+)+`, `(a|a)*`.
+    """
+    if b'"Regex"' not in content:
+        return
+    for pattern in _patterns(parse_json(content)):
+        if len(pattern) > _LONGEST:
+            raise ValueError(f"a pattern has {len(pattern)} characters; at most {_LONGEST}")
+        if group := _doubling(pattern):
+            raise ValueError(
+                f"the pattern {pattern!r:.200} repeats the group {group!r:.100}, which can be "
+                "matched in more than one way: a text can make it take forever"
+            )
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        found = value.get("Regex")
+        if isinstance(found, str):
+            yield found
+        for key, below in value.items():
+            if key not in ("vocab", "merges"):
+                yield from _patterns(below)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _patterns(below)
+
+
+def _doubling(pattern: str) -> str:
+    """Return the first group of a pattern that makes it take forever; empty where there is none."""
+    opened: list[tuple[int, bool]] = []  # where a group begins, and whether it can match in ways
+    many, closed = False, (0, 0, False)
+    for part in _PART.finditer(pattern):
+        if part["open"]:
+            opened.append((part.start(), many))
+            many = False
+        elif part["close"] and opened:
+            start, before = opened.pop()
+            closed = (start, part.end(), many)
+            many = many or before
+        elif part["often"]:
+            if closed[1] == part.start() and closed[2] and not part["keeps"]:
+                return pattern[closed[0] : part.end()]
+            many = True
+        elif part["or"]:
+            many = True
+    return ""

@@ -1,0 +1,76 @@
+"""The secret of a job: what a rank proves that it knows before it is counted. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from meshwright.errors import ConfigError
+
+VARIABLE: Final = "MESHWRIGHT_SECRET"
+FILE_VARIABLE: Final = "MESHWRIGHT_SECRET_FILE"
+_SHORTEST: Final = 16  # characters
+_LONGEST: Final = 4096
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What all ranks of a job know and nobody else; false where the job has none."""
+
+    key: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Secret:
+        """Return the secret in `MESHWRIGHT_SECRET`, or in the file `MESHWRIGHT_SECRET_FILE` names.
+
+        Raises `ConfigError` for one that is too short, and for a file that others can read.
+        """
+        text, where = environ.get(VARIABLE, ""), VARIABLE
+        if not text and environ.get(FILE_VARIABLE):
+            path = Path(environ[FILE_VARIABLE])
+            text, where = _read(path), f"{FILE_VARIABLE} = {path}"
+        if text and not _SHORTEST <= len(text) <= _LONGEST:
+            rule = f"must have {_SHORTEST} to {_LONGEST} characters, and has {len(text)}"
+            raise ConfigError(f"{where} {rule}. `openssl rand -hex 32` makes one")
+        return cls(text.encode())
+
+    def __bool__(self) -> bool:
+        return bool(self.key)
+
+    def tag(self, *parts: str) -> str:
+        """Return what only those who know the secret can tell of some texts: 64 hex digits."""
+        return hmac.new(self.key, json.dumps(parts).encode(), hashlib.sha256).hexdigest()
+
+    def sign(self, text: str, *parts: str) -> str:
+        """Return a text with its tag, which also holds for `parts`; as it is without a secret."""
+        return f"{self.tag(text, *parts)}{text}" if self else text
+
+    def opened(self, signed: str, *parts: str) -> str | None:
+        """Return the text that `sign` was given with the same parts; None where it was not."""
+        if not self:
+            return signed
+        tag, text = signed[:64], signed[64:]
+        return text if hmac.compare_digest(tag.encode(), self.tag(text, *parts).encode()) else None
+
+
+NONE: Final = Secret()
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) & 0o077:
+                rule = "must be a file that its owner alone can read"
+                raise ConfigError(f"{FILE_VARIABLE} = {path} {rule}: chmod 600 {path}")
+            return file.read(_LONGEST + 1).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
+        raise ConfigError(f"{FILE_VARIABLE} = {path} cannot be read: {reason}") from None

@@ -1,0 +1,109 @@
+"""JSON and TOML that may come from anywhere: whatever is wrong with a text is a `ValueError`.
+
+Python's own parsers raise `RecursionError` for a text that is nested deeply, and what they return
+of one that is nested a little less overflows the stack of whoever walks it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from meshwright.errors import MeshwrightError
+
+# Of lists and tables in each other; files of models and configs have less than ten.
+MAX_DEPTH: Final = 64
+# Of an integer; each of them fits into a float.
+MAX_DIGITS: Final = 300
+_TOO_LARGE: Final = 10**MAX_DIGITS
+# C0 without \t and \n, DEL and C1; marks that change the direction of writing (UAX #9).
+_CONTROL: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+_Pairs = list[tuple[str, Any]]
+
+
+def parse_json(text: str | bytes, of_pairs: Callable[[_Pairs], Any] | None = None) -> Any:
+    """Return the value of a JSON text; `of_pairs` makes objects, as in `json.loads`.
+
+    Raises `ValueError` for anything else, and for what is nested more than `MAX_DEPTH` deep.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=of_pairs, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    brackets: tuple[Any, Any] = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, brackets)) > MAX_DEPTH:
+        check_size(found)
+    return found
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text; raises `ValueError` as `parse_json` does."""
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    check_size(found)
+    return found
+
+
+def check_size(value: Any, most: int | None = None) -> None:
+    """Raise `ValueError` where lists and tables are nested more than `MAX_DEPTH` deep.
+
+    Also for an integer of more than `MAX_DIGITS` digits, and where there are more than `most`
+    values, those of a part that stands in several places counted in each.
+    """
+    level, count = [value], 0
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                below.extend(one.values())
+            elif isinstance(one, list | tuple):
+                below.extend(one)
+            elif isinstance(one, int) and abs(one) >= _TOO_LARGE:
+                raise ValueError(_too_long("more than " + str(MAX_DIGITS)))
+            if most is not None and count + len(below) > most:
+                raise ValueError(f"it has more than {most} values")
+        if not below:
+            return
+        count += len(below)
+        level = below
+    raise ValueError(_TOO_DEEP)
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(_too_long(str(len(text))))
+    return int(text)
+
+
+def _too_long(digits: str) -> str:
+    return f"it has an integer of {digits} digits; at most {MAX_DIGITS} are read"
+
+
+@contextmanager
+def foreign(what: str, error: type[MeshwrightError]) -> Iterator[None]:
+    """Turn what values of another kind or size than their field has raise into an `error`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as raised:
+        why = f"it holds a value that is not as it should be ({type(raised).__name__}: {raised})"
+        raise error(f"{what} cannot be read: {why}") from raised
+
+
+def printable(text: str) -> str:
+    """Return a text with all control characters but line ends and tabs as escapes, as `\\x1b`.
+
+    A terminal would act on them; so it would on those that change the direction of writing.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_TOO_DEEP: Final = f"it is nested more than {MAX_DEPTH} levels deep"

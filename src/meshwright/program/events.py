@@ -1,0 +1,61 @@
+"""The events of a run as they are read: one JSON object a line, some perhaps damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.parsing import parse_json
+
+Event = Mapping[str, Any]
+
+# What readers look up in the events of a kind. All versions write it.
+_HAS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
+    "step": {"step": int, "step_time_s": (int, float), "loss": (int, float, str)},
+    "eval": {"step": int, "loss": (int, float, str)},
+    "save": {"step": int},
+    "resume": {"step": int},
+    "overflow": {"step": int},
+    "loss_spike": {"step": int},
+    "slow_rank": {"rank": int, "step": int},
+    "restart": {"attempt": int, "cause": str, "lost_steps": int},
+    "failed": {"cause": str},
+    "end": {"step": int, "stopped": bool},
+}
+
+
+def read_event(line: str | bytes) -> dict[str, Any] | None:
+    """Return the event of a line; None where it is cut off or damaged."""
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    has = _HAS.get(event["event"], {})
+    return event if all(isinstance(event.get(key), kind) for key, kind in has.items()) else None
+
+
+class Events(list[dict[str, Any]]):
+    """The events of a run, in order; `bad` counts the lines that are cut off or damaged."""
+
+    bad = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Events:
+        """Read an `events.jsonl`; raises `OSError` where there is none."""
+        found = cls()
+        for line in path.read_bytes().splitlines():
+            if (event := read_event(line)) is None:
+                found.bad += 1
+            else:
+                found.append(event)
+        return found
+
+
+def ending(events: Sequence[Event]) -> Event | None:
+    """Return how a run ended, the event `end` or `failed`; None where it goes on or was killed."""
+    kinds = ("start", "restart", "failed", "end")
+    last = next((one for one in reversed(events) if one["event"] in kinds), None)
+    return last if last is not None and last["event"] in ("failed", "end") else None

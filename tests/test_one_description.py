@@ -1,0 +1,142 @@
+"""Prices follow the program: its messages, its elements, its bytes, its passes, not its words."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.layout import Layout
+from meshwright.predict import work
+from meshwright.predict.calibration import shipped_calibration
+from meshwright.predict.catalogue import cluster_of, find_device
+from meshwright.predict.price import price, worst_memory
+from meshwright.predict.profile import predicted_profile
+from meshwright.predict.setting import Setting, held_by
+from meshwright.predict.step import data_messages, pace_of, parts_of
+from meshwright.predict.systems import SYSTEMS
+from meshwright.predict.work import elements_of
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import lower
+from meshwright.program.shards import shard_rank
+from meshwright.search.lightest import lightest
+from meshwright.search.rank import Search
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+
+MODEL = model_spec(
+    dim=1024, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=4096, vocab_size=16000, context=512
+)
+TIED = MODEL.model_copy(update={"tie_embeddings": True})
+OURS = SYSTEMS["meshwright"]
+
+
+def setting(device="h100-sxm", devices=8, model=MODEL, **train):
+    values = {"batch": 32, "seq_len": 512, "precision": "bf16"} | train
+    cluster = cluster_of(find_device(device), devices)
+    spec = TrainSpec(**values)
+    return Setting(model, spec, cluster, OURS, shipped_calibration(), spec.precision)
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("h100-sxm", "bf16")])
+def test_the_lightest_layout_takes_what_its_price_says(device, precision):
+    one = setting(device, precision=precision)
+    light = lightest(one, 8)
+    assert light is not None
+    # As the search takes it: one microbatch count for each data rank, a sequence at a time.
+    count = one.train.batch // light.layout.dp
+    train = one.train.model_copy(update={"batch": count * light.layout.dp})
+    found = worst_memory(replace(one, train=train), light.layout)
+    assert light.bytes == pytest.approx(found.total, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "label", ["cp2-ring mb2", "dp2 cp2-ulysses mb2", "shard2 zero1 cp2-ring mb2"]
+)
+def test_a_sum_of_gradients_has_the_wait_and_the_count_of_targets_next_to_none(label):
+    """Without ZeRO ranks of one context sum gradients, too."""
+    layout = Layout.parse(label)
+    one = setting("cpu", layout.world, precision="fp32")
+    (rank, *_) = predicted_profile(one, layout).ranks
+    waits = {(t.kind, t.axis, t.bytes): t.seconds for t in rank.traffic}
+    data = {key: wait for key, wait in waits.items() if key[1] in ("shard", "replicate", "data")}
+    assert all(wait is not None and wait > 0 for wait in data.values())
+    assert data["all_reduce", "data", 8] < 0.01 * sum(data.values())
+
+
+@pytest.mark.parametrize(
+    "label", ["pp2 1f1b mb2", "pp3 1f1b mb2", "pp2 zbv v2 mb2", "tp2 pp2 1f1b mb2"]
+)
+@pytest.mark.parametrize("model", [MODEL, TIED], ids=["untied", "tied"])
+def test_every_pipeline_rank_updates_the_elements_that_it_holds(label, model):
+    """The last one a copy of the embedding, where the head is tied to it."""
+    layout, one = Layout.parse(label), setting(model=model)
+    program = lower(model, one.train, layout)
+    for place, held in enumerate(held_by(one, layout)):
+        at = layout.mesh.coordinates(layout.mesh.rank({"pp": place}))
+        names = {n for stage in program.held(place) for n in program.parameters(stage)}
+        real = 0
+        for name in names:
+            elements = 1
+            for size in program.shardings[name].shape(at["tp"], shard_rank(layout, at)):
+                elements *= size
+            real += elements
+        assert elements_of(model, layout.tp, 1, held) == real
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "same"])
+def test_gradients_travel_in_the_dtype_of_the_program(reduce_dtype):
+    layout = Layout.parse("dp8 mb2")
+    one = setting(reduce_dtype=reduce_dtype)
+    program = lower(MODEL, one.train, layout, one.target)
+    sent = sum(m.bytes * m.count for m in collectives(program, 0) if m.axis == "replicate")
+    kernels, held = one.kernels(), held_by(one, layout)[0]
+    seconds = kernels.network.seconds("all_reduce", sent, 8, 1, "replicate")
+    assert data_messages(one, kernels, layout, held) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("device", ["cpu", "h100-sxm"])
+def test_a_search_goes_by_the_price(device, devices):
+    """With what the host adds, and with the overlap of the slowest pipeline rank."""
+    one = setting(device, devices, precision="fp32")
+    search = Search(one, devices)
+    cores = search._cores()
+    search._parts = [parts_of(one, search.kernels, core.layout) for core in cores]
+    order = sorted((search._bound(core, index), index) for index, core in enumerate(cores))
+    best = search._pass(cores, order, 8, ("none",))
+    assert best
+    for seconds, layout in best:
+        assert seconds == pytest.approx(price(one, layout, events=False).time.total, rel=1e-9)
+    for bound, index in order:
+        core = cores[index].layout
+        assert bound <= price(one, core, events=False).time.total
+
+
+@pytest.mark.parametrize(
+    ("label", "share"),
+    [
+        ("cp2-ulysses mb2", 1 / 2),
+        ("cp2-ulysses mb2 recompute-full", 2 / 3),
+    ],
+)
+def test_context_messages_are_waited_for_in_their_own_pass(label, share):
+    layout, one = Layout.parse(label), setting(devices=2)
+    pace = pace_of(one, one.kernels(), layout)
+    stage = lower(MODEL, one.train, layout).stages[0]
+    forward, backward = pace.passes(stage)
+    assert forward.cp > 0
+    assert backward.cp / (forward.cp + backward.cp) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("label", ["tp2 sp mb2 recompute-full", "tp2 mb2", "tp2 cp2-ring mb2"])
+def test_no_price_hangs_on_the_words_of_a_message(label, monkeypatch):
+    layout = Layout.parse(label)
+    one = setting(devices=layout.world)
+    before = price(one, layout).time.causes
+
+    def wordless(program, rank):
+        return tuple(replace(m, reason="") for m in collectives(program, rank))
+
+    monkeypatch.setattr(work, "collectives", wordless)
+    work.layout_work.cache_clear()
+    assert price(one, layout).time.causes == before
+    work.layout_work.cache_clear()
