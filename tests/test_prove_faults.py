@@ -16,6 +16,7 @@ from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Expected
 from meshwright.prove.parity import check, prove_parity
+from meshwright.prove.reference import comparable
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
@@ -355,3 +356,17 @@ def check_in_bf16(world, at):
     assert all(verdict.passed for verdict in verdicts)
     case = make_case(seeded.layout, "fp32", **dict(seeded.model))
     return check(case, open_groups(case.layout, world), world, fault=seeded.fault)
+
+
+def test_a_second_moment_of_noise_may_be_off_by_as_much_as_the_gradient():
+    """Two samples of noise, one 12 times the other: their squares differ by a factor of 144."""
+    size, ratio = 1e-6, 12.0
+    moments = {"exact": 1e-12 * size**2, "rounded": size**2, "layout": (ratio * size) ** 2}
+    exact, rounded, layout = (
+        {"bias": comparable("exp_avg_sq", torch.full((80,), value)).float()}
+        for value in moments.values()
+    )
+    error, bound = Expected(exact, rounded).difference("bias", layout["bias"])
+    assert error <= bound
+    error, bound = Expected(exact, rounded).difference("bias", 4 * layout["bias"])
+    assert error > bound

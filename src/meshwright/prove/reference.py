@@ -256,11 +256,14 @@ class _Optimizer:
         self._second = {name: torch.zeros_like(one) for name, one in masters.items()}
 
     def state(self) -> dict[str, Tensors]:
-        """Return what it keeps, by the names that torch's optimizers use."""
+        """Return what it keeps, by the names that torch's optimizers use, as `comparable` is."""
         found = {"exp_avg": self._first, "exp_avg_sq": self._second}
         if self._spec.name == "sgd":
             found = {"momentum_buffer": self._first}
-        return {key: _narrow(of) for key, of in found.items()}
+        return {
+            key: _narrow({name: comparable(key, one) for name, one in of.items()})
+            for key, of in found.items()
+        }
 
     def step(self, gradients: Tensors, step: int) -> None:
         """Update the masters; steps count from 0."""
@@ -287,6 +290,15 @@ class _Optimizer:
             return spec.lr * number / spec.warmup_steps
         progress = (number - spec.warmup_steps) / (self._steps - spec.warmup_steps)
         return spec.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def comparable(key: str, state: Tensor) -> Tensor:
+    """Return an optimizer's state on the scale of a gradient: means of squares by their root.
+
+    The tolerances are factors of a gradient's noise. Where a gradient is nothing but noise, the
+    squares of two samples differ by the square of such a factor.
+    """
+    return state.sqrt() if key == "exp_avg_sq" else state
 
 
 def _narrow(tensors: Tensors) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Fault, build_small, mine, program_of
-from meshwright.prove.reference import Reference, evaluated, make_batch
+from meshwright.prove.reference import Reference, comparable, evaluated, make_batch
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer, set_learning_rate
@@ -81,11 +81,14 @@ class Trial:
         return held.parameter.detach() - self._starts[self._place(held)]
 
     def state(self, key: str) -> Callable[[HeldParameter], Tensor | None]:
-        """Return what gives the optimizer's state of a weight by a key, None where it has none."""
+        """Return what gives the optimizer's state of a weight by a key, None where it has none.
+
+        It is as `comparable` returns it.
+        """
 
         def of(held: HeldParameter) -> Tensor | None:
             found = self._optimizer.state[self._shards.leaves[self._place(held)]].get(key)
-            return None if found is None else _like(held.parameter, found)
+            return None if found is None else _like(held.parameter, comparable(key, found))
 
         return of
 
