@@ -15,6 +15,17 @@ MODELS = {
     "dropout": {"n_kv_heads": 4, "ffn_dim": 128, "dropout": 0.1},
     "wide": {"n_layers": 8, "n_kv_heads": 8, "ffn_dim": 128},
     "neox": {"family": "neox", "rotary_pct": 0.25, "parallel_residual": True},
+    "qwen2": {"family": "qwen2", "n_kv_heads": 4, "ffn_dim": 96},
+    "qwen3": {"family": "qwen3", "n_kv_heads": 4, "ffn_dim": 128},
+    "granite": {
+        "family": "granite",
+        "n_kv_heads": 2,
+        "ffn_dim": 128,
+        "tie_embeddings": True,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.7,
+        "logits_divisor": 1.5,
+    },
     "sequential neox": {"family": "neox", "rotary_pct": 0.0, "tie_embeddings": True},
 }
 
@@ -36,6 +47,8 @@ CASES = [
     make("mb4 recompute-full", "dropout", "bf16"),
     make("mb4 recompute-selective", "sequential neox", packed=True),
     make("zero3 mb4", "tied", "fp16"),
+    make("mb2 recompute-selective", "qwen3", "bf16"),
+    make("mb2", "granite", packed=True),
     # Data.
     make("dp2 mb2", "neox"),
     make("dp2 mb1", "tied", "bf16", reduce_dtype="same"),
@@ -48,6 +61,12 @@ CASES = [
     make("dp2 shard2 zero2 mb1", "tied", "bf16"),
     make("shard4 zero3 mb1", "biased"),
     # Tensors and the sequence.
+    make("tp2 mb2", "qwen3"),
+    make("tp4 mb2 recompute-selective", "qwen3", "bf16"),
+    make("tp2 sp mb2 recompute-full", "qwen3", packed=True),
+    make("tp2 sp mb2", "granite"),
+    make("tp2 mb4", "qwen2", "bf16"),
+    make("shard2 zero3 tp2 mb2", "qwen3"),
     make("tp2 mb4", "biased"),
     make("tp2 mb4 recompute-full", "dropout"),
     make("tp2 sp mb2", "sequential neox", packed=True),
@@ -67,7 +86,10 @@ CASES = [
     make("cp2-ring mb4", "neox", "fp16", packed=True),
     make("cp2-ulysses mb4 zero2", "neox", packed=True),
     make("cp2-ulysses mb4 recompute-selective"),
+    make("cp2-ring mb4", "qwen3"),
+    make("cp2-ulysses tp2 mb4 recompute-selective", "qwen3"),
     # Pipelines.
+    make("pp2 interleaved_zero_bubble v2 mb1", "qwen3", "bf16"),
     make("pp2 naive mb4", "neox"),
     make("pp2 gpipe mb2", "tied", "bf16"),
     make("pp2 1f1b mb1 recompute-full", packed=True),

@@ -98,7 +98,16 @@ def test_scaling_spellings(key, kind):
 
 
 REFUSED = [
-    (LLAMA, {"model_type": "mistral"}, "model_type = 'mistral' .* llama or gpt_neox"),
+    (LLAMA, {"model_type": "qwen33"}, "model_type = 'qwen33' .* qwen3"),
+    (LLAMA, {"model_type": "bloom"}, "model_type = 'bloom' .* gpt_neox or granite or llama"),
+    (LLAMA, {"model_type": "qwen3_next"}, "like qwen3, with linear attention, experts"),
+    (LLAMA, {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 16},
+     "sliding_window = 16 is not supported"),
+    (LLAMA, {"model_type": "mistral", "num_key_value_heads": 4}, "no sliding_window.* 4096"),
+    (LLAMA, {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True},
+     "window is not supported"),
+    (LLAMA, {"model_type": "qwen3", "num_key_value_heads": 4, "layer_types": ["sliding_attention"]},
+     "layer_types has .*'sliding_attention'"),
     (LLAMA, {"model_type": None}, "model_type = None"),
     (LLAMA, {"model_type": ["llama"]}, "model_type = "),
     (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096"),

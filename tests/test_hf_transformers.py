@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from meshwright.models import build_model, init_model
+from meshwright.models.cache import KVCache
 from meshwright.models.hf import load_hf, save_hf
+from meshwright.models.hf_names import to_hf
 from meshwright.spec.resolve import model_spec
 
 transformers = pytest.importorskip("transformers")
@@ -63,19 +66,73 @@ NEOXES = {
     "no attention bias": {"attention_bias": False},
     "large eps": {"layer_norm_eps": 0.1},
 }
-CASES = [pytest.param("llama", keys, id=f"llama {name}") for name, keys in LLAMAS.items()]
-CASES += [pytest.param("neox", keys, id=f"neox {name}") for name, keys in NEOXES.items()]
+QWEN2S = {
+    "gqa": {"num_key_value_heads": 2},
+    "mqa, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "theta, eps": {
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+QWEN3S = {
+    "wide heads": {"num_key_value_heads": 2, "head_dim": 24},
+    "narrow heads, mqa, tied": {
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "tie_word_embeddings": True,
+    },
+    "biases, eps": {
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "attention_bias": True,
+        "rms_norm_eps": 0.1,
+    },
+}
+MISTRALS = {
+    "gqa": {"num_key_value_heads": 2, "sliding_window": None},
+    "wide heads, mqa": {"num_key_value_heads": 1, "head_dim": 24, "sliding_window": None},
+    "tied": {"num_key_value_heads": 4, "sliding_window": None, "tie_word_embeddings": True},
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
+GRANITES = {
+    "gqa": {"num_key_value_heads": 2, **MULTIPLIERS},
+    "mqa, tied, biases": {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        **MULTIPLIERS,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "defaults": {},
+}
+KINDS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, LLAMAS),
+    "neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, NEOXES),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, QWEN2S),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, QWEN3S),
+    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, MISTRALS),
+    "granite": (transformers.GraniteForCausalLM, transformers.GraniteConfig, GRANITES),
+}
+CASES = [
+    pytest.param(family, keys, id=f"{family} {name}")
+    for family, (_, _, kinds) in KINDS.items()
+    for name, keys in kinds.items()
+]
 
 
 def theirs(family, keys):
     """Return their model, with biases and norms that are not the zeros and ones of a new one."""
     torch.manual_seed(0)
-    if family == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **keys))
-    else:
-        # A quarter of 12 dims is odd: 64 / 4 heads gives 16.
-        sizes = {**SIZES, "hidden_size": 64}
-        model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, **keys))
+    kind, config, _ = KINDS[family]
+    # A quarter of 12 dims is odd: 64 / 4 heads gives 16.
+    sizes = {**SIZES, "hidden_size": 64} if family == "neox" else SIZES
+    model = kind(config(**sizes, **keys))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -114,9 +171,40 @@ def test_transformers_loads_what_is_saved(family, keys, tmp_path):
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "neox"])
+@pytest.mark.parametrize(("family", "keys"), CASES)
+def test_loss_and_gradients_are_those_of_transformers(family, keys, tmp_path):
+    reference = theirs(family, keys)
+    reference.save_pretrained(tmp_path)
+    model, ids = load_hf(tmp_path), tokens()
+    for one, logits in ((reference, reference(ids).logits), (model, model(ids))):
+        one.zero_grad()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    found = to_hf(model.spec, {name: p.grad for name, p in model.named_parameters()})
+    stored = {name.replace("embed_out.", "lm_head."): grad for name, grad in found.items()}
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    assert stored.keys() == expected.keys()
+    whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    for name, grad in expected.items():
+        off = (stored[name] - grad).norm()
+        assert off <= 1e-5 * max(grad.norm(), 1e-3 * whole), name
+
+
+@pytest.mark.parametrize(("family", "keys"), CASES)
+def test_cached_generation_computes_the_same(family, keys, tmp_path):
+    theirs(family, keys).save_pretrained(tmp_path)
+    model, ids = load_hf(tmp_path), tokens()
+    cache = KVCache(40)
+    with torch.no_grad():
+        whole = model(ids)
+        parts = [model(ids[:, at], cache=cache) for at in (slice(0, 33), slice(33, 34))]
+        parts += [model(ids[:, at : at + 1], cache=cache) for at in range(34, 40)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", sorted(KINDS))
 def test_a_round_trip_is_bitwise(family, tmp_path):
-    theirs(family, {}).to(torch.bfloat16).save_pretrained(tmp_path / "a")
+    keys = next(iter(KINDS[family][2].values()))
+    theirs(family, keys).to(torch.bfloat16).save_pretrained(tmp_path / "a")
     save_hf(load_hf(tmp_path / "a"), tmp_path / "b")
     before = load_file(tmp_path / "a" / "model.safetensors")
     after = load_file(tmp_path / "b" / "model.safetensors")
@@ -152,6 +240,10 @@ def test_a_config_written_by_hand_in_the_old_style(family, tmp_path):
         {"n_kv_heads": 2},
         {"tie_embeddings": True},
         {"family": "neox", "parallel_residual": True, "activation": "gelu_tanh"},
+        {"family": "qwen2"},
+        {"family": "qwen3", "head_dim": 16, "tie_embeddings": True},
+        {"family": "mistral", "n_kv_heads": 1},
+        {"family": "granite", "residual_scale": 0.3, "attention_scale": 0.1, "logits_divisor": 4.0},
     ],
 )
 def test_a_model_of_our_own_loads_in_transformers(fields, tmp_path):

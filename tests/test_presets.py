@@ -9,8 +9,9 @@ from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 
 # Parameters as published: `num_parameters` of the safetensors metadata of the HF repositories
-# (meta-llama/*, TinyLlama/TinyLlama_v1.1, HuggingFaceTB/SmolLM2-135M), the "Total Params" of the
-# model cards of EleutherAI/pythia-*, and arXiv:2204.06745, table 1, for GPT-NeoX-20B.
+# (meta-llama/*, TinyLlama/TinyLlama_v1.1, HuggingFaceTB/SmolLM2-135M, Qwen/*, mistralai/*,
+# ibm-granite/*; of Qwen3-0.6B without the tied head, which its file has twice), the "Total Params"
+# of the model cards of EleutherAI/pythia-*, and arXiv:2204.06745, table 1, for GPT-NeoX-20B.
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -32,6 +33,23 @@ PUBLISHED = {
     "pythia-6.9b": 6_857_302_016,
     "pythia-12b": 11_846_072_320,
     "gpt-neox-20b": 20_554_567_680,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
 }
 UNPUBLISHED = {"demo", "gpt3-175b"}  # ours, and not the learned positions of the paper
 

@@ -72,6 +72,12 @@ def no_sum_of_norms(parallel):
     ]
 
 
+def no_residual_scale(parallel):
+    """One rank adds what a sublayer computes as it is."""
+    if parallel.groups.tp.rank == 1:
+        blocks(parallel)[1].scale = 1.0
+
+
 def no_sum_of_tied(parallel):
     """The embedding and the head of a tied matrix each keep their own gradient."""
     rank = parallel.groups.ends.ranks[parallel.groups.ends.rank]
@@ -208,6 +214,19 @@ SEEDED = [
         "tp2 sp mb2",
         {"quantity": "gradient", "tensor": "norm.weight", **ROWS_OF_0},
         {"dropout": 0.1},  # what is dropped of the embedding is no divergence
+    ),
+    Seeded(
+        no_sum_of_norms,
+        "tp2 mb2",
+        # Norms of heads see those of one rank, without sequence parallelism too.
+        {"quantity": "gradient", "tensor": "layers.3.attn.k_norm.weight", **ROWS_OF_0},
+        {"family": "qwen3", "head_dim": 8},
+    ),
+    Seeded(
+        no_residual_scale,
+        "tp2 sp mb2",
+        {"quantity": "output", "tensor": "layers.1", "rank": 1, "stage": 0},
+        {"family": "granite", "residual_scale": 0.7, "attention_scale": 0.6},
     ),
     Seeded(
         no_sum_of_tied,

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.interop.source import ImportSource
 from meshwright.interop.table import KeyRow
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import spec_from_hf
 
 # Where each key lands; what has no own place is a condition that the model meets.
@@ -17,24 +18,17 @@ _TARGETS = {
     "intermediate_size": "ffn_dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
     "max_position_embeddings": "context",
-    "rms_norm_eps": "norm_eps",
-    "layer_norm_eps": "norm_eps",
     "hidden_act": "activation",
     "tie_word_embeddings": "tie_embeddings",
     "initializer_range": "init_std",
-    "attention_bias": "attention_bias",
-    "mlp_bias": "mlp_bias",
-    "use_parallel_residual": "parallel_residual",
-    "hidden_dropout": "dropout",
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
     "rope_parameters": "rope_scaling",
     "partial_rotary_factor": "rotary_pct",
     "rotary_pct": "rotary_pct",
     "rotary_emb_base": "rope_theta",
+    **{key.theirs: key.ours for family in FAMILIES.values() for key in family.keys},
 }
 _BY_RULE = KeyRow(by_rule=True)
 # Without them there is no model.
@@ -74,7 +68,9 @@ def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:
     """Return the model of a config, less the keys that are refused; none where it is no model."""
     while True:
         try:
-            return spec_from_hf(config).model_dump(exclude={"preset", "init_from"})
+            spec = spec_from_hf(config)
+            of_family = FAMILIES[spec.family].features  # need not be said
+            return spec.model_dump(exclude={"preset", "init_from", *of_family})
         except ConfigError as error:
             named = next((key for key in config if str(error).startswith(f"{key} ")), None)
             is_final = named is None or named in _NEEDED

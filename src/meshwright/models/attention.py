@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped keys and values, the same for both families."""
+"""Causal self-attention with grouped keys and values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from meshwright.models import blockwise
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.norms import head_norm
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
@@ -55,8 +56,10 @@ class Attention(nn.Module):
         self.q = nn.Linear(spec.dim, heads, bias=bias)
         self.k = nn.Linear(spec.dim, kv_heads, bias=bias)
         self.v = nn.Linear(spec.dim, kv_heads, bias=bias)
-        self.o = nn.Linear(heads, spec.dim, bias=bias)
+        self.o = nn.Linear(heads, spec.dim, bias=spec.has_output_bias)
+        self.q_norm, self.k_norm = head_norm(spec), head_norm(spec)
         self.head_dim = spec.head_dim
+        self.query_scale = spec.query_scale
         self.is_rotary = spec.rotary_dim > 0
         self.rope = rope
         self.layer = layer
@@ -67,6 +70,10 @@ class Attention(nn.Module):
         """Return attention over x `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
         q, k, v = map(self._heads, self.project(x, (self.q, self.k, self.v)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
         if self.is_rotary:
             start = 0 if cache is None else cache.length
             cos, sin = self.rope.tables(start, start + q.shape[2], context.positions)

@@ -1,4 +1,4 @@
-"""The transformer blocks of the two families, as plain modules."""
+"""The transformer block, as plain modules."""
 
 from __future__ import annotations
 
@@ -8,33 +8,14 @@ from torch import Tensor, nn
 from meshwright.models.attention import Attention, Project, each
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import Dropout
-from meshwright.models.ops import activated, gated, rms_norm
+from meshwright.models.norms import norm
+from meshwright.models.ops import activated, gated
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, with its statistics in fp32."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x `[..., dim]` normalised and weighted, in its own dtype."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-def norm(spec: ModelSpec) -> nn.Module:
-    """Return the family's norm: RMSNorm for Llama, LayerNorm with bias for NeoX."""
-    if spec.family == "llama":
-        return RMSNorm(spec.dim, spec.norm_eps)
-    return nn.LayerNorm(spec.dim, eps=spec.norm_eps)
-
-
 class GatedMLP(nn.Module):
-    """Llama's MLP: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202."""
+    """A gated MLP, as Llama's: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -52,7 +33,7 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """NeoX's MLP: `down(act(up(x)))`."""
+    """A plain MLP, as GPT-NeoX's: `down(act(up(x)))`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -73,7 +54,8 @@ class Block(nn.Module):
 
     Sequential, as in Llama: `x += attn(norm(x)); x += mlp(norm(x))`. Parallel, as in GPT-NeoX
     (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. Dropout, if any, comes
-    before each addition, with the keys of this layer in the context.
+    before each addition, with the keys of this layer in the context. What is added is multiplied by
+    `scale`, as in Granite.
     """
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
@@ -81,14 +63,17 @@ class Block(nn.Module):
         self.attn_norm = norm(spec)
         self.attn = Attention(spec, rope, layer)
         self.mlp_norm = norm(spec)
-        self.mlp = GatedMLP(spec) if spec.family == "llama" else MLP(spec)
+        self.mlp = GatedMLP(spec) if spec.gated_mlp else MLP(spec)
         self.attn_drop = Dropout(spec.dropout, site=1)
         self.mlp_drop = Dropout(spec.dropout, site=2)
         self.is_parallel = spec.parallel_residual
+        self.scale = spec.residual_scale
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the stream after this block; x `[batch, seq, dim]`."""
-        mixed = x + self.attn_drop(self.attn(self.attn_norm(x), context), context)
+        mixed = self._add(x, self.attn_drop(self.attn(self.attn_norm(x), context), context))
         source = x if self.is_parallel else mixed
-        out: Tensor = mixed + self.mlp_drop(self.mlp(self.mlp_norm(source)), context)
-        return out
+        return self._add(mixed, self.mlp_drop(self.mlp(self.mlp_norm(source)), context))
+
+    def _add(self, x: Tensor, added: Tensor) -> Tensor:
+        return torch.add(x, added, alpha=self.scale)

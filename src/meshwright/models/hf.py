@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,20 +86,15 @@ class HFWeights:
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         """Return a region of a parameter by our name, as it is stored; nothing else is read."""
         item = self._item_of[name]
-        parts = len(item.parts)
-        rows = item.shape[0] // parts
-        if (rows, *item.shape[1:]) != tuple(shape):
-            found = [rows, *item.shape[1:]]
+        found = [item.rows[item.parts.index(name)], *item.shape[1:]]
+        if found != list(shape):
             raise CheckpointError(f"{name} is {found}, but {list(shape)} was asked")
-        if parts == 1 or region[0][0] == region[0][1]:
-            return self.read(item.name, region)
-        # Rows of q, k and v lie head by head: read the heads that the region touches.
         (start, stop), rest = region[0], region[1:]
-        size = rows // item.heads
-        first, last = start // size, -(-stop // size)
-        stored = self.read(item.name, ((first * parts * size, last * parts * size), *rest))
-        own = replace(item, heads=last - first).split(stored)[item.parts.index(name)]
-        return own[start - first * size : stop - first * size]
+        if start == stop:
+            return self.read(item.name, region)
+        return item.read_rows(
+            name, start, stop, lambda first, last: self.read(item.name, ((first, last), *rest))
+        )
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return one stored tensor, or a region of it."""

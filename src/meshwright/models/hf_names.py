@@ -1,108 +1,96 @@
 """Which tensor of a Hugging Face folder holds which of our parameters, both ways.
 
-GPT-NeoX stores query, key and value of each head together: `[heads, 3, head_dim, dim]` flattened
-to `[3 x dim, dim]`, with a bias alike.
+The names are those of a family's table. GPT-NeoX stores query, key and value of each head together:
+`[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from meshwright.program.parts import parts
+from meshwright.program.parts import Part, parts
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec
 
-_LLAMA: Final = {
-    "embed": "model.embed_tokens",
-    "attn_norm": "model.layers.{}.input_layernorm",
-    "attn.q": "model.layers.{}.self_attn.q_proj",
-    "attn.k": "model.layers.{}.self_attn.k_proj",
-    "attn.v": "model.layers.{}.self_attn.v_proj",
-    "attn.o": "model.layers.{}.self_attn.o_proj",
-    "mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "mlp.gate": "model.layers.{}.mlp.gate_proj",
-    "mlp.up": "model.layers.{}.mlp.up_proj",
-    "mlp.down": "model.layers.{}.mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
-_NEOX: Final = {
-    "embed": "gpt_neox.embed_in",
-    "attn_norm": "gpt_neox.layers.{}.input_layernorm",
-    "attn.q": "gpt_neox.layers.{}.attention.query_key_value",
-    "attn.k": "gpt_neox.layers.{}.attention.query_key_value",
-    "attn.v": "gpt_neox.layers.{}.attention.query_key_value",
-    "attn.o": "gpt_neox.layers.{}.attention.dense",
-    "mlp_norm": "gpt_neox.layers.{}.post_attention_layernorm",
-    "mlp.up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
-    "mlp.down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
-    "norm": "gpt_neox.final_layer_norm",
-    "head": "embed_out",
-}
-_TABLES: Final = {"llama": _LLAMA, "neox": _NEOX}
-# Tables and masks that older versions of transformers stored beside the parameters.
-_NOT_PARAMETERS: Final = {
-    "llama": re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    "neox": re.compile(
-        r"gpt_neox\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|bias|masked_bias)"
-    ),
-}
 _LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One stored tensor: its name and shape, and the one or three parameters in it.
+    """One stored tensor: its name and shape, and the parameters in it with the rows of each.
 
-    Three are q, k and v of `heads` heads, interleaved by head.
+    Several are interleaved by head, where `heads` has their number, or lie one below the other.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]
-    heads: int
+    rows: tuple[int, ...]
+    heads: int | None
 
     def split(self, stored: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters of a stored tensor, each contiguous."""
-        if len(self.parts) == 1:
-            return (stored.contiguous(),)
+        if self.heads is None:
+            return tuple(part.contiguous() for part in torch.split(stored, list(self.rows)))
         by_head = stored.reshape(self.heads, len(self.parts), -1, *stored.shape[1:])
         return tuple(part.flatten(0, 1).contiguous() for part in by_head.unbind(1))
 
     def join(self, ours: Sequence[Tensor]) -> Tensor:
         """Return the stored tensor of these parameters, contiguous."""
-        if len(self.parts) == 1:
-            return ours[0].contiguous()
+        if self.heads is None:
+            return torch.cat(list(ours)) if len(ours) > 1 else ours[0].contiguous()
         by_head = [part.reshape(self.heads, -1, *part.shape[1:]) for part in ours]
         return torch.stack(by_head, dim=1).flatten(0, 2).contiguous()
+
+    def read_rows(
+        self, name: str, start: int, stop: int, read: Callable[[int, int], Tensor]
+    ) -> Tensor:
+        """Return rows of a parameter out of stored rows, which `read` returns from one to another.
+
+        Of rows that lie head by head it reads the heads that are touched.
+        """
+        at = self.parts.index(name)
+        if self.heads is None:
+            before = sum(self.rows[:at])
+            return read(before + start, before + stop)
+        size, count = self.rows[at] // self.heads, len(self.parts)
+        first, last = start // size, -(-stop // size)
+        some = replace(self, heads=last - first)
+        own = some.split(read(first * count * size, last * count * size))[at]
+        return own[start - first * size : stop - first * size]
 
 
 def hf_name(family: str, name: str) -> str:
     """Return the name of the stored tensor that holds one of our parameters."""
-    module, kind = name.rsplit(".", 1)
+    (module, kind), modules = name.rsplit(".", 1), FAMILIES[family].modules
     found = _LAYER.fullmatch(module)
     if found is None:
-        return f"{_TABLES[family][module]}.{kind}"
+        return f"{modules[module]}.{kind}"
     layer, inner = found.groups()
-    return f"{_TABLES[family][inner].format(layer)}.{kind}"
+    return f"{modules[inner].format(layer)}.{kind}"
 
 
 def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
     """Return the tensors of a stored model, in the order of our parameters."""
-    held: dict[str, list[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    held: dict[str, list[Part]] = {}
     for part in parts(spec):
-        name = hf_name(spec.family, part.name)
-        held.setdefault(name, []).append(part.name)
-        rows = part.shape[0] + shapes.get(name, (0,))[0]
-        shapes[name] = (rows, *part.shape[1:])
+        held.setdefault(hf_name(spec.family, part.name), []).append(part)
+    by_head = FAMILIES[spec.family].fused == "by head"
     return tuple(
-        HFTensor(name, shapes[name], tuple(ours), spec.n_heads) for name, ours in held.items()
+        HFTensor(
+            name,
+            (sum(part.shape[0] for part in ours), *ours[0].shape[1:]),
+            tuple(part.name for part in ours),
+            tuple(part.shape[0] for part in ours),
+            spec.n_heads if by_head and len(ours) > 1 else None,
+        )
+        for name, ours in held.items()
     )
 
 
@@ -120,10 +108,10 @@ def from_hf(spec: ModelSpec, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names under which the head is stored; transformers 5 also reads the second."""
-    return ("lm_head.weight",) if spec.family == "llama" else ("embed_out.weight", "lm_head.weight")
+    """Return the names under which the head is stored, the one that is written first."""
+    return FAMILIES[spec.family].heads
 
 
 def is_parameter(family: str, name: str) -> bool:
     """Whether a stored tensor is a parameter, rather than a table kept beside them."""
-    return _NOT_PARAMETERS[family].fullmatch(name) is None
+    return FAMILIES[family].buffers.fullmatch(name) is None

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.models.blocks import Block, norm
+from meshwright.models.blocks import Block
 from meshwright.models.cache import KVCache
 from meshwright.models.context import Context, MaskOf, causal_mask
 from meshwright.models.dropout import Dropout, layer_keys
+from meshwright.models.norms import norm
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
 
@@ -21,7 +22,7 @@ Project = Callable[[Tensor, Tensor], Tensor]
 
 
 class Transformer(nn.Module):
-    """A Llama or GPT-NeoX decoder with the parameters of `program.parts`, in that order.
+    """A decoder with the parameters of `program.parts`, in that order.
 
     `layers` is keyed by the global layer number, so a stage keeps the names of the whole model.
     Parallelisms may replace `mask_of`, which makes the blocks' mask.
@@ -108,7 +109,8 @@ class Transformer(nn.Module):
         context = Context(mask, positions, cache, keys, places)
         x = input_ids
         if not x.is_floating_point():
-            x = self.embed_drop(self._embedded(input_ids), context)
+            x = _scaled(self._embedded(input_ids), self.spec.embedding_scale)
+            x = self.embed_drop(x, context)
         self.rope.reach(x.shape[1] + (0 if cache is None else cache.length), x.device)
         for name, block in self.layers.items():
             if keys is not None and self.spec.dropout > 0:
@@ -117,7 +119,8 @@ class Transformer(nn.Module):
             x = block(x, context)
         if cache is not None:
             cache.length += x.shape[1]
-        return x if self.norm is None else self.norm(x)
+        # Of what the head multiplies, so that all logits are divided, also those made in parts.
+        return x if self.norm is None else _scaled(self.norm(x), 1 / self.spec.logits_divisor)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab]` of hidden states `[..., dim]` after the final norm."""
@@ -137,6 +140,10 @@ class Transformer(nn.Module):
             raise TypeError("this pipeline stage has no embedding: it takes hidden states")
         out: Tensor = self.embed(input_ids)
         return out
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def build_model(

@@ -49,7 +49,7 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     masked = sizes.stream_bytes if program.model.dropout else 0
-    biases = program.model.family == "neox" or program.model.mlp_bias
+    biases = program.model.mlp_bias
     yield Need(
         "mlp.down",
         masked + gathered + hidden,
@@ -57,7 +57,7 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
         sizes.whole_bytes,
         *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
     )
-    if program.model.family == "llama":
+    if program.model.gated_mlp:
         # The gradient that came, and those of both factors.
         yield Need("mlp.act", 3 * hidden)
         yield from _columns(program, sizes, {"mlp.gate": hidden, "mlp.up": hidden}, biases)
@@ -87,7 +87,7 @@ def _attention(program: Program, sizes: Sizes, blocks: int) -> Iterator[Need]:
     yield Need(
         "attn.o",
         masked + gathered + of_heads,
-        _of("attn.o", biases),
+        _of("attn.o", program.model.has_output_bias),
         sizes.whole_bytes + of_heads,
         *_room(program, sizes, sizes.dim, sizes.heads * sizes.head_dim, of_heads),
     )
@@ -95,6 +95,11 @@ def _attention(program: Program, sizes: Sizes, blocks: int) -> Iterator[Need]:
     yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
     if program.model.rotary_dim:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
+    if program.model.qk_norm:
+        # The gradients of all three that came, and what an RMSNorm makes of one.
+        for name, normed in (("attn.k_norm", of_kv), ("attn.q_norm", of_heads)):
+            made = normed + 3 * normed // sizes.element * _WIDE
+            yield Need(name, of_heads + 2 * of_kv + made, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
     yield from _columns(program, sizes, results, biases)
     yield Need("attn_norm", _norm(program, sizes), ("attn_norm.weight",))
@@ -161,7 +166,7 @@ def _room(program: Program, sizes: Sizes, outer: int, inner: int, made: int = 0)
 def _norm(program: Program, sizes: Sizes) -> int:
     """Return a norm's: the gradient that came, three tensors in fp32 and the result."""
     wide = sizes.stream * sizes.dim * _WIDE
-    if program.model.family == "llama":
+    if program.model.norm == "rms":
         return sizes.stream_bytes + 3 * wide
     return 2 * sizes.stream_bytes
 

@@ -213,7 +213,7 @@ def _work(
     moved = sum(_moved(program, sizes, op) for op in ops)
     if scores:
         moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
-    norms = sum(2.0 * sizes.stream_bytes for op in ops if op.kind == "norm")
+    norms = sum(2.0 * op.normed_bytes for op in ops)
     # Logits read, the fp32 softmax written and read.
     has_loss = any(op.kind == "loss" for op in ops)
     loss = float(sizes.tokens * sizes.vocab * (sizes.element + 8)) if has_loss else 0.0
@@ -245,7 +245,7 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
     if op.kind == "rotation":
         return 2.0 * heads
     if op.kind == "activation":
-        return (3.0 if program.model.family == "llama" else 2.0) * hidden
+        return (3.0 if program.model.gated_mlp else 2.0) * hidden
     if op.kind == "embedding":
         return 2.0 * sizes.stream_bytes
     return 0.0

@@ -47,7 +47,7 @@ class Operation:
     `name` is that of its module, with `*` for the number of the layer, and `count` how many alike
     the stage has. `flops` are those of the forward, of products and attention only: the rest moves
     memory. `saved_bytes` is what it keeps until the backward, in bytes: a tensor that several share
-    is counted at the first of them.
+    is counted at the first of them. `normed_bytes` is the size of what a norm takes, and returns.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Operation:
     flops: float
     saved_bytes: int
     count: int
+    normed_bytes: int = 0
 
 
 class Sizes(NamedTuple):
@@ -118,6 +119,7 @@ class _Op(NamedTuple):
     flops: float = 0.0
     saved: int = 0
     kept: int = 0
+    normed: int = 0
 
 
 def is_joint(program: Program) -> bool:
@@ -160,12 +162,13 @@ def operations(
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
         found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
     found += (
-        Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers)
+        Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers, op.normed)
         for op, saved in _layer(program, sizes, cp_rank, recomputed)
     )
     if stage.is_last:
         found += (
-            Operation(op.name, op.kind, index, op.flops, op.saved, 1) for op in _end(program, sizes)
+            Operation(op.name, op.kind, index, op.flops, op.saved, 1, op.normed)
+            for op in _end(program, sizes)
         )
     return tuple(found)
 
@@ -194,9 +197,15 @@ def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False)
 
     LayerNorm has its statistics in the dtype of its input, RMSNorm in fp32.
     """
-    llama = program.model.family == "llama"
-    statistics = sizes.stream * (_WIDE if llama else 2 * sizes.element)
-    return _Op(name, "norm", saved=statistics + (0 if shares_input else sizes.stream_bytes))
+    is_rms, taken = program.model.norm == "rms", sizes.stream_bytes
+    statistics = sizes.stream * (_WIDE if is_rms else 2 * sizes.element)
+    return _Op(name, "norm", saved=statistics + (0 if shares_input else taken), normed=taken)
+
+
+def _head_norm(sizes: Sizes, name: str, heads: int) -> _Op:
+    """Return an RMSNorm of each of some heads: it keeps them, and the scale of each in fp32."""
+    taken = sizes.tokens * heads * sizes.head_dim * sizes.element
+    return _Op(name, "norm", saved=taken + sizes.tokens * heads * _WIDE, normed=taken)
 
 
 def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
@@ -210,6 +219,9 @@ def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
     yield _Op("attn.q", "product", into_heads, _input_kept(program, sizes), of_heads)
     yield _Op("attn.k", "product", into_kv, 0, of_kv_heads)
     yield _Op("attn.v", "product", into_kv, 0, of_kv_heads)
+    if model.qk_norm:
+        yield _head_norm(sizes, "attn.q_norm", sizes.heads)
+        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads)
     if model.rotary_dim:
         # Slices of the model's tables, or with positions of its own a copy in each layer.
         tables = 2 * program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
@@ -241,7 +253,7 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     flops = sizes.product(sizes.dim, sizes.ffn)
     yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
-    if program.model.family == "llama":
+    if program.model.gated_mlp:
         yield _Op("mlp.gate", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.up", "product", flops, 0, hidden)
         yield _Op("mlp.act", "activation", saved=2 * hidden)  # gate and up; act(gate) is made again

@@ -1,8 +1,8 @@
 """The parameters of a model: name, shape and logical axes of each, without building the model.
 
 The names are those of the `nn.Module`s in `models`; a test holds the two equal. Logical axes name
-what a tensor dim means (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`), so that a parallelism can map
-an axis of the mesh to a dim of the tensor by its meaning.
+what a tensor dim means (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`, `head_dim`), so that a
+parallelism can map an axis of the mesh to a dim of the tensor by its meaning.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ def _block(spec: ModelSpec, at: str) -> Iterator[Part]:
     yield from _linear(f"{at}.attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
     yield from _linear(f"{at}.attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
     yield from _linear(f"{at}.attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
-    yield from _linear(f"{at}.attn.o", (spec.dim, "dim"), (heads, "heads"), bias)
+    yield from _linear(f"{at}.attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias)
+    if spec.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield Part(f"{at}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
     yield from _norm(spec, f"{at}.mlp_norm")
-    names = ("gate", "up") if spec.family == "llama" else ("up",)
+    names = ("gate", "up") if spec.gated_mlp else ("up",)
     for name in names:
         yield from _linear(
             f"{at}.mlp.{name}", (spec.ffn_dim, "ffn"), (spec.dim, "dim"), spec.mlp_bias
@@ -63,7 +66,7 @@ def _block(spec: ModelSpec, at: str) -> Iterator[Part]:
 
 def _norm(spec: ModelSpec, at: str) -> Iterator[Part]:
     yield Part(f"{at}.weight", (spec.dim,), ("dim",))
-    if spec.family == "neox":
+    if spec.norm == "layer":
         yield Part(f"{at}.bias", (spec.dim,), ("dim",))
 
 

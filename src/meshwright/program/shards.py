@@ -20,6 +20,8 @@ from meshwright.program.target import Target
 Region = tuple[tuple[int, int], ...]
 
 TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+# Whole on each rank of tp, which has some of the heads that it is used for.
+_OF_HEADS: Final = frozenset({"head_dim"})
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Sharding:
 
     `tp_dim` is the dim cut over tp, if any. `shard_ranks` ranks share dim 0 of what remains.
     `is_partial` says that the gradient of each tp rank is a part of a sum: the parameter is whole
-    on all of them but sees other tokens on each, as norms do under sequence parallelism.
+    on all of them but sees other tokens on each, as norms do under sequence parallelism, or other
+    heads, as norms of heads do.
     """
 
     part: Part
@@ -106,13 +109,9 @@ def shard(part: Part, layout: Layout) -> Sharding:
     if layout.tp > 1:
         cut = [dim for dim, axis in enumerate(part.axes) if axis in TENSOR_AXES]
         tp_dim = cut[0] if cut else None
-    return Sharding(
-        part,
-        layout.tp,
-        tp_dim,
-        layout.shard_ranks,
-        is_partial=layout.sp and layout.tp > 1 and tp_dim is None,
-    )
+    is_whole = layout.tp > 1 and tp_dim is None
+    is_partial = is_whole and (layout.sp or not _OF_HEADS.isdisjoint(part.axes))
+    return Sharding(part, layout.tp, tp_dim, layout.shard_ranks, is_partial)
 
 
 def sums_in_place(layout: Layout, target: Target) -> bool:

@@ -46,7 +46,7 @@ class Case:
         yield model.family
         flags = {
             "tied": model.tie_embeddings,
-            "biased": model.family == "llama" and model.attention_bias,
+            "biased": model.family != "neox" and model.attention_bias,
             "parallel": model.parallel_residual,
             "dropout": model.dropout > 0,
             "packed": self.packed,

@@ -7,7 +7,7 @@ any degree, and sizes that are divisible only as the rules need.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from random import Random
 from typing import Any, Final, TypeVar
@@ -17,6 +17,7 @@ from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.rules import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case, Optimizer
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -38,6 +39,17 @@ _OFFLOADS: Final = ("none", "none", "none", "optimizer", "params")
 _OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
+_FAMILIES: Final = ("llama", "neox", "qwen2", "qwen3", "granite")
+# What the models of a family may choose.
+_FREE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "parallel_residual": _BOOLS,
+    "attention_bias": _BOOLS,
+    "mlp_bias": _BOOLS,
+    "embedding_scale": (3.0, 0.5),
+    "attention_scale": (0.6, None),
+    "residual_scale": (0.7, 1.0),
+    "logits_divisor": (1.5, 1.0),
+}
 _SCALINGS: Final = (
     *(None, None),
     RopeScaling(kind="linear", factor=2.0),
@@ -154,14 +166,14 @@ def _train(dealer: _Dealer, layout: Layout) -> TrainSpec:
 
 def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
     """Return a model whose sizes are divided by what the rules want, and by little else."""
-    family = dealer.deal("family", ("llama", "neox"))
-    is_neox, tp = family == "neox", layout.tp
-    rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if is_neox else 1.0
+    family, tp = FAMILIES[dealer.deal("family", _FAMILIES)], layout.tp
+    rotary_pct = dealer.deal("rotary_pct", _ROTARY_PCTS) if "rotary_pct" in family.free else 1.0
     rotates_even = tuple(size for size in range(4, 14) if int(size * rotary_pct) % 2 == 0)
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
-    group = 1 if is_neox else dealer.deal("group", (1, 2, 3))
+    group = dealer.deal("group", (1, 2, 3)) if family.grouped else 1
+    free = {key: dealer.deal(key, choices) for key, choices in _FREE.items() if key in family.free}
     return model_spec(
-        family=family,
+        family=family.name,
         dim=dealer.number(20, 70),
         n_layers=layout.stages + dealer.deal("more layers", (0, 1, 2)),
         n_heads=group * kv_heads,
@@ -170,13 +182,11 @@ def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
         ffn_dim=dealer.multiple(tp, 20, 150),
         vocab_size=dealer.multiple(tp, 40, 200),
         rotary_pct=rotary_pct,
-        parallel_residual=is_neox and dealer.deal("parallel_residual", _BOOLS),
         tie_embeddings=dealer.deal("tie_embeddings", _BOOLS),
-        attention_bias=dealer.deal("attention_bias", _BOOLS),
-        mlp_bias=dealer.deal("mlp_bias", _BOOLS),
         activation=dealer.deal("activation", ("silu", "gelu", "gelu_tanh")),
         dropout=dealer.deal("dropout", (0.0, 0.0, 0.1)),
         rope_scaling=dealer.deal("rope_scaling", _SCALINGS),
         rope_theta=dealer.deal("rope_theta", (10000.0, 500000.0)),
         norm_eps=dealer.deal("norm_eps", (1e-5, 1e-6)),
+        **free,
     )

@@ -21,6 +21,7 @@ from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import Case, Optimizer
 from meshwright.prove.refused import refused
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
 
@@ -42,6 +43,13 @@ class _Kind(NamedTuple):
 
 
 _NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
+# Not powers of 2, which would round nothing.
+_MULTIPLIED: Final = {
+    "embedding_scale": 3.0,
+    "residual_scale": 0.7,
+    "attention_scale": 0.6,
+    "logits_divisor": 1.5,
+}
 _BIASED: Final = {"attention_bias": True, "mlp_bias": True}
 # Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty.
 _ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 144}
@@ -53,6 +61,12 @@ _KINDS: Final = (
     _Kind("neox", packed=True, flags={"rotary_pct": 0.5, "tie_embeddings": True}),
     _Kind("llama", flags={"dropout": 0.1}),
     _Kind("neox", flags={**_NEOX, **_ODD, "dropout": 0.1}),
+    _Kind("qwen3"),
+    _Kind("granite", flags=_MULTIPLIED),
+    _Kind("qwen2", packed=True),
+    _Kind("qwen3", packed=True, flags={"tie_embeddings": True, **_ODD}),
+    _Kind("mistral", flags={"dropout": 0.1}),
+    _Kind("granite", packed=True, flags={**_MULTIPLIED, "tie_embeddings": True}),
 )
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
@@ -221,7 +235,7 @@ def _case(layout: Layout, train: TrainSpec, turn: int) -> Case:
     model = model_spec(
         family=kind.family,
         n_layers=layers,
-        n_heads=2 * kv_heads if kind.family == "llama" else kv_heads,
+        n_heads=2 * kv_heads if FAMILIES[kind.family].grouped else kv_heads,
         n_kv_heads=kv_heads,
         head_dim=8,
         **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},

@@ -37,6 +37,7 @@ def streams(
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
     x = F.embedding(batch.inputs, weights["embed.weight"])
     yield "embed", x
+    x = _times(x, spec.embedding_scale)
     x = model.dropped(x, model.keys, site=0)
     for layer in range(spec.n_layers):
         x = model.block(layer, x)
@@ -48,7 +49,7 @@ def loss_sum(
 ) -> Tensor:
     """Return the summed cross-entropy of a batch's targets, in nats."""
     *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8)
-    x = _norm(spec, weights, "norm", x)
+    x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
     logits = _wide(F.linear(x, head))
     return F.cross_entropy(
@@ -76,16 +77,21 @@ class _Model:
         spec, weights, at = self.spec, self.weights, f"layers.{layer}"
         keys = None if self.keys is None else layer_keys(self.keys, layer)
         attended = self.attention(at, _norm(spec, weights, f"{at}.attn_norm", x))
-        mixed = x + self.dropped(attended, keys, site=1)
+        scale = spec.residual_scale
+        mixed = x.add(self.dropped(attended, keys, site=1), alpha=scale)
         source = x if spec.parallel_residual else mixed
         fed = self.feed_forward(at, _norm(spec, weights, f"{at}.mlp_norm", source))
-        return mixed + self.dropped(fed, keys, site=2)
+        return mixed.add(self.dropped(fed, keys, site=2), alpha=scale)
 
     def attention(self, at: str, x: Tensor) -> Tensor:
         """Return causal attention within the rows' documents."""
-        spec = self.spec
+        spec, weights, eps = self.spec, self.weights, self.spec.norm_eps
         q, k, v = (self.heads(self.project(f"{at}.attn.{name}", x)) for name in "qkv")
-        q, k = self.rotated(q), self.rotated(k)
+        if spec.qk_norm:
+            q, k = (
+                _rms(x, weights[f"{at}.attn.{n}_norm.weight"], eps) for n, x in (("q", q), ("k", k))
+            )
+        q, k = self.rotated(_times(q, spec.query_scale)), self.rotated(k)
         k, v = (one.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for one in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(spec.head_dim)
         shares = scores.masked_fill(~self.sees[:, None], -math.inf).softmax(-1)
@@ -97,9 +103,9 @@ class _Model:
         return x.view(*x.shape[:2], -1, self.spec.head_dim)
 
     def feed_forward(self, at: str, x: Tensor) -> Tensor:
-        """Return what follows attention: gated in Llama, two products in GPT-NeoX."""
+        """Return what follows attention: gated, or two products."""
         up = self.project(f"{at}.mlp.up", x)
-        if self.spec.family == "llama":
+        if self.spec.gated_mlp:
             between = self.activated(self.project(f"{at}.mlp.gate", x)) * up
         else:
             between = self.activated(up)
@@ -138,13 +144,23 @@ class _Model:
 
 
 def _norm(spec: ModelSpec, weights: Weights, at: str, x: Tensor) -> Tensor:
-    """Return RMSNorm of x (Llama), or LayerNorm (GPT-NeoX), statistics in fp32 at least."""
+    """Return a model's norm of x: RMSNorm or LayerNorm, statistics in fp32 at least."""
     weight = weights[f"{at}.weight"]
-    if spec.family == "neox":
+    if spec.norm == "layer":
         return F.layer_norm(x, (spec.dim,), weight, weights[f"{at}.bias"], spec.norm_eps)
+    return _rms(x, weight, spec.norm_eps)
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm over the last dim of x. arXiv:1910.07467, equation 4."""
     wide = _wide(x)
-    scale = (wide.pow(2).mean(-1, keepdim=True) + spec.norm_eps).sqrt()
+    scale = (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
     return (wide / scale * weight).to(x.dtype)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """Return x times a constant; the same tensor where that is 1."""
+    return x if factor == 1 else x * factor
 
 
 def _frequencies(spec: ModelSpec) -> Tensor:

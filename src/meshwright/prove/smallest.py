@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import Case
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.families.base import FEATURES
 from meshwright.spec.model import ModelSpec
 
 MOST_TRIES: Final = 80
@@ -27,13 +29,10 @@ _PLAIN_TRAIN: Final = {
     "seed": 0,
 }
 _PLAIN_MODEL: Final = {
+    **FEATURES,
     "dropout": 0.0,
     "tie_embeddings": False,
-    "parallel_residual": False,
-    "attention_bias": False,
-    "mlp_bias": False,
     "rope_scaling": None,
-    "rotary_pct": 1.0,
     "family": "llama",
     "activation": "silu",
     "norm_eps": 1e-5,
@@ -106,6 +105,7 @@ def _updates(case: Case) -> Iterator[_Update]:
             for virtual in range(traits.min_virtual, layout.virtual_stages + 1):
                 yield {"layout": {"schedule": traits.name, "virtual_stages": virtual}}
     yield from ({"layout": {"zero": zero}} for zero in range(layout.zero))
+    yield {"model": {"family": "llama", **FAMILIES["llama"].features}}
     for section, values in _PLAIN.items():
         yield from ({section: {name: value}} for name, value in values.items())
     yield from ({"model": {"n_layers": n}} for n in range(layout.stages, model.n_layers))

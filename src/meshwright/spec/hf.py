@@ -1,4 +1,4 @@
-"""Between `ModelSpec` and the `config.json` of Hugging Face, for Llama and GPT-NeoX.
+"""Between `ModelSpec` and the `config.json` of Hugging Face, by the tables of `spec.families`.
 
 Rotary settings have two spellings: `rope_theta`, `rope_scaling`, `rotary_pct` and
 `rotary_emb_base` until transformers 4, one `rope_parameters` since 5. Both are read, and must agree
@@ -8,17 +8,19 @@ would change the model and has no place in `ModelSpec` is refused, never dropped
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.families.base import Family
+from meshwright.spec.families.unknown import refuse_model_type
 from meshwright.spec.model import ModelSpec, RopeScaling
 
 Found = tuple[str, Any]
 
-FAMILIES: Final = {"llama": "llama", "gpt_neox": "neox"}
 _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -31,29 +33,19 @@ _ACTIVATION_NAMES: Final = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_p
 # The key, and the values under which it changes nothing (beside its absence and null).
 _INERT: Final[dict[str, tuple[object, ...]]] = {
     "pretraining_tp": (1,),
-    "sliding_window": (),
     "quantization_config": (),
     "attention_dropout": (0.0,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
-_INERT_LLAMA: Final[dict[str, tuple[object, ...]]] = {"hidden_dropout": (0.0,)}
-# Defaults of transformers' LlamaConfig and GPTNeoXConfig, held by a test.
-_LLAMA_SIZES: Final = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
-_NEOX_SIZES: Final = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "max_position_embeddings": 2048,
+_MODEL_TYPES: Final[Mapping[str, Family]] = {one.model_type: one for one in FAMILIES.values()}
+_SIZE_KEYS: Final = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "context": "max_position_embeddings",
 }
 _THETA: Final = 10000.0
 
@@ -65,21 +57,22 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     feature, two spellings that disagree, a value of the wrong type and sizes that do not fit.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(
-            refusal(f"model_type = {model_type!r} is not supported", legal=list(FAMILIES))
-        )
-    neox = model_type == "gpt_neox"
-    for key, inert in (_INERT if neox else _INERT | _INERT_LLAMA).items():
+    if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
+        raise ConfigError(refuse_model_type(model_type, list(_MODEL_TYPES)))
+    family = _MODEL_TYPES[model_type]
+    for key, inert in (_INERT | dict(family.inert)).items():
         value = config.get(key)
         if value is not None and value not in inert:
             legal = [repr(v) for v in inert] or ["null"]
             raise ConfigError(refusal(f"{key} = {value!r} is not supported", legal=legal))
-    fields = _sizes(config, _NEOX_SIZES if neox else _LLAMA_SIZES)
-    fields |= _neox_fields(config, fields) if neox else _llama_fields(config, fields)
-    fields |= _rotary(config, neox, fields["context"])
+    fields = _sizes(config, family.sizes)
+    if not family.grouped or config.get("head_dim") is None:
+        _check_heads(fields)
+    family.check(config)
+    fields |= _own_fields(config, family, fields)
+    fields |= _rotary(config, family, fields["context"])
     fields |= {
-        "activation": _activation(config, "gelu" if neox else "silu"),
+        "activation": _activation(config, family.default_activation),
         "tie_embeddings": _flag(config, "tie_word_embeddings", False),
         "init_std": _number(config, "initializer_range", 0.02),
     }
@@ -100,22 +93,17 @@ def hf_config(
     """Return the `config.json` of `spec`, readable by transformers 4 and 5.
 
     `dtype` is the name of the stored weights' type, such as `bfloat16`. Raises `ConfigError` for
-    a NeoX model that transformers cannot build: no MLP bias, or a head size of its own. Of Llama
-    `spec.dropout` is left out, for which it has no key: it only matters to training.
+    a model that transformers cannot build, such as a NeoX one without MLP biases. `spec.dropout` is
+    left out where a family has no key for it: it only matters to training.
     """
-    neox = spec.family == "neox"
+    family, fields = FAMILIES[spec.family], dict(spec)
+    family.check_written(fields)
     eos = list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id
     config: dict[str, Any] = {
-        "architectures": ["GPTNeoXForCausalLM" if neox else "LlamaForCausalLM"],
-        "model_type": "gpt_neox" if neox else "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.dim,
-        "intermediate_size": spec.ffn_dim,
-        "num_hidden_layers": spec.n_layers,
-        "num_attention_heads": spec.n_heads,
-        "max_position_embeddings": spec.context,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{theirs: fields[ours] for ours, theirs in _SIZE_KEYS.items()},
         "hidden_act": _ACTIVATION_NAMES[spec.activation],
-        "attention_bias": spec.attention_bias,
         "attention_dropout": 0.0,
         "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tie_embeddings,
@@ -124,41 +112,13 @@ def hf_config(
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **{key.theirs: fields[key.ours] for key in family.keys},
+        **family.written,
     }
-    return config | (_neox_keys(spec) if neox else _llama_keys(spec)) | _rotary_keys(spec)
+    return config | _rotary_keys(spec, family)
 
 
-def _llama_keys(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "num_key_value_heads": spec.n_kv_heads,
-        "head_dim": spec.head_dim,
-        "rms_norm_eps": spec.norm_eps,
-        "mlp_bias": spec.mlp_bias,
-        "pretraining_tp": 1,
-    }
-
-
-def _neox_keys(spec: ModelSpec) -> dict[str, Any]:
-    if not spec.mlp_bias:
-        raise ConfigError(
-            "model.mlp_bias = false cannot be written as gpt_neox: its MLP always has biases"
-        )
-    if spec.head_dim * spec.n_heads != spec.dim:
-        raise ConfigError(
-            f"model.head_dim = {spec.head_dim} cannot be written as gpt_neox: it must be "
-            f"model.dim / model.n_heads = {spec.dim} / {spec.n_heads}"
-        )
-    return {
-        "layer_norm_eps": spec.norm_eps,
-        "use_parallel_residual": spec.parallel_residual,
-        "hidden_dropout": spec.dropout,
-        "rotary_pct": spec.rotary_pct,
-        "partial_rotary_factor": spec.rotary_pct,
-        "rotary_emb_base": spec.rope_theta,
-    }
-
-
-def _rotary_keys(spec: ModelSpec) -> dict[str, Any]:
+def _rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
     scaling = spec.rope_scaling
     both: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -170,62 +130,42 @@ def _rotary_keys(spec: ModelSpec) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original_context,
             }
     new = both | {"rope_theta": spec.rope_theta}
-    if spec.family == "neox":
+    if "rotary_pct" in family.free:
         new["partial_rotary_factor"] = spec.rotary_pct
     # transformers before 4.43 reads the kind under "type".
     old = None if scaling is None else both | {"type": scaling.kind}
-    return {"rope_theta": spec.rope_theta, "rope_scaling": old, "rope_parameters": new}
+    return {
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": old,
+        "rope_parameters": new,
+        **dict.fromkeys(family.theta_keys, spec.rope_theta),
+        **dict.fromkeys(family.rotary_keys, spec.rotary_pct),
+    }
 
 
 def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
-    names = {
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "ffn_dim": "intermediate_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "context": "max_position_embeddings",
-    }
-    return {ours: _size(config, theirs, defaults[theirs]) for ours, theirs in names.items()}
+    return {ours: _size(config, theirs, defaults[theirs]) for ours, theirs in _SIZE_KEYS.items()}
 
 
-def _llama_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+def _own_fields(
+    config: Mapping[str, Any], family: Family, sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return what a family's own keys say, and what it has without one."""
     heads = sizes["n_heads"]
-    if config.get("head_dim") is None:
-        _check_heads(sizes)
-    return {
-        "family": "llama",
-        "n_kv_heads": _size(config, "num_key_value_heads", heads),
-        "head_dim": _size(config, "head_dim", sizes["dim"] // heads),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
-        "attention_bias": _flag(config, "attention_bias", False),
-        "mlp_bias": _flag(config, "mlp_bias", False),
-    }
-
-
-def _neox_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    heads = sizes["n_heads"]
-    _check_heads(sizes)
-    for key, fixed in (
-        ("num_key_value_heads", heads),
-        ("head_dim", sizes["dim"] // heads),
-        ("mlp_bias", True),
-    ):
-        value = config.get(key)
-        if value is not None and value != fixed:
-            raise ConfigError(
-                refusal(f"{key} = {value!r} is not supported for gpt_neox", legal=[fixed])
-            )
-    return {
-        "family": "neox",
+    derived = {"n_heads": heads, "dim / n_heads": sizes["dim"] // heads}
+    read: Mapping[str, Callable[..., Any]] = {"size": _size, "number": _number, "flag": _flag}
+    fields = {
         "n_kv_heads": heads,
-        "head_dim": sizes["dim"] // heads,
-        "norm_eps": _number(config, "layer_norm_eps", 1e-5),
-        "attention_bias": _flag(config, "attention_bias", True),
-        "mlp_bias": True,
-        "parallel_residual": _flag(config, "use_parallel_residual", True),
-        "dropout": _number(config, "hidden_dropout", 0.0),
+        "head_dim": derived["dim / n_heads"],
+        **family.features,
+        **{key: value for key, value in family.defaults.items() if key in family.free},
     }
+    for key in family.keys:
+        default = derived.get(key.default, key.default)
+        if config.get(key.theirs, default) is None and key.kind == "size":
+            default = fields[key.ours]  # null, where absence means another number
+        fields[key.ours] = read[key.kind](config, key.theirs, default)
+    return {"family": family.name, **fields}
 
 
 def _check_heads(sizes: Mapping[str, int]) -> None:
@@ -235,7 +175,7 @@ def _check_heads(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _rotary(config: Mapping[str, Any], neox: bool, context: int) -> dict[str, Any]:
+def _rotary(config: Mapping[str, Any], family: Family, context: int) -> dict[str, Any]:
     """Read the rotary settings under both spellings and hold them against each other."""
     new = _mapping(config, "rope_parameters")
     old = _mapping(config, "rope_scaling")
@@ -244,12 +184,12 @@ def _rotary(config: Mapping[str, Any], neox: bool, context: int) -> dict[str, An
         _at(config, "partial_rotary_factor"),
         _at(new, "partial_rotary_factor", "rope_parameters"),
     ]
-    if neox:
-        theta.append(_at(config, "rotary_emb_base"))
-        share.append(_at(config, "rotary_pct"))
-    name, pct = _agree(share, 0.25 if neox else 1.0)
-    if not neox and pct != 1.0:
-        raise ConfigError(refusal(f"{name} = {pct!r} is not supported for llama", legal=[1.0]))
+    theta += [_at(config, key) for key in family.theta_keys]
+    share += [_at(config, key) for key in family.rotary_keys if key != "partial_rotary_factor"]
+    name, pct = _agree(share, family.rotary_pct)
+    if "rotary_pct" not in family.free and pct != 1.0:
+        what = f"{name} = {pct!r} is not supported for {family.model_type}"
+        raise ConfigError(refusal(what, legal=[1.0]))
     _, base = _agree(theta, _THETA)
     return {
         "rope_theta": base,

@@ -1,17 +1,28 @@
-"""`ModelSpec`: the architecture of a Llama or GPT-NeoX model, and the rules that it obeys."""
+"""`ModelSpec`: the architecture of a model, and the rules that it obeys."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from meshwright.errors import nearest_divisors, refusal
+from meshwright.errors import nearest, nearest_divisors, refusal
+from meshwright.spec.families import FAMILIES
 
 # Far above what anybody trains: a program has a row for each layer, microbatch and rank.
 LARGEST: Final = 2**31 - 1
 MOST_LAYERS: Final = 2048
-Family = Literal["llama", "neox"]
+
+
+def _known_family(name: str) -> str:
+    if name not in FAMILIES:
+        legal = nearest(name, FAMILIES, 3) or sorted(FAMILIES)
+        raise ValueError(refusal(f"model.family = {name!r} is not known", legal=legal))
+    return name
+
+
+Family = Annotated[str, AfterValidator(_known_family)]
 
 
 class Spec(BaseModel):
@@ -43,9 +54,18 @@ class ModelSpec(Spec):
 
     `context` is the longest sequence that the model is meant for (`max_position_embeddings`); the
     sequence length of training is `train.seq_len`. `ffn_dim` is the width of one projection
-    (SwiGLU has three matrices of it, the NeoX MLP two). `rotary_pct` is the share of each head's
-    dimensions that is rotated. `dropout` is the share that training drops of the embedding's output
-    and of what each attention and MLP adds to the residual stream (GPT-NeoX `hidden_dropout`).
+    (a gated MLP has three matrices of it, a plain one two). `rotary_pct` is the share of each
+    head's dimensions that is rotated. `dropout` is the share that training drops of the embedding's
+    output and of what each attention and MLP adds to the residual stream (GPT-NeoX
+    `hidden_dropout`).
+
+    `family` says under which names and keys Hugging Face folders have the model, and presets what
+    its blocks are made of: the `FEATURES` of `spec.families`. `norm` is RMSNorm or LayerNorm with a
+    bias, before each sublayer. `attention_bias` is of q, k and v, and of o unless `output_bias`
+    says otherwise. `qk_norm`: an RMSNorm over each head of q and k, before the rotation.
+    `embedding_scale` multiplies the embedding's output, `residual_scale` what each sublayer adds to
+    the stream, `attention_scale` the scores (`head_dim ** -0.5` unless given); `logits_divisor`
+    divides the logits.
     """
 
     preset: str | None = None
@@ -63,9 +83,17 @@ class ModelSpec(Spec):
     rotary_pct: float = Field(default=1.0, ge=0, le=1)
     norm_eps: float = Field(default=1e-5, gt=0)
     tie_embeddings: bool = False
+    norm: Literal["rms", "layer"] = "rms"
     parallel_residual: bool = False
+    gated_mlp: bool = True
+    qk_norm: bool = False
     attention_bias: bool = False
+    output_bias: bool | None = None
     mlp_bias: bool = False
+    embedding_scale: float = Field(default=1.0, gt=0)
+    attention_scale: float | None = Field(default=None, gt=0)
+    residual_scale: float = Field(default=1.0, gt=0)
+    logits_divisor: float = Field(default=1.0, gt=0)
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
@@ -75,6 +103,25 @@ class ModelSpec(Spec):
     def rotary_dim(self) -> int:
         """Dimensions of each head that RoPE rotates (GPT-NeoX `rotary_ndims`)."""
         return int(self.head_dim * self.rotary_pct)
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether attention's last projection has a bias."""
+        return self.attention_bias if self.output_bias is None else self.output_bias
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by before attention, which divides by `sqrt(head_dim)`."""
+        return 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_family(cls, values: Any) -> Any:
+        """Fill what all models of a family have, where it is not given."""
+        if not isinstance(values, Mapping):
+            return values
+        family = FAMILIES.get(values.get("family", "llama"))
+        return {**family.features, **values} if family else values
 
     @model_validator(mode="after")
     def _rules(self) -> ModelSpec:
@@ -92,17 +139,5 @@ class ModelSpec(Spec):
                 f"the rotated part of a head must be even, but model.head_dim = {self.head_dim} "
                 f"x model.rotary_pct = {self.rotary_pct} gives {self.rotary_dim}"
             )
-        if self.family == "llama" and (self.parallel_residual or self.rotary_pct != 1.0):
-            raise ValueError(
-                "model.parallel_residual and model.rotary_pct are of the neox family; "
-                "model.family is llama"
-            )
-        if self.family == "neox" and self.n_kv_heads != self.n_heads:
-            raise ValueError(
-                refusal(
-                    f"the neox family has one key/value head per head, but model.n_kv_heads = "
-                    f"{self.n_kv_heads} and model.n_heads = {self.n_heads}",
-                    legal=[f"model.n_kv_heads = {self.n_heads}"],
-                )
-            )
+        FAMILIES[self.family].refuse_others(dict(self))
         return self

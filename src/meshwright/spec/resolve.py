@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.stored import read_object, stored_spec
@@ -48,11 +49,13 @@ def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Value
     for base in _bases(given):
         for key, value in base.items():
             found.setdefault(key, value)
-    family = found.setdefault("family", Value("llama", "default")).value
-    if family == "neox":
-        for key, fixed in (("attention_bias", True), ("mlp_bias", True), ("activation", "gelu")):
-            found.setdefault(key, Value(fixed, "default of the neox family"))
-    _derive_sizes(found, family)
+    family = FAMILIES.get(found.setdefault("family", Value("llama", "default")).value)
+    if family is not None:  # else the spec refuses it
+        for key, value in {**family.features, **family.defaults}.items():
+            if value != ModelSpec.model_fields[key].default:
+                found.setdefault(key, Value(value, f"default of the {family.name} family"))
+    is_gated = found.get("gated_mlp", Value(True, "")).value
+    _derive_sizes(found, is_gated=is_gated)
     if found.get("vocab_size", Value(None, "")).value is None:
         found["vocab_size"] = _vocab_size(tokenizer, source)
     return found
@@ -82,12 +85,13 @@ def _bases(given: Values) -> list[Values]:
         base["preset"] = Value(None, "default")
         if "n_heads" in given:  # the default's own head count no longer limits the groups
             base.pop("n_kv_heads")
-        if given.get("family", Value("llama", "")).value == "neox":
+        family = FAMILIES.get(given.get("family", Value("llama", "")).value)
+        if family is not None and not family.grouped:
             base.pop("n_kv_heads", None)
     return [base]
 
 
-def _derive_sizes(found: Values, family: str) -> None:
+def _derive_sizes(found: Values, *, is_gated: bool) -> None:
     """Fill `n_kv_heads`, `head_dim`, `ffn_dim` and `context` from the sizes beside them."""
     dim, heads = found["dim"].value, found["n_heads"].value
     found.setdefault("n_kv_heads", Value(heads, "derived from model.n_heads"))
@@ -103,7 +107,7 @@ def _derive_sizes(found: Values, family: str) -> None:
             )
         found["head_dim"] = Value(dim // heads, "derived from model.dim / model.n_heads")
     if found.get("ffn_dim", Value(None, "")).value is None:
-        if family == "llama":  # 2/3 of 4 x dim, as SwiGLU has a third matrix: arXiv:2002.05202
+        if is_gated:  # 2/3 of 4 x dim, as SwiGLU has a third matrix: arXiv:2002.05202
             ffn, why = round_up(8 * dim // 3, 64), "derived: 8/3 model.dim in multiples of 64"
         else:
             ffn, why = 4 * dim, "derived: 4 model.dim"

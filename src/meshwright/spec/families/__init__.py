@@ -1,0 +1,18 @@
+"""The architectures that Meshwright knows, each in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from meshwright.spec.families.base import Family
+from meshwright.spec.families.granite import GRANITE
+from meshwright.spec.families.llama import LLAMA
+from meshwright.spec.families.mistral import MISTRAL
+from meshwright.spec.families.neox import NEOX
+from meshwright.spec.families.qwen2 import QWEN2
+from meshwright.spec.families.qwen3 import QWEN3
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    one.name: one for one in (LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE)
+}

@@ -1,0 +1,182 @@
+"""`Family`: an architecture's presets of `ModelSpec`, and how Hugging Face folders spell it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
+
+from meshwright.errors import ConfigError, refusal
+
+# What a block is made of, as `ModelSpec` has it, and what Llama has there.
+FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "norm": "rms",
+        "gated_mlp": True,
+        "attention_bias": False,
+        "output_bias": None,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "rotary_pct": 1.0,
+        "parallel_residual": False,
+        "embedding_scale": 1.0,
+        "attention_scale": None,
+        "residual_scale": 1.0,
+        "logits_divisor": 1.0,
+    }
+)
+
+
+class Key(NamedTuple):
+    """A key of `config.json`: the field of `ModelSpec` that it holds, and what its absence means.
+
+    Where `default` is the name of a field, absence means the value of that one.
+    """
+
+    ours: str
+    theirs: str
+    kind: Literal["size", "number", "flag"]
+    default: Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    `fixed` are the features that all its models have, where they differ from Llama's; those in
+    `free` are a model's own, with `defaults` where a config leaves them out. `sizes` are what
+    transformers takes for sizes that a `config.json` leaves out; `keys` are its further keys,
+    `written` what is only written, `inert` the values under which a key changes nothing. `modules`
+    has the stored name of each of our modules, `{}` for the layer; several modules with one name
+    are stored together, as `fused` says: by head, or one below the other. `buffers` are stored
+    names that are no parameters.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    modules: Mapping[str, str]
+    sizes: Mapping[str, int]
+    keys: tuple[Key, ...]
+    free: frozenset[str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    inert: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    default_activation: str = "silu"
+    grouped: bool = True
+    fused: Literal["by head", "stacked"] = "stacked"
+    buffers: re.Pattern[str] = re.compile(r"(?!)")
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    # Default of the rotated share, and further keys that spell it and the base.
+    rotary_pct: float = 1.0
+    rotary_keys: tuple[str, ...] = ()
+    theta_keys: tuple[str, ...] = ()
+    check: Callable[[Mapping[str, Any]], None] = lambda config: None
+    check_written: Callable[[Mapping[str, Any]], None] = lambda fields: None
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def features(self) -> Mapping[str, Any]:
+        """What its models have of `FEATURES`, where they may not choose."""
+        return {
+            key: self.fixed.get(key, value)
+            for key, value in FEATURES.items()
+            if key not in self.free
+        }
+
+    def refuse_others(self, fields: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for a feature that no model of the family has."""
+        for key, value in self.features.items():
+            if fields.get(key, value) != value:
+                raise ValueError(
+                    refusal(
+                        f"model.{key} = {_toml(fields[key])} is not of the {self.name} family",
+                        legal=[f"model.{key} = {_toml(value)}"],
+                    )
+                )
+        heads, kv_heads = fields["n_heads"], fields["n_kv_heads"]
+        if not self.grouped and kv_heads != heads:
+            raise ValueError(
+                refusal(
+                    f"the {self.name} family has one key/value head per head, but "
+                    f"model.n_kv_heads = {kv_heads} and model.n_heads = {heads}",
+                    legal=[f"model.n_kv_heads = {heads}"],
+                )
+            )
+
+
+def preset(
+    family: str, vocab: int, dim: int, layers: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    """Return a preset: a partial set of `ModelSpec` fields."""
+    sizes = {"vocab_size": vocab, "dim": dim, "n_layers": layers, "n_heads": heads}
+    return {"family": family, **sizes, **more}
+
+
+def no_windows(config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a layer that sees a window of the sequence only."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and (other := set(kinds) - {"full_attention"}):
+        refused = refusal(
+            f"layer_types has {sorted(map(str, other))}: attention inside a window is not "
+            "supported",
+            legal=["full_attention"],
+        )
+        raise ConfigError(refused)
+    if config.get("use_sliding_window"):
+        what = "use_sliding_window = true: attention inside a window is not supported"
+        raise ConfigError(refusal(what, legal=[False]))
+
+
+def llama_modules(**more: str) -> dict[str, str]:
+    """Return the names under which Llama, and most since, store their modules."""
+    attention = {one: f"model.layers.{{}}.self_attn.{one}_proj" for one in "qkvo"}
+    mlp = {one: f"model.layers.{{}}.mlp.{one}_proj" for one in ("gate", "up", "down")}
+    return {
+        "embed": "model.embed_tokens",
+        "attn_norm": "model.layers.{}.input_layernorm",
+        **{f"attn.{one}": name for one, name in attention.items()},
+        "mlp_norm": "model.layers.{}.post_attention_layernorm",
+        **{f"mlp.{one}": name for one, name in mlp.items()},
+        "norm": "model.norm",
+        "head": "lm_head",
+        **more,
+    }
+
+
+def llama_keys(kv_heads: object = "n_heads", head_dim: object = "dim / n_heads") -> tuple[Key, ...]:
+    """Return the keys of Llama's `config.json` that most since have, with their defaults."""
+    return (
+        Key("n_kv_heads", "num_key_value_heads", "size", kv_heads),
+        Key("head_dim", "head_dim", "size", head_dim),
+        Key("norm_eps", "rms_norm_eps", "number", 1e-6),
+    )
+
+
+BIASES: Final = (
+    Key("attention_bias", "attention_bias", "flag", False),
+    Key("mlp_bias", "mlp_bias", "flag", False),
+)
+
+
+def sizes_of(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, context: int
+) -> Mapping[str, int]:
+    """Return what transformers takes for sizes that a file leaves out."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else repr(value)
