@@ -14,6 +14,7 @@ from meshwright.program.shards import sums_in_place
 from meshwright.program.target import Processor, Route, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
@@ -97,7 +98,9 @@ def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied, matmul
     check(label, precision, matmul, 0.03, MODEL.model_copy(update=sizes))
 
 
-NEOX = {"family": "neox", "n_kv_heads": 4, "attention_bias": True}
+NEOX = {"family": "neox", "n_kv_heads": 4, "attention_bias": True, "mlp_bias": True}
+NEOX |= FAMILIES["neox"].fixed
+QWEN3 = {"family": "qwen3", **FAMILIES["qwen3"].fixed}
 
 
 @needs_onednn
@@ -107,6 +110,7 @@ NEOX = {"family": "neox", "n_kv_heads": 4, "attention_bias": True}
     [
         ("tp2 mb4", {}),
         ("dp1 mb4", NEOX),
+        ("tp2 mb4", QWEN3),
         pytest.param("dp1 mb4", {}, marks=pytest.mark.slow),
         pytest.param("tp2 mb4", NEOX, marks=pytest.mark.slow),
     ],
