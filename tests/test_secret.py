@@ -1,7 +1,10 @@
 """The secret of a job: who is counted as a rank, and where rank 0 listens."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -124,6 +127,29 @@ def test_a_secret_is_in_the_environment_or_a_file_of_its_owner_alone(tmp_path):
         Secret.from_environment(named)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         Secret.from_environment({"MESHWRIGHT_SECRET_FILE": str(tmp_path / "none")})
+
+
+@pytest.mark.parametrize("content", ["", "\n", "0" * 15, "0" * 5000])
+def test_a_file_that_holds_no_secret_is_refused(tmp_path, content):
+    file = tmp_path / "secret"
+    file.write_text(content)
+    file.chmod(0o600)
+    count = "more than 4096" if len(content) > 4096 else len(content.strip())
+    with pytest.raises(ConfigError, match=f"16 to 4096 characters, and has {count}"):
+        Secret.from_environment({"MESHWRIGHT_SECRET_FILE": str(file)})
+
+
+def test_a_secret_may_be_any_bytes():
+    found = Secret.from_environment({"MESHWRIGHT_SECRET": os.fsdecode(b"\xff" * 20)})
+    assert found == Secret(b"\xff" * 20)
+
+
+def test_a_pipe_in_place_of_a_secret_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    read = f"Secret.from_environment({{'MESHWRIGHT_SECRET_FILE': {str(tmp_path / 'pipe')!r}}})"
+    code = f"from meshwright.execute.secret import Secret; {read}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert "its owner alone can read" in done.stderr
 
 
 def test_the_port_of_a_job_of_slurm_follows_from_its_secret():

@@ -30,16 +30,20 @@ class Secret:
     def from_environment(cls, environ: Mapping[str, str]) -> Secret:
         """Return the secret in `MESHWRIGHT_SECRET`, or in the file `MESHWRIGHT_SECRET_FILE` names.
 
-        Raises `ConfigError` for one that is too short, and for a file that others can read.
+        Raises `ConfigError` for one that is too short, and for a file that others can read. A
+        variable that is empty is not set; a file that is empty is refused: it was meant to protect.
         """
-        text, where = environ.get(VARIABLE, ""), VARIABLE
-        if not text and environ.get(FILE_VARIABLE):
+        key, where = os.fsencode(environ.get(VARIABLE, "")), VARIABLE
+        if not key and environ.get(FILE_VARIABLE):
             path = Path(environ[FILE_VARIABLE])
-            text, where = _read(path), f"{FILE_VARIABLE} = {path}"
-        if text and not _SHORTEST <= len(text) <= _LONGEST:
-            rule = f"must have {_SHORTEST} to {_LONGEST} characters, and has {len(text)}"
+            key, where = _read(path), f"{FILE_VARIABLE} = {path}"
+        elif not key:
+            return NONE
+        if not _SHORTEST <= len(key) <= _LONGEST:
+            has = f"more than {_LONGEST}" if len(key) > _LONGEST else str(len(key))
+            rule = f"must have {_SHORTEST} to {_LONGEST} characters, and has {has}"
             raise ConfigError(f"{where} {rule}. `openssl rand -hex 32` makes one")
-        return cls(text.encode())
+        return cls(key)
 
     def __bool__(self) -> bool:
         return bool(self.key)
@@ -63,14 +67,14 @@ class Secret:
 NONE: Final = Secret()
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        # Without O_NONBLOCK a pipe would be waited for.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) & 0o077:
                 rule = "must be a file that its owner alone can read"
                 raise ConfigError(f"{FILE_VARIABLE} = {path} {rule}: chmod 600 {path}")
-            return file.read(_LONGEST + 1).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
-        raise ConfigError(f"{FILE_VARIABLE} = {path} cannot be read: {reason}") from None
+            return file.read(_LONGEST + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{FILE_VARIABLE} = {path} cannot be read: {error.strerror}") from None
