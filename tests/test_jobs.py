@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -54,6 +55,19 @@ def test_torchrun_has_a_line_for_each_node_and_one_meeting_place(written):
     assert lines[1] == lines[3]
     assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint a:29500" in lines[1]
     assert lines[1].endswith("-m meshwright train run.toml")
+
+
+def test_a_job_with_a_secret_is_never_readable_by_others(written, tmp_path, monkeypatch):
+    seen, rename = [], Path.replace
+
+    def replaced(source, target):
+        seen.append((Path(target).name, stat.S_IMODE(source.stat().st_mode)))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    written("torchrun", "--hosts", "a", "b", "--out", "job.sh")
+    assert seen == [("job.sh", 0o600)]
+    assert stat.S_IMODE((tmp_path / "job.sh").stat().st_mode) == 0o600
 
 
 def test_two_jobs_of_one_name_do_not_meet(written):

@@ -132,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(config, args)
     text = writer(job)
     if args.out is not None:
-        write_atomic(args.out, text.encode())
-        if job.secret in text:
-            args.out.chmod(0o600)
+        write_atomic(args.out, text.encode(), private=job.secret in text)
         print(f"wrote {args.out}")
     if args.target == "ray" and args.submit:
         return submit_to_ray(job, args.address, parse_time(args.wait))

@@ -89,18 +89,20 @@ class AtomicFile:
     """A file that appears under its name only when it is complete and on the disk.
 
     Used as a context: leaving it by an exception removes what was written. `hash` follows the
-    bytes. Raises DataError, with the path and the bytes written so far, when the disk refuses.
+    bytes. With `private` its owner alone can read it. Raises DataError, with the path and the bytes
+    written so far, when the disk refuses.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, private: bool = False) -> None:
+        self.path, self._mode = path, 0o600 if private else 0o666
         self.hash = FileHash()
         self._temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
 
     def __enter__(self) -> AtomicFile:
         try:
-            # "x" never follows a link that someone put there.
-            self._file = self._temporary.open("xb")
+            # O_EXCL never follows a link that someone put there.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._file = os.fdopen(os.open(self._temporary, flags, self._mode), "wb")
         except OSError as error:
             raise self._failed(error) from error
         return self
@@ -140,9 +142,9 @@ class AtomicFile:
         )
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a whole small file atomically."""
-    with AtomicFile(path) as file:
+def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write a whole small file atomically; with `private` its owner alone can read it."""
+    with AtomicFile(path, private=private) as file:
         file.write(data)
 
 
