@@ -3,6 +3,7 @@
 The numbers are those of docs/fault-cases.md.
 """
 
+import errno
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,9 @@ from meshwright.data.corpora import Files
 from meshwright.errors import CheckpointError, ConfigError, DataError, RankFailed
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.alike import differences, digests_of, refuse_unlike
+from meshwright.launch.disk import forget_gone
 from meshwright.launch.elastic import read_word, recorded, tell
+from meshwright.launch.gather import check_sights, hand_over, sight
 from meshwright.launch.lock import RunLock
 from meshwright.launch.notes import run_notes
 from meshwright.launch.resuming import Resume
@@ -75,17 +79,31 @@ def test_a_step_is_not_saved_among_those_of_another_run(tmp_path, outcome):
     assert run_of(path) == "aaaa"
     assert begin(root, 1, "aaaa") is None  # its own, committed before a restart
     for step in (1, 2):
-        with outcome.refused(CheckpointError, r"step-00000001 written by run aaaa, .*run bbbb"):
+        told = "run aaaa has written step-00000001, and this is run bbbb"
+        with outcome.refused(CheckpointError, told):
             begin(root, step, "bbbb")
     put_step(root, 2, "aaaa")
     (root / LOCK).write_text(json.dumps({"run": "cccc"}))
-    with outcome.refused(CheckpointError, "locked by run cccc, and this is run aaaa"):
+    with outcome.refused(CheckpointError, "run cccc has locked it, and this is run aaaa"):
         begin(root, 3, "aaaa")
     assert [one.name for one in steps(root)] == [step_name(1), step_name(2)]
     shutil.rmtree(root)
     with outcome.refused(CheckpointError, "was not written: No such file"):
         begin(root, 3, "aaaa")
     assert not root.exists()
+
+
+def test_a_run_may_save_its_steps_into_its_own_folder(config, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    words = (f"log.dir={folder.parent}", "log.name=mine", f"checkpoint.dir={folder}")
+    job = prepare_job(config(*ONE, *words), clean_environ())
+    with ExitStack() as held:
+        locked(job, held)
+        create(job)
+        told = json.loads(hand_over(job))
+        assert sight(told) == [True, True]
+        check_sights(told, [("node", sight(told))])
+        assert begin(folder, 1, job.run).parent == folder
 
 
 @pytest.mark.case(30)
@@ -103,7 +121,7 @@ def save_twice(world, root):
     chunks = Chunks([Chunk(f"w{world.rank}", (0,), torch.ones(8))], [])
     for _ in range(2):
         Saver(Path(root), world, 2, told.append, run="aaaa").save(1, chunks, {}, {})
-    with refused(CheckpointError, "written by run aaaa") as caught:
+    with refused(CheckpointError, "run aaaa has written") as caught:
         Saver(Path(root), world, 2, told.append, run="bbbb").save(1, chunks, {}, {})
     return [saved.bytes for saved in told], caught.outcome
 
@@ -117,6 +135,18 @@ def test_no_save_of_0_bytes_is_told_of(tmp_path, outcome):
 
 
 # --- a run folder removed from under a run (case 31) -----------------------------------------
+
+
+def test_a_lock_is_lost_where_a_file_replaces_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with RunLock(folder / "lock") as lock:
+        assert not lock.is_lost
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", Mock(side_effect=OSError(errno.EIO, "not now")))
+            assert not lock.is_lost  # a file system that does not answer has removed nothing
+        folder.rename(tmp_path / "moved")
+        folder.write_text("another")
+        assert lock.is_lost
 
 
 @pytest.mark.case(31)
@@ -219,6 +249,16 @@ def test_a_job_does_not_take_up_the_run_of_another_with_its_id(killed, config, o
     outcome.add(None, said[-1], time.monotonic() - began)
 
 
+@pytest.mark.parametrize("damage", [{"folder": 3}, {"parent": []}, {"parent": None}])
+def test_damaged_word_of_a_job_is_none(killed, damage):
+    job, asked, at = killed()
+    note = next(job.folder.path.parent.glob(".job-*"))
+    note.write_text(json.dumps({**read_word(note)._asdict(), **damage}))
+    assert read_word(note) is None
+    assert recorded(asked, replace(at, attempt=1), pytest.fail) is None
+    forget_gone(note.parent)
+
+
 @pytest.mark.case(33)
 def test_word_of_a_killed_job_ends_with_the_first_attempt_of_the_next(killed, outcome):
     job, asked, at = killed()
@@ -259,6 +299,13 @@ def test_ranks_that_differ_are_named_with_the_file(outcome):
     )
     outcome.add(*found[1])
     assert list(differences([{"a": "1"}, {"a": "1"}])) == []
+
+
+def test_versions_that_begin_alike_are_shown_as_far_as_they_differ():
+    found = [{"torch": f"2.11.0+cu128.build{number}"} for number in (1, 2)]
+    assert list(differences(found)) == [
+        "torch is 2.11.0+cu128.build1 on rank 0, 2.11.0+cu128.build2 on rank 1"
+    ]
 
 
 def test_first_weights_and_code_are_compared(config, tmp_path):

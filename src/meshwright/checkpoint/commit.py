@@ -80,14 +80,15 @@ def _refuse_others(root: Path, run: str) -> None:
     """Raise `CheckpointError` where another run writes under `root`, or has written there."""
     found = []
     with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody has it locked
-        found.append((json.loads((root / LOCK).read_text(encoding="utf-8")).get("run"), "locked"))
-    found += [(run_of(path), f"{path.name} written") for path in steps(root)[-1:]]
+        holder = parse_json((root / LOCK).read_text(encoding="utf-8"))
+        found.append((holder.get("run"), "locked it"))
+    found += [(run_of(path), f"written {path.name}") for path in steps(root)[-1:]]
     for other, deed in found:
         if other and other != run:
             raise CheckpointError(
-                f"{root} is another run's by now: it has {deed} by run {other}, and this is run "
-                f"{run or 'without an id'}. Nothing was saved there; give each run a folder of its "
-                "own (checkpoint.dir)"
+                f"{root} is another run's by now: run {other} has {deed}, and this is "
+                f"{f'run {run}' if run else 'a run without an id'}. Nothing was saved there; give "
+                "each run a folder of its own (checkpoint.dir)"
             )
 
 

@@ -7,7 +7,8 @@ looks normal.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ from meshwright.spec.stored import find_step
 from meshwright.train.run_folder import Job
 
 _SHOWN: Final = 3  # of the files that differ
+_DIGITS: Final = 12  # of a digest, or more where these are the same
 
 Digests = Mapping[str, str]  # by the name of what they are of
 
@@ -37,7 +39,7 @@ def refuse_unlike(mine: Digests, world: World) -> None:
     """
     if world.size == 1:
         return
-    text = json.dumps(mine)
+    text = json.dumps(mine, sort_keys=True)
     if len(set(exchange(sha256_bytes(text.encode()), dist.group.WORLD))) == 1:
         return
     everyone = [json.loads(one) for one in exchange(text, dist.group.WORLD)]
@@ -54,8 +56,14 @@ def differences(everyone: Sequence[Digests]) -> Iterator[str]:
         for rank, digests in enumerate(everyone):
             ranks.setdefault(digests.get(name, "missing"), []).append(rank)
         if len(ranks) > 1:
-            which = (f"{value:.12} on {ranks_text(some)}" for value, some in ranks.items())
+            digits = _telling(ranks)
+            which = (f"{value[:digits]} on {ranks_text(some)}" for value, some in ranks.items())
             yield f"{name} is {', '.join(which)}"
+
+
+def _telling(values: Collection[str]) -> int:
+    """Return how many of their first characters tell values apart, `_DIGITS` at least."""
+    return next(n for n in count(_DIGITS) if len({one[:n] for one in values}) == len(values))
 
 
 def digests_of(

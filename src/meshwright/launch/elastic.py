@@ -23,6 +23,7 @@ from meshwright.execute.interfaces import boot_id
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.explain import read_failure
 from meshwright.launch.restart import restart_event
+from meshwright.parsing import parse_json
 from meshwright.spec.loading import Config
 from meshwright.train.run_folder import Job, read_job
 
@@ -53,9 +54,11 @@ class Word(NamedTuple):
 def read_word(note: Path) -> Word | None:
     """Return what a file says of a job to come back; None where it is missing or damaged."""
     try:
-        return Word(**json.loads(note.read_text(encoding="utf-8")))
+        word = Word(**parse_json(note.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    is_whole = isinstance(word.folder, str) and isinstance(word.parent, list)
+    return word if is_whole and len(word.parent) == 2 else None
 
 
 def recorded(config: Config, at: Rendezvous, say: Callable[[str], None]) -> Path | None:

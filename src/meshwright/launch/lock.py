@@ -59,8 +59,10 @@ class RunLock:
         """Whether the locked file is no longer the one at its path: someone removed the folder."""
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(self.descriptor))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:  # a file system that does not answer says nothing
+            return False
 
     def check(self) -> None:
         """Raise `RankFailed` where the lock is lost."""

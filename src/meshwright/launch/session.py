@@ -197,10 +197,9 @@ def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
 
     Raises `ConfigError` where another run has one of them, or has saved there meanwhile.
     """
-    locks = [
-        RunLock(job.folder.lock, job.run),
-        RunLock(job.checkpoints / LOCK, job.run, "checkpoint folder"),
-    ]
+    locks = [RunLock(job.folder.lock, job.run)]
+    if job.checkpoints.resolve() != job.folder.path.resolve():  # else they have one lock
+        locks.append(RunLock(job.checkpoints / LOCK, job.run, "checkpoint folder"))
     for lock in locks:
         held.enter_context(lock)
     if not job.resume:
