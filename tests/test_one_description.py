@@ -17,6 +17,7 @@ from meshwright.predict.work import elements_of
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.shards import shard_rank
+from meshwright.program.target import Target
 from meshwright.search.lightest import lightest
 from meshwright.search.rank import Search
 from meshwright.spec.resolve import model_spec
@@ -46,6 +47,26 @@ def test_the_lightest_layout_takes_what_its_price_says(device, precision):
     train = one.train.model_copy(update={"batch": count * light.layout.dp})
     found = worst_memory(replace(one, train=train), light.layout)
     assert light.bytes == pytest.approx(found.total, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("device", "zero", "schedule", "phase"),
+    [
+        ("cpu", 1, "1f1b", "step"),
+        ("cpu", 2, "1f1b", "step"),
+        ("gpu", 1, "1f1b", "step"),
+        ("gpu", 2, "1f1b", "step"),
+        ("gpu", 2, "zbv", "backward"),  # with the second half of each microbatch's backward
+    ],
+)
+def test_the_phase_of_replicas_sums_says_how_often_they_travel(device, zero, schedule, phase):
+    pipeline = {"pp": 2, "virtual_stages": 2, "schedule": schedule} if schedule == "zbv" else {}
+    layout = Layout(dp_replicate=2, dp_shard=2, zero=zero, microbatch=1, **pipeline)
+    program = lower(MODEL, TrainSpec(batch=32, seq_len=512), layout, Target(device))
+    sums = [one for one in collectives(program, 0) if one.axis == "replicate"]
+    assert {one.phase for one in sums} == {phase}
+    units = MODEL.n_layers // layout.pp + 3  # blocks, and what is in none: three at most
+    assert (sum(one.count for one in sums) <= units) == (phase == "step")
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,9 @@ def reductions(
     phase = _summed_in(each)
     for stage in stages:
         units = _units(program, stage, attrgetter("padded_elements"), in_place=in_place)
-        for has_deferred, has_prompt, meets in _rounds(program, at["pp"], stage, each):
+        rounds = list(_rounds(program, at["pp"], stage, each))
+        met = _summed_in(sum(meets for *_, meets in rounds) > 1)
+        for has_deferred, has_prompt, meets in rounds:
             for unit in units:
                 size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
                 if not size:
@@ -137,7 +139,7 @@ def reductions(
                 if replicas > 1 and meets:
                     reason = "replicas: sum gradients"
                     size //= ranks
-                    yield Collective("all_reduce", "replicate", size, 1, phase, "gradients", reason)
+                    yield Collective("all_reduce", "replicate", size, 1, met, "gradients", reason)
 
 
 def _summed_in(each: bool) -> Phase:
@@ -182,7 +184,9 @@ def _exchanges(
                 size = (unit.deferred + unit.prompt) * _FP32
                 if size:
                     reason = "replicas: sum gradients"
-                    yield Collective("all_reduce", "replicate", size, 1, phase, "gradients", reason)
+                    yield Collective(
+                        "all_reduce", "replicate", size, 1, "step", "gradients", reason
+                    )
 
 
 def _rounds(
