@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import unicodedata
 from types import SimpleNamespace
 
 import pytest
@@ -216,6 +217,10 @@ def test_a_terminal_gets_no_escapes(is_terminal, shown, monkeypatch, capsys, out
 
 def test_an_error_shows_no_escapes_and_no_end_of_text(capsys):
     assert printable("\x1b[31m\x9b\r") == r"\x1b[31m\x9b\r"
+    kinds = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    embed = (chr(one) for one in range(1 << 16) if unicodedata.bidirectional(chr(one)) in kinds)
+    for mark in ("\u061c", "\u200e", "\u200f", *embed):  # UAX #9, table 4
+        assert printable(mark) == f"\\u{ord(mark):04x}"
     main(["train", "model.\x1b[2Jdim=3"])
     assert "\x1b" not in capsys.readouterr().err
     assert len(str(MeshwrightError("x" * 10**6))) < 200

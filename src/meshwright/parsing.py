@@ -22,7 +22,7 @@ MAX_DIGITS: Final = 300
 _TOO_LARGE: Final = 10**MAX_DIGITS
 # C0 without \t and \n, DEL and C1; marks that change the direction of writing (UAX #9).
 _CONTROL: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 _Pairs = list[tuple[str, Any]]
