@@ -109,19 +109,8 @@ def run(args: argparse.Namespace) -> int:
         config = on_machine(config, machine)
         shared = slower(config, machine)
     if args.explain:
-        layout = Layout.parse(args.explain)
         setting = setting_of(config, calibration, processor=processor(), slower=shared)
-        found = explain(setting, layout)
-        if args.json:
-            terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
-            notes = _notes(config, setting, layout)
-            print_json({**prediction_json(found), "terms": terms, "notes": notes})
-        else:
-            _print_terms(found)
-            for note in _notes(config, setting, layout):
-                say(f"note: {note}")
-            _print_charts(config, setting, found.layout)
-        return EXIT_DONE
+        return _explain(config, setting, args)
     if args.after_oom:
         layout = (
             Layout.parse(args.after_oom) if run_folder is None else read_job(run_folder.path).layout
@@ -156,6 +145,21 @@ def run(args: argparse.Namespace) -> int:
             one.print()
             print(f"  answered in {one.seconds:.2f} s")
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
+def _explain(config: Config, setting: Setting, args: argparse.Namespace) -> int:
+    """Print each term of a layout's peak and time."""
+    layout = Layout.parse(args.explain)
+    found, notes = explain(setting, layout), _notes(config, setting, layout)
+    if args.json:
+        terms = [(t.category, t.bytes, t.formula) for t in found.memory.terms]
+        print_json({**prediction_json(found), "terms": terms, "notes": notes})
+        return EXIT_DONE
+    _print_terms(found)
+    for note in notes:
+        say(f"note: {note}")
+    _print_charts(setting, found.layout)
+    return EXIT_DONE
 
 
 def _notes(config: Config, setting: Setting, layout: Layout) -> list[str]:
@@ -317,7 +321,7 @@ def _print_terms(found: Prediction) -> None:
     Console().print(times)
 
 
-def _print_charts(config: Config, setting: Setting, layout: Layout) -> None:
+def _print_charts(setting: Setting, layout: Layout) -> None:
     drawn = predicted_profile(on_cluster(setting, layout), layout)
     console = Console()
     charts = (timeline_chart(drawn, console.width), memory_chart([drawn], console.width))

@@ -37,8 +37,7 @@ def backward_needs(program: Program, sizes: Sizes) -> tuple[Need, ...]:
 
     The gradient of the stream itself is not among them. Products of one input that are computed
     together have two needs, the second by the name of the first of them: while they make the
-    input's gradient, and while it travels and they make those of the weights. `on_host`: a CPU
-    computes, and gloo carries messages. `packed`: rows have several documents.
+    input's gradient, and while it travels and they make those of the weights.
     """
     target = program.target
     blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes)

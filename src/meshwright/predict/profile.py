@@ -48,12 +48,11 @@ def predicted_profile(
 ) -> StepProfile:
     """Return what a step takes as predicted, by default on one rank of each place in the pipeline.
 
-    The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). `packed`
-    says that rows hold several documents. The spans of the rank whose microbatches take longest end
-    with the step; the others' may end before it, as they have smaller sums or updates. The price
-    has the optimizer wait for all ranks, whose norm is of all gradients, and what the host adds to
-    a step at its end. Of systems other than ours memory is known at its peak alone, and messages
-    are not.
+    The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). The
+    spans of the rank whose microbatches take longest end with the step; the others' may end before
+    it, as they have smaller sums or updates. The price has the optimizer wait for all ranks, whose
+    norm is of all gradients, and what the host adds to a step at its end. Of systems other than
+    ours memory is known at its peak alone, and messages are not.
     """
     kernels, found = setting.kernels(), price(setting, layout)
     pace = pace_of(setting, kernels, layout)

@@ -7,12 +7,12 @@ it. The bytes that operations keep are the program's; what they need while they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from meshwright.predict.byte_count import ByteCount, PredictedMoment
-from meshwright.predict.needs import Need, backward_needs, of_input
+from meshwright.predict.needs import backward_needs, of_input
 from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
@@ -46,19 +46,8 @@ class Timeline:
 
 
 def timeline(program: Program, rank: int) -> Timeline:
-    """Return what a rank of the world holds through a step after the first, in bytes.
-
-    `packed` says that rows hold several documents; `on_host` that gloo carries the messages.
-    """
+    """Return what a rank of the world holds through a step after the first, in bytes."""
     return _Walk(program, rank).run()
-
-
-class _Layer(NamedTuple):
-    """A layer's operations: what it keeps after its forward, and what its backward does."""
-
-    kept: Mapping[str, int]
-    again: Mapping[str, int]
-    needs: Sequence[Need]
 
 
 class _Walk:

@@ -78,10 +78,7 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Elements on one tp rank: of one layer, of the embedding, of the last norm and head.
-
-    `layer_units` is what data parallelism sends: with the padding for its ranks.
-    """
+    """Elements on one tp rank: of one layer, of the embedding, of the last norm and head."""
 
     layer: int
     embedding: int

@@ -104,9 +104,8 @@ def rehearse(
 ) -> Rehearsal:
     """Perform one step of training as one rank of a world without others, on tensors without bytes.
 
-    The step is one after the first: the optimizer has its states. `packed` says that rows hold
-    several documents; `limit` is what tensors may take, in bytes; `on_cpu` that the ranks would be
-    processes of a CPU.
+    The step is one after the first: the optimizer has its states. `limit` is what tensors may take,
+    in bytes.
     """
     started, memory = time.perf_counter(), MemoryTracker()
     recorder = _Phases(memory)
