@@ -15,13 +15,14 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.launch import session
 from meshwright.launch.session import train
+from meshwright.program.profile import RankProfile, StepProfile
 from meshwright.report.ahead import layouts_page, plan_page
 from meshwright.report.figure import rounded, spread, thin
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
 from meshwright.report.timelines import timeline
-from meshwright.report.words import run_warnings
+from meshwright.report.words import profile_warnings, run_warnings
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
 from meshwright.spec.words import busy
@@ -96,6 +97,23 @@ def test_a_slow_step_on_a_busy_machine_is_not_the_calibrations_fault(config, loa
         assert busy(load, 2) == found
     else:
         assert "meshwright bench device" in todo
+
+
+@pytest.mark.parametrize(
+    ("cause", "layout", "advice"),
+    [
+        ("data", {"zero": 0}, "A larger train.batch."),
+        ("data", {"zero": 3}, "A larger train.batch, or a smaller layout.zero where memory"),
+        ("tp", {"sp": True}, "A smaller layout.tp."),
+        ("tp", {"sp": False}, "A smaller layout.tp, or layout.sp=true."),
+    ],
+)
+def test_nobody_is_advised_to_do_what_is_done(cause, layout, advice):
+    rank = RankProfile(0, {}, (), causes={"compute": 1.0, cause: 1.0})
+    one = StepProfile("measured", layout, "", "", (rank,))
+    ((said, todo),) = profile_warnings(None, one)
+    assert "takes 50% of the step" in said
+    assert todo.startswith(advice)
 
 
 def test_the_timeline_has_every_action_and_marks_the_bubble(config):

@@ -18,6 +18,7 @@ from meshwright.search.advice import lost_by, warnings
 from meshwright.search.rank import Search, preference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Recompute, Schedule, TrainSpec
+from meshwright.units import format_seconds
 
 MODEL = model_spec(
     dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1024, vocab_size=1024, context=512
@@ -277,3 +278,27 @@ def test_why_one_loses_is_its_largest_cause():
     more = {cause: s - plain.time.causes[cause] for cause, s in wide.time.causes.items()}
     assert max(more, key=more.get) == "bubble"
     assert lost_by(wide, plain) == f"an idle pipeline: {more['bubble']:+.2f} s"
+    # Of a step of milliseconds the difference is in these, not +0.00 s.
+    short = [replace(one, time=StepTime(scaled(one.time.causes, 1e-4))) for one in (wide, plain)]
+    assert lost_by(*short) == f"an idle pipeline: {more['bubble'] * 0.1:+.2g} ms"
+
+
+def scaled(causes, by):
+    return {cause: seconds * by for cause, seconds in causes.items()}
+
+
+@pytest.mark.parametrize(("batch", "said"), [(16, "1 microbatch for"), (32, "2 microbatches for")])
+def test_an_idle_pipeline_counts_its_microbatches(batch, said):
+    train = H100.train.model_copy(update={"batch": batch})
+    one = replace(H100, train=train)
+    found = price(one, Layout(pp=16, schedule="1f1b", microbatch=16))
+    (text,) = [text for text in warnings(found, one) if "pipeline is idle" in text]
+    assert f"with {said} 16 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (2e-5, "0ms"), (0.00434, "4.3ms"), (0.00996, "10ms"), (0.2, "200ms")],
+)
+def test_milliseconds_have_two_digits(seconds, text):
+    assert format_seconds(seconds) == text

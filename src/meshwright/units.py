@@ -41,14 +41,17 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration, as `1h02m`, `3m20s`, `4.1s` or `12ms`."""
+    """Print a duration, as `1h02m`, `3m20s`, `4.1s`, `12ms` or `3.4ms`."""
     if seconds >= 3600:
         hours, rest = divmod(round(seconds / 60), 60)
         return f"{hours}h{rest:02d}m"
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes}m{rest:02d}s"
-    return f"{seconds:.1f}s" if seconds >= 1 else f"{seconds * 1e3:.0f}ms"
+    if seconds >= 1:
+        return f"{seconds:.1f}s"
+    is_short = 0.05 <= seconds * 1e3 < 9.95
+    return f"{seconds * 1e3:.1f}ms" if is_short else f"{seconds * 1e3:.0f}ms"
 
 
 def round_up(value: int, multiple: int) -> int:

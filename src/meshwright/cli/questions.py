@@ -186,10 +186,10 @@ def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
 def print_ways_to_fit(now: Prediction, found: list[WayToFit], seconds: float) -> None:
     """Print what helps after an out-of-memory."""
     held = now.memory
-    said = "which fits by the prediction: it is too low" if held.fits else "too much"
+    said = ": by the prediction it fits, so that is too low" if held.fits else ""
     say(
-        f"{now.layout.label} needs {format_bytes(held.total)} of {format_bytes(held.limit)} on "
-        f"pipeline rank {held.rank}, {said}"
+        f"{now.layout.label} needs {format_bytes(held.total)} on pipeline rank {held.rank}, and a "
+        f"device has {format_bytes(held.limit)}{said}"
     )
     if not found:
         say("no change, and no pair of changes, of this layout fits: see `meshwright plan`")

@@ -80,8 +80,9 @@ def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list
     ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
     if ours and theirs and theirs.total:
         off = ours.total / theirs.total - 1
+        what = "peak memory" if "fixed" in theirs.bytes else "peak memory of tensors"
         found.append(
-            f"peak memory {format_bytes(ours.total)}, {happened.source} "
+            f"{what} {format_bytes(ours.total)}, {happened.source} "
             f"{format_bytes(theirs.total)} ({off:+.1%})"
         )
     went = agreement(planned, happened) if happened.source == "measured" else None
@@ -219,10 +220,12 @@ def _shape(base: StepProfile) -> Iterator[Advice]:
         )
     causes = mean_causes(base)
     total = sum(causes.values())
+    sp, zero = base.layout.get("sp"), base.layout.get("zero")
     todo = {
-        "tp": "A smaller layout.tp, or layout.sp=true.",
+        "tp": f"A smaller layout.tp{'' if sp else ', or layout.sp=true'}.",
         "cp": "A smaller layout.cp, or longer sequences on each rank.",
-        "data": "A larger train.batch, or a smaller layout.zero where memory allows.",
+        "data": "A larger train.batch"
+        + (", or a smaller layout.zero where memory allows." if zero else "."),
     }
     for cause, text in todo.items():
         share = causes.get(cause, 0.0) / total if total else 0.0

@@ -34,7 +34,10 @@ def lost_by(found: Prediction, winner: Prediction) -> str:
         "optimizer": "the optimizer's step",
         "host": "the host",
     }
-    return f"{names[cause]}: {more[cause]:+.2f} s"
+    is_short = abs(more[cause]) < 0.01
+    return f"{names[cause]}: " + (
+        f"{more[cause] * 1e3:+.2g} ms" if is_short else f"{more[cause]:+.2f} s"
+    )
 
 
 def warnings(found: Prediction, setting: Setting) -> list[str]:
@@ -74,9 +77,10 @@ def _bubble(found: Prediction, setting: Setting) -> str | None:
         return None
     layout = found.layout
     count = layout.microbatches(setting.train.batch)
+    few = "1 microbatch" if count == 1 else f"{count} microbatches"
     return (
-        f"the pipeline is idle for {share:.0%} of the step: {count} microbatches for {layout.pp} "
-        "ranks are few; more of them help, or virtual stages"
+        f"the pipeline is idle for {share:.0%} of the step, with {few} for {layout.pp} ranks: more "
+        "microbatches or virtual stages help"
     )
 
 
