@@ -37,7 +37,7 @@ def runs(tmp_path, monkeypatch):
 
 def word_of(folder):
     """What a job that is to come back leaves of its run."""
-    return json.dumps(Word(str(folder), "", "", [], None, [])._asdict())
+    return json.dumps(Word(str(folder), "", "", [], None, [0, 0])._asdict())
 
 
 def left(runs):

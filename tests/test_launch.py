@@ -265,7 +265,7 @@ def demo(tmp_path):
 def test_the_demo_trains(tmp_path):
     code, out, err = demo(tmp_path)
     assert code == 0, err
-    assert "done after 1 steps" in out
+    assert "done after 1 step:" in out
 
 
 @pytest.mark.perf

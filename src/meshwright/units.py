@@ -54,6 +54,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}ms" if is_short else f"{seconds * 1e3:.0f}ms"
 
 
+def counted(count: int, noun: str) -> str:
+    """Print a number of things, as `1 step` or `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

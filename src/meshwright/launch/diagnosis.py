@@ -28,7 +28,7 @@ from meshwright.launch.restart import Recovery, recoveries, step_of
 from meshwright.parsing import foreign
 from meshwright.program.events import Event, Events, ending
 from meshwright.train.run_folder import Job, RunFolder, read_job
-from meshwright.units import format_seconds
+from meshwright.units import counted, format_seconds
 
 # Seconds without an entry after which a run that goes on is said to be silent.
 SILENT_S: Final = 10.0
@@ -130,7 +130,7 @@ def _state(
     if last is not None and last["event"] == "end":
         if last["stopped"]:
             return "stopped", f"stopped on request after step {last['step']}"
-        return "done", f"done after {last['step']} steps"
+        return "done", f"done after {counted(last['step'], 'step')}"
     if last is not None:
         return "failed", str(last["cause"])
     # No supervisor has told: it was ended itself, or torchrun started the ranks.

@@ -19,6 +19,7 @@ from meshwright.launch.elastic import read_word
 from meshwright.launch.lock import RunLock, read_holder, refused
 from meshwright.spec.stored import steps_folder
 from meshwright.train.run_folder import RunFolder
+from meshwright.units import counted
 
 # Of a cache folder, what the data's room makes again when it is missing. Measurements are small.
 PREPARED: Final = {"stores": "a prepared corpus", "downloads": "a download"}
@@ -53,7 +54,7 @@ def _run(folder: RunFolder) -> DiskEntry:
     checkpoints = steps_folder(folder.path)
     stay = "" if checkpoints == folder.checkpoints else f"; steps in {checkpoints} stay"
     count = len(steps(checkpoints))
-    about = f"{count} step{'' if count == 1 else 's'} saved{stay}"
+    about = f"{counted(count, 'step')} saved{stay}"
     last = folder.events if folder.events.is_file() else folder.plan
     return DiskEntry(folder.path, size_of(folder.path), last.stat().st_mtime, about, _user(folder))
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
-from meshwright.units import format_bytes, format_count, format_seconds
+from meshwright.units import counted, format_bytes, format_count, format_seconds
 
 # Events that are said in a line, by kind, with their fields.
 NOTICES: Final = {
@@ -139,7 +139,7 @@ class View:
             self._print(f"stopped on request {when}")
             return
         verb = "stopped on request" if event["stopped"] else "done"
-        text = f"{verb} after {event['step']} steps: loss {number(event['loss'])} nats"
+        text = f"{verb} after {counted(event['step'], 'step')}: loss {number(event['loss'])} nats"
         entropy = self._start.get("unigram_entropy")
         if entropy is not None:
             text += f", unigram entropy of the data {number(entropy)} nats"
