@@ -73,6 +73,13 @@ def last_files(folder, step=STEPS):
     return read_manifest(path)["files"]
 
 
+def flip(path, place):
+    """Flip a bit of a file: in a token store, to another legal id."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def start_train(corpus, tmp_path, *overrides, **environ):
     """Start the command in a process of its own; its folder is `runs/run`."""
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]

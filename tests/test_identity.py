@@ -14,18 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
-from faulty import start_train, wait_for_steps, wait_until_gone
+from faulty import flip, start_train, wait_for_steps, wait_until_gone
 from meshwright.checkpoint.commit import LOCK, begin, run_of, seal, set_aside, step_name, steps
 from meshwright.checkpoint.restore import newest_good
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import Chunks
 from meshwright.checkpoint.tensors import Chunk
-from meshwright.data import blocks, files, open_data, open_store, prepare
-from meshwright.data.corpora import Files
-from meshwright.errors import CheckpointError, ConfigError, DataError, RankFailed
+from meshwright.data import open_data
+from meshwright.errors import CheckpointError, ConfigError, RankFailed
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.alike import differences, digests_of, refuse_unlike
 from meshwright.launch.disk import forget_gone
@@ -35,7 +33,6 @@ from meshwright.launch.lock import RunLock
 from meshwright.launch.notes import run_notes
 from meshwright.launch.resuming import Resume
 from meshwright.launch.session import locked, prepare_job, train
-from meshwright.spec.training import DataSpec
 from meshwright.train.run_folder import create, read_job
 from outcomes import refused
 from ranks import on_ranks
@@ -343,74 +340,6 @@ def test_a_file_that_is_another_on_one_rank_ends_the_run_before_its_first_step(
 
 
 # --- a store that was changed (case 35) ------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    """A store whose blocks have 100 bytes."""
-    for module in (files, blocks):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 100)
-    (tmp_path / "a.txt").write_text("<|endoftext|>".join(["abcdefgh" * 60, "ij"]))
-    return prepare([Files((tmp_path / "a.txt",))], "bytes", tmp_path / "store").folder
-
-
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1  # another legal id
-    path.write_bytes(content)
-
-
-@pytest.mark.case(35)
-def test_a_bit_that_was_flipped_is_found_when_its_block_is_read(store, outcome):
-    flip(store / "tokens-00000.bin", 250)
-    data = open_data(DataSpec(source=str(store), validation=0.0), store)
-    view = data.parts[0].train
-    assert view.read(0, 100).tolist() == list(b"abcdefgh" * 12 + b"abcd")  # other blocks
-    assert view.read(150, 158).tolist() == list(b"ghabcdef")
-    pattern = r"tokens-00000\.bin is damaged within bytes 200-299: its checksum differs \("
-    for _ in range(2):
-        with outcome.refused(DataError, pattern):
-            view.read(98, 103)
-
-
-@pytest.mark.case(35)
-def test_a_store_without_checksums_of_blocks_is_read_as_a_whole(store, outcome, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 70)  # so that their number does not fit
-    whole = open_store(store).shards[0]
-    assert whole.read(0, 8).tolist() == list(b"abcdefgh")
-    flip(store / "tokens-00000.bin", 250)
-    pattern = r"tokens-00000\.bin is damaged within bytes 0-967: its checksum differs"
-    with outcome.refused(DataError, pattern):
-        open_store(store).shards[0].read(0, 8)
-
-
-@pytest.mark.case(35)
-@pytest.mark.parametrize("name", ["docs-00000.idx", "counts.bin"])
-def test_what_is_read_whole_is_held_against_its_checksum(store, name, outcome):
-    content = np.fromfile(store / name, "<i8")
-    content[0] ^= 2  # another length of the first document, another count
-    content.tofile(store / name)
-    with outcome.refused(DataError, rf"{name} is damaged.*: its checksum differs"):
-        open_data(DataSpec(source=str(store), validation=0.0), store)
-
-
-@pytest.mark.case(35)
-def test_tokens_of_a_pair_that_were_changed_are_other_data(tmp_path, outcome):
-    from test_data_megatron import write_pair
-
-    prefix = write_pair(tmp_path / "pair")
-    spec = DataSpec(source=str(prefix), validation=0.0)
-    before = open_data(spec, tmp_path)
-    flip(tmp_path / "pair.bin", 0)
-    after = open_data(spec, tmp_path)
-    assert before.identity["data"] != after.identity["data"]
-    told = list(differences([before.files, after.files]))
-    assert len(told) == 1
-    assert told[0].startswith(f"{tmp_path / 'pair.bin'} is ")
-    outcome.add(None, told[0], 0.0)
-
-
-# --- no step is whole (case 36) --------------------------------------------------------------
 
 
 def newest(world, root):
