@@ -1,8 +1,10 @@
 """Input that is meant to harm: sizes without end, texts that never end, escapes of a terminal."""
 
+import datetime
 import itertools
 import json
 import sys
+import time
 import unicodedata
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.weights import write_weights
 from meshwright.cli import generate as command
 from meshwright.cli import main
-from meshwright.data import load_tokenizer
+from meshwright.data import load_tokenizer, open_data
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
@@ -29,6 +31,7 @@ from meshwright.parsing import parse_json, parse_toml, printable
 from meshwright.predict.calibration import read_calibration
 from meshwright.spec.loading import load_config
 from meshwright.spec.stored import find_step
+from meshwright.train.run_folder import choose_folder
 
 DEEP = "[" * 5000 + "]" * 5000
 LONG = "9" * 5000
@@ -46,9 +49,9 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("train.batch=10000000000", "less than or equal to 2147483647"),
         ("layout.pp=1000000000", "less than or equal to 1048576"),
         ("cluster.nodes=1000000000", "less than or equal to 1048576"),
-        (f"train.seq_len={LONG}", r"has 5000 characters; at most 4095"),
-        (f"data.source={DEEP}", r"has 10000 characters; at most 4095"),
-        (f"data.source={'a' * 300}", r"has 300 characters; at most 4095, and 255 between"),
+        (f"train.seq_len={LONG}", r"has 5000 bytes; at most 3500"),
+        (f"data.source={DEEP}", r"has 10000 bytes; at most 3500"),
+        (f"data.source={'a' * 300}", r"has 300 bytes; at most 3500, and 255 between"),
         ('data.source="a\\u0000b"', "has control characters"),
         ('log.name="\\u001b[2J"', "has control characters"),
     ],
@@ -56,6 +59,76 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 def test_a_config_has_bounds(override, says, outcome):
     with outcome.refused(ConfigError, says):
         load_config(None, [override])
+
+
+# Too long as a name in bytes, not in characters; as a path; and with the name of a file below it.
+LONG_PATHS = ["é" * 200, "a/" * 2500, "/".join(["é" * 120] * 15), "/".join(["a" * 200] * 20)]
+PATH_KEYS = [
+    *("data.source", "data.tokenizer", "data.cache", "model.init_from", "cluster.calibration"),
+    *("log.dir", "log.name", "checkpoint.dir"),
+]
+
+
+@pytest.mark.case(50)
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_no_path_of_a_config_is_too_long(key, outcome):
+    for path in LONG_PATHS:
+        with outcome.refused(ConfigError, rf"{key} = .{{40}}\.\.\. has \d+ bytes; at most 3500"):
+            load_config(None, [f"{key}={path}"])
+
+
+def test_a_source_with_the_longest_of_names_is_read(config, tmp_path):
+    """It cannot be a part of a pair, whose other part would have a longer one."""
+    file = tmp_path / ("a" * 251 + ".txt")
+    file.write_text("a story " * 100)
+    found = config(f"data.source={file}")
+    dataset = open_data(found.data, tmp_path / "cache", vocab_size=found.model.vocab_size)
+    assert dataset.tokens("train") > 0
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127])
+def test_the_next_name_of_a_run_is_no_longer_than_one_may_be(name, config, tmp_path):
+    held = tmp_path / "runs" / name / "plan.json"
+    held.parent.mkdir(parents=True)
+    held.touch()
+    with pytest.raises(ConfigError, match=r"already holds a run; nearest legal: log.name = ") as e:
+        choose_folder(config(f"log.name={name}"), datetime.datetime.now())
+    new = str(e.value).rpartition(" = ")[2]
+    assert choose_folder(config(f"log.name={new}"), datetime.datetime.now()).path.name == new
+
+
+@pytest.mark.case(50)
+@pytest.mark.parametrize("path", ["a" * 300, *LONG_PATHS[:2]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "checkpoint verify @",
+            "checkpoint prune @ --keep 1",
+            "checkpoint export-hf @ out",
+            "checkpoint import-hf @ out",
+        ),
+        *("generate @ --prompt a", "generate run --prompt a --tokenizer @", "eval @", "report @"),
+        *("train @", "train --resume @", "train --plan @", "plan @", "plan --after-oom @"),
+        *("doctor @", "config show @", "config import @", "launch slurm @", "data verify @"),
+        *("data inspect @", "clean @", "prove @", "simulate @", "predict --rows @ --out out"),
+    ],
+)
+def test_no_path_of_a_command_is_too_long(words, path, tmp_path, monkeypatch, capsys, outcome):
+    monkeypatch.chdir(tmp_path)
+    started = time.monotonic()
+    code = main([path if word == "@" else word for word in words.split()])
+    said = capsys.readouterr().err.strip()
+    outcome.add(code, said, time.monotonic() - started)
+    assert code == 2
+    assert said.startswith(f"meshwright {words.split()[0]}: ")
+    assert len(said) < 6000
+
+
+def test_an_argument_has_no_nul(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "a\0b"])
+    assert "an argument has a NUL character" in capsys.readouterr().err
 
 
 def test_a_step_has_a_bounded_number_of_microbatches():

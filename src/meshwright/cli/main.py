@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, cast
 
-from meshwright.errors import EXIT_STOPPED, MeshwrightError
+from meshwright.errors import EXIT_REFUSED, EXIT_STOPPED, MeshwrightError
 from meshwright.parsing import printable
 from meshwright.version import __version__
+
+_SHOWN: Final = 100  # characters of a path that is too long
 
 # A command's module is imported when it is called, so that `--help` answers at once.
 COMMANDS: Final[Mapping[str, str]] = {
@@ -80,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(args, "words") or any(word.startswith("-") for word in more):
             parser.error(f"unrecognized arguments: {' '.join(more)}")
         args.words += more
+    if any("\0" in word for word in words):  # from Python: a shell's words have none
+        parser.error("an argument has a NUL character, which no file's name may have")
     try:
         return cast(Command, args.module).run(args)
     except MeshwrightError as error:
@@ -91,3 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # Every command takes paths, and asks the system about them in many places.
+        print(printable(f"meshwright {args.command}: {_too_long(error)}"), file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def _too_long(error: OSError) -> str:
+    """Say which path the system refuses, and how long one may be."""
+    name = str(error.filename)
+    shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+    return f"{shown} is too long for a path: at most 255 bytes between two slashes, 4,095 in all"

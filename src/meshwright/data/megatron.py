@@ -7,6 +7,7 @@ bytes), and the document index (int64: the first sequence of each document, and 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def megatron_prefix(path: Path) -> Path | None:
     The check is by name and existence only.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return prefix if _with(prefix, ".idx").is_file() else None
+    # Not `Path.is_file`: a name that is as long as one may be has no room for a suffix.
+    return prefix if os.path.isfile(_with(prefix, ".idx")) else None
 
 
 def open_megatron(prefix: Path) -> MegatronPair:

@@ -69,9 +69,9 @@ ALIASES: Mapping[str, _Alias] = {
 }
 
 
-# What Linux allows of a path.
+# Linux allows 255 bytes of a name and 4,095 of a path; folders of a run go below some of these.
 _LONGEST_NAME: Final = 255
-_LONGEST_TEXT: Final = 4095
+_LONGEST_TEXT: Final = 3500
 _NO_TEXT: Final = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -138,8 +138,9 @@ def _check_texts(name: str, values: Values) -> None:
             if _NO_TEXT.search(text):
                 what = f"{name}.{key} = {printable(repr(text))} ({printable(value.origin)})"
                 raise ConfigError(f"{what} has control characters")
-            if max(map(len, text.split("/"))) > _LONGEST_NAME or len(text) > _LONGEST_TEXT:
-                what = f"{name}.{key} = {text[:40]}... has {len(text)} characters"
+            coded = text.encode()
+            if max(map(len, coded.split(b"/"))) > _LONGEST_NAME or len(coded) > _LONGEST_TEXT:
+                what = f"{name}.{key} = {text[:40]}... has {len(coded)} bytes"
                 limits = f"{_LONGEST_TEXT}, and {_LONGEST_NAME} between two slashes"
                 raise ConfigError(f"{what}; at most {limits}")
 

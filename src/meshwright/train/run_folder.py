@@ -147,7 +147,9 @@ def compiled_as(config: Config, folder: RunFolder) -> Config:
 
 
 def _unused(root: Path, name: str) -> str:
-    candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
+    # A name has 255 bytes at most; what is cut is no part of a character.
+    base = name.encode()[: 255 - len("-999")].decode(errors="ignore")
+    candidates = [name, *(f"{base}-{n}" for n in range(2, 1000))]
     return next(c for c in candidates if not (root / c).exists())
 
 
