@@ -4,7 +4,8 @@
 
 Each trial trains on two ranks and saves every other step, beside the training in every second
 trial. One of the ranks is killed at a random moment between their start and the run's usual end, so
-also while it loads and while it saves. A trial is good when `train` ends with code 0 and the files
+also while it loads and while it saves; one that had ended by then counts as missed, and not as a
+trial. A trial is good when `train` ends with code 0 and the files
 of the last step are those of the undisturbed run, byte for byte. Detection is what the supervisor
 says; recovery is from the kill to the first step that was not done before. Goodput is the
 undisturbed run's time over the trial's, both from start to end. The last line is the command to
@@ -44,6 +45,8 @@ CONFIG: Final = [
     "layout.zero=2",
     "layout.microbatch=2",
     "cluster.device=cpu",
+    "train.compile=false",
+    "cluster.calibration=shipped",  # a run that measures first has other processes to be killed
     "checkpoint.every=2",
 ]
 
@@ -69,7 +72,13 @@ class Trial:
         """Return the process ids of the ranks that run."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children]
+        return [int(child) for child in children if is_rank(int(child))]
+
+    def wait_for_ranks(self) -> float:
+        """Wait until both ranks run, or the run has ended; returns when, on the monotonic clock."""
+        while len(self.ranks()) < 2 and self.process.poll() is None:
+            time.sleep(0.01)
+        return time.monotonic()
 
     def steps_done(self) -> int:
         """Return the highest step that the events tell of."""
@@ -89,18 +98,29 @@ class Trial:
         return dict(manifest["files"])
 
 
+def is_rank(pid: int) -> bool:
+    """Whether a process is a rank that trains, and no other that `train` starts."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"meshwright.launch.worker" in words
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def disturbed(root: Path, number: int, usual_s: float, seed: int) -> dict[str, Any]:
-    """Run a trial, kill one of its ranks at a random moment, and say what came of it."""
+    """Run a trial, kill one of its ranks at a random moment, and say what came of it.
+
+    `usual_s` is how long ranks usually run.
+    """
     chance = random.Random(f"{seed}:{number}")
     trial = Trial(root, f"trial-{number}", beside=number % 2 == 1)
-    while len(trial.ranks()) < 2 and trial.process.poll() is None:
-        time.sleep(0.01)
-    time.sleep(max(0.0, chance.uniform(0.05, 0.95) * usual_s - (time.monotonic() - trial.started)))
+    began = trial.wait_for_ranks()
+    time.sleep(max(0.0, began + chance.uniform(0.0, 0.95) * usual_s - time.monotonic()))
     ranks = trial.ranks()
     rank = chance.randrange(2)
     done = trial.steps_done()
@@ -116,6 +136,7 @@ def disturbed(root: Path, number: int, usual_s: float, seed: int) -> dict[str, A
         "trial": number,
         "beside": number % 2 == 1,
         "rank": rank,
+        "killed": len(ranks) == 2,
         "at_s": killed - trial.started,
         "after_step": done,
         "code": code,
@@ -136,16 +157,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        usual = []
+        usual, usual_ranks = [], []
         for number in range(3):
             trial = Trial(root, f"undisturbed-{number}", beside=number == 1)
+            began = trial.wait_for_ranks()
             code, seconds = trial.wait()
             assert code == 0, trial.log.read_text()
             usual.append(seconds)
+            usual_ranks.append(time.monotonic() - began)
         expected, usual_s = trial.files(), statistics.median(usual)
-        found = []
-        for number in range(args.trials):
-            one = disturbed(root, number, usual_s, args.seed)
+        found: list[dict[str, Any]] = []
+        missed = 0
+        while len(found) < args.trials:
+            number = len(found) + missed
+            one = disturbed(root, number, statistics.median(usual_ranks), args.seed)
+            if not one["killed"]:
+                missed += 1
+                continue
             one["good"] = one["code"] == 0 and one.pop("files") == expected
             found.append(one)
             print(
@@ -159,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = {
         "good": good,
         "trials": len(found),
+        "missed": missed,
+        "beside": sum(one["beside"] for one in found),
         "restarted": len(hit),
         "detect_s": statistics.median(one["detect_s"][0] for one in hit),
         "recovery_s": statistics.median(one["recovery_s"] for one in hit),
