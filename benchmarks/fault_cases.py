@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-CASES: Final = range(1, 50)
+CASES: Final = range(1, 53)
 BEGIN: Final = "<!-- measured: begin -->"
 END: Final = "<!-- measured: end -->"
 WIDTH: Final = 150

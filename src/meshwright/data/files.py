@@ -17,6 +17,8 @@ from types import TracebackType
 from meshwright.errors import ConfigError, DataError
 from meshwright.units import MIB
 
+# What a write that finds no room raises: on the disk, in a quota, in the limit of a process.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BLOCK_BYTES = MIB  # a damaged file is narrowed down to one block of this size
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -160,6 +162,11 @@ def open_own(path: Path, flags: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise ConfigError(f"{path} is a link, and nothing is written through it") from None
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has no room left."""
+    return os.statvfs(folder).f_bavail == 0
 
 
 def sync_folder(folder: Path) -> None:

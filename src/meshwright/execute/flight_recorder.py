@@ -6,6 +6,7 @@ the rank, however it ended. No torch here; `execute.collective_recorder` enters 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import mmap
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from meshwright.data.files import FULL
 from meshwright.execute.flight_recorder_file import (
     ACTIONS,
     COUNTS_AT,
@@ -86,14 +88,20 @@ class FlightRecorder:
         on_phase: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> FlightRecorder:
-        """Begin the recorder of a rank in a new file; raises `OSError` where the disk refuses."""
+        """Begin the recorder of a rank in a new file.
+
+        Where the disk is full, the file of an earlier attempt is taken, which has its room. Raises
+        `OSError` where there is none, or the disk refuses for another reason.
+        """
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)  # of a rank that was killed, or a link
-        with temporary.open("x+b") as file:
-            # Written, not only sized: a store to a page that the full disk lacks ends the process.
-            file.write(bytes(SIZE))
-            file.flush()
-            memory = mmap.mmap(file.fileno(), SIZE)
+        try:
+            memory = _mapped(temporary, os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in FULL or not path.is_file():
+                raise
+            temporary, memory = path, _mapped(path, os.O_NOFOLLOW)
         recorder = cls(
             memory, rank=rank, world=world, attempt=attempt, on_phase=on_phase, clock=clock
         )
@@ -273,3 +281,12 @@ class Pending:
         if done:
             self._recorder.end(*self._entries)
         return done
+
+
+def _mapped(path: Path, flags: int) -> mmap.mmap:
+    """Open a recorder's file with some flags more, fill it with zeros, and map it."""
+    with os.fdopen(os.open(path, os.O_RDWR | flags, 0o644), "r+b", buffering=0) as file:
+        # Written, not only sized: a store to a page that the full disk lacks ends the process.
+        if (written := file.write(bytes(SIZE))) < SIZE:
+            raise OSError(errno.ENOSPC, f"only {written} of {SIZE} bytes were written", str(path))
+        return mmap.mmap(file.fileno(), SIZE)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.launch.lock import RunLock
 from meshwright.launch.rank_environ import rank_environ
-from meshwright.launch.restart import append, run_attempts
+from meshwright.launch.restart import run_attempts
 from meshwright.launch.signals import StopSignals
 from meshwright.launch.stopping import Stopping
 from meshwright.launch.supervisor import LocalRanks, Timing, listen_on_loopback, supervise
 from meshwright.launch.view import EventTail, Room, View
 from meshwright.launch.watchdog import Watchdog
 from meshwright.program.events import read_event
+from meshwright.train.events import JsonLines
 from meshwright.train.run_folder import Job
 
 
@@ -44,12 +45,14 @@ class LocalRun:
         )
         tail = EventTail(job.folder.events, only_new=job.resume, read=read_event)
         room = Room(job.folder.path)
+        events = JsonLines(job.folder.events)  # one for all: a full disk may keep some waiting
 
         def look(watchdog: Watchdog) -> None:
             for lock in self._locks:
                 lock.check()
+            events.catch_up()
             if (slow := watchdog.slow()) is not None:
-                append(job, slow)
+                events.write(slow)
             for event in (*tail.new(), *room.new()):
                 view.write(event)
             stopping.look()
@@ -63,8 +66,9 @@ class LocalRun:
                 )
 
         try:
-            return run_attempts(job, attempt, lambda: signals.asked)
+            return run_attempts(job, attempt, lambda: signals.asked, events.write)
         finally:
+            events.close()
             view.close()
 
     def _ranks(self, attempt: int, meet: socket.socket) -> LocalRanks:

@@ -16,14 +16,21 @@ from meshwright.train.events import JsonLines
 from meshwright.train.run_folder import Job
 
 
-def run_attempts(job: Job, run: Callable[[int], int], stop: Callable[[], bool]) -> int:
+def run_attempts(
+    job: Job,
+    run: Callable[[int], int],
+    stop: Callable[[], bool],
+    tell: Callable[[Event], None] | None = None,
+) -> int:
     """Call `run` with the number of each attempt until one ends well; returns its exit code.
 
-    Before each further attempt an event tells why. Raises what `run` raises where another attempt
+    Before each further attempt an event tells why, which `tell` takes; left out, the run's events
+    get it. Raises what `run` raises where another attempt
     cannot help, or `stop` says that none is wanted, and `NoProgress` after `checkpoint.restarts` in
     a row that came no further than the ones before.
     """
     limit = job.config.checkpoint.restarts
+    tell = tell or (lambda event: append(job, event))
     far, row, deed = reached(job), 0, ""
     attempt = 0
     while True:
@@ -33,12 +40,12 @@ def run_attempts(job: Job, run: Callable[[int], int], stop: Callable[[], bool]) 
             failure = error.first
             is_again = bool(failure.deed) and failure.deed == deed
             if limit == 0 or not failure.can_retry or is_again or stop():
-                append(job, failed_event(error))
+                tell(failed_event(error))
                 raise
             deed, before, far = failure.deed, far, max(far, reached(job))
             row = 0 if far > before else row
             if row == limit:
-                append(job, failed_event(error))
+                tell(failed_event(error))
                 times = "once" if limit == 1 else f"{limit} times"
                 raise NoProgress(
                     f"no progress beyond step {far} though the ranks were started again {times} "
@@ -46,7 +53,7 @@ def run_attempts(job: Job, run: Callable[[int], int], stop: Callable[[], bool]) 
                 ) from error
             attempt, row = attempt + 1, row + 1
             event = restart_event(job, attempt, failure.cause, error.noticed, error.detect_s)
-            append(job, event)
+            tell(event)
 
 
 def reached(job: Job) -> int:

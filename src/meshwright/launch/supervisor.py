@@ -16,15 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.files import open_own
+from meshwright.data.files import is_full, open_own
 from meshwright.errors import (
     EXIT_DONE,
+    EXIT_RANK_FAILED,
     EXIT_REFUSED,
     EXIT_STOPPED,
     ConfigError,
     RankFailed,
     refusal,
 )
+from meshwright.execute.flight_recorder_file import forget
 from meshwright.execute.secret import VARIABLE
 from meshwright.launch.explain import (
     TIMED_OUT,
@@ -137,7 +139,7 @@ class LocalRanks:
         for rank in range(self._world):
             # What an earlier attempt has left says nothing about this one.
             self.folder.failure(rank).unlink(missing_ok=True)
-            self.folder.flight_recorder(rank).unlink(missing_ok=True)
+            forget(self.folder.flight_recorder(rank))
             self._processes.append(self._start(rank, read_end))
         self._listener.close()
         return self
@@ -238,9 +240,12 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
         if name == "SIGKILL":
             hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
         return RankFailure(rank, f"rank {rank} was killed by {name}{hint}, {where}")
-    return RankFailure(
-        rank, f"rank {rank} exited with code {code}, {where}", _tail(folder.log(rank))
-    )
+    cause = f"rank {rank} exited with code {code}, {where}"
+    # It has raised, and could not say what: one that was killed comes before it.
+    is_mute = code == EXIT_RANK_FAILED
+    if is_mute and is_full(folder.path):
+        cause += f"; the disk of {folder.path} is full, so that it could not say why"
+    return RankFailure(rank, cause, _tail(folder.log(rank)), is_first_hand=not is_mute)
 
 
 def _deed(said: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.data.files import is_full
 from meshwright.layout import Layout
 from meshwright.parsing import parse_json
 from meshwright.units import counted, format_bytes, format_count, format_seconds
@@ -254,7 +255,7 @@ class Room:
 
     def new(self) -> list[dict[str, Any]]:
         """Return the event that there is no room any more, once each time."""
-        was_full, self._was_full = self._was_full, os.statvfs(self._folder).f_bavail == 0
+        was_full, self._was_full = self._was_full, is_full(self._folder)
         if was_full or not self._was_full:
             return []
         return [{"event": "disk_full", "path": str(self._folder)}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -14,13 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from meshwright.data.files import open_own
+from meshwright.data.files import FULL, open_own
 from meshwright.errors import ConfigError
 from meshwright.program.events import Event
 from meshwright.spec.training import LogSpec
 
-# What a write that finds no room raises: on the disk, in a quota, in the limit of a process.
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds for which another process may hold the lock of a file: it writes a line meanwhile.
 _LOCKED_S: Final = 5.0
 
@@ -69,8 +66,12 @@ class JsonLines:
                 "events are written once there is room"
             )
 
+    def catch_up(self) -> None:
+        """Write the events that found no room, as far as there is some now."""
+        if self._kept:
+            self._catch_up(was_full=True)
+
     def _catch_up(self, was_full: bool) -> None:
-        """Write the lines that are kept, as far as there is room."""
         count = len(self._kept)
         with self._locked():
             while self._kept and self._append(self._kept[0]):
@@ -104,7 +105,7 @@ class JsonLines:
         try:
             written = self._file.write(line)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             return False
         if written < len(line):
@@ -113,8 +114,7 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file; says how many events it lacks, if there was no room to the end."""
-        if self._kept:
-            self._catch_up(was_full=True)
+        self.catch_up()
         self._file.close()
         if self._kept:
             self._say(f"{self._path} lacks the last {len(self._kept)} events: the disk is full")
