@@ -366,7 +366,12 @@ def test_a_run_none_of_whose_steps_is_whole_does_not_begin_anew(go, config, outc
     for name in names:
         assert f"{root / name / 'weights-00000.safetensors'} is corrupt" in text
     assert "to begin anew, start a new run in another folder" in text
+    assert f"once {root} is out of its way: mv {root} {root}-damaged" in text
     assert [path.name for path in steps(root)] == names
+    for name in names:
+        (root / name / "manifest.json").write_text("{}")
+    with outcome.refused(ConfigError, r"no step of .* is readable\. Restore .* mv .*-damaged"):
+        train(longer, clean_environ(), io.StringIO(), resume=Resume(folder))
     # Those that were set aside are no steps to go on from, either.
     for path in steps(root):
         set_aside(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshwright.checkpoint.commit import anew
 from meshwright.cli import main
 from meshwright.execute.secret import Secret
 from meshwright.launch import jobs
@@ -229,6 +230,31 @@ def test_a_pod_begins_resumes_and_hands_signals_on(written, tmp_path, outcome):
         assert attempt(tmp_path, script, JOB_COMPLETION_INDEX=index)[1].endswith(
             "train /etc/meshwright/run.toml --resume runs/meshwright"
         )
+
+
+@pytest.mark.case(52)
+@pytest.mark.parametrize("options", [[], ["checkpoint.dir=my steps"]])
+def test_a_pod_begins_anew_once_its_damaged_steps_are_out_of_its_way(
+    options, written, tmp_path, outcome
+):
+    """By the command of the message that ends each of its attempts until then."""
+    script = script_of(written("kubernetes", "--image", "i", "--volume", "v", *options))
+    run = tmp_path / "runs" / "meshwright"
+    root = tmp_path / "my steps" if options else run / "checkpoints"
+    (root / "step-00000010").mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
+    assert attempt(tmp_path, script, JOB_COMPLETION_INDEX="0")[1].endswith(
+        "--resume runs/meshwright"
+    )
+    started = time.monotonic()
+    said = anew(root)
+    subprocess.run(["bash", "-c", said.rpartition(": ")[2]], check=True)
+    _, words = attempt(tmp_path, script, JOB_COMPLETION_INDEX="0")
+    assert words.endswith("log.name=meshwright")
+    assert len(list(tmp_path.rglob("*-damaged/step-00000010"))) == 1  # nothing is lost
+    outcome.add(
+        None, said.partition(". ")[2].replace(str(tmp_path), "..."), time.monotonic() - started
+    )
 
 
 @pytest.mark.case(45)

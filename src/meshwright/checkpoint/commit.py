@@ -16,6 +16,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from meshwright.errors import CheckpointError
@@ -223,6 +224,15 @@ def set_aside(folder: Path) -> Path:
     aside = folder.with_name(f"bad-{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(aside)
     return aside
+
+
+def anew(root: Path) -> str:
+    """Say what to do about a folder of steps none of which can be used."""
+    return (
+        "Restore the files; to begin anew, start a new run in another folder. A job that comes "
+        f"back to this run by itself, as Kubernetes' and SkyPilot's do, begins anew once {root} "
+        f"is out of its way: mv {quote(str(root))} {quote(f'{root}-damaged')}"
+    )
 
 
 def prune(root: Path, keep: int) -> list[Path]:

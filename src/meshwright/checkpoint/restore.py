@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.commit import digest_of, read_manifest, set_aside, steps, verify
+from meshwright.checkpoint.commit import anew, digest_of, read_manifest, set_aside, steps, verify
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, fill_optimizer
 from meshwright.checkpoint.tensors import Stored
 from meshwright.errors import CheckpointError
@@ -63,8 +63,7 @@ def newest_good(
     if bad:
         reasons = "; ".join(why for _, why in bad)
         raise CheckpointError(
-            f"no step in {root} is whole, and none was changed: {reasons}. Restore the files; to "
-            "begin anew, start a new run in another folder"
+            f"no step in {root} is whole, and none was changed: {reasons}. {anew(root)}"
         )
     return None
 

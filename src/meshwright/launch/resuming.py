@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.commit import read_manifest, steps
+from meshwright.checkpoint.commit import anew, read_manifest, steps
 from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
 from meshwright.data import Dataset, StreamedDataset
 from meshwright.errors import CheckpointError, ConfigError
@@ -34,7 +34,8 @@ def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job
             manifest = read_manifest(step)
             break
     else:
-        raise ConfigError(f"--resume {resume.run}: no step of {job.checkpoints} is readable")
+        what = f"--resume {resume.run}: no step of {job.checkpoints} is readable"
+        raise ConfigError(f"{what}. {anew(job.checkpoints)}")
     now = identity_of(job.config, dataset.identity)
     run = read_job(job.folder.path).run
     if "run" in resume.allowed:  # from here on it is the run that wrote the step
