@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -10,16 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fuzz import Reader
-from meshwright.checkpoint.commit import MANIFEST, digest_of, fingerprint
+from meshwright.checkpoint.commit import MANIFEST, digest_of, fingerprint, step_name
 from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.tensors import Stored
 from meshwright.checkpoint.weights import load_model, write_weights
 from meshwright.errors import ConfigError
 from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.launch.certificate import BOUNDS, first_difference, on_another
 from meshwright.launch.diagnosis import diagnose
 from meshwright.launch.disk import runs_of
 from meshwright.launch.planned import predicted
-from meshwright.launch.session import prepare_job
+from meshwright.launch.session import Run, prepare_job
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import INDEX, load_hf, save_hf
 from meshwright.program.profile import to_json
@@ -76,7 +78,44 @@ def _models(folder: Path) -> list[Reader]:
         ),
         Reader("step safetensors", {own: steps[tensors]}, (own,), chunks, _seal_header(own)),
         Reader("step folder", steps, tuple(steps), step, _seal_step),
+        _certificate(folder, steps),
     ]
+
+
+def _certificate(folder: Path, steps: Mapping[str, bytes]) -> Reader:
+    """Two runs that a resume certificate compares, the second of them damaged."""
+    for run, step in itertools.product(("whole", "other"), (5, 8)):
+        at = folder / "certificate" / run / "checkpoints" / step_name(step)
+        at.mkdir(parents=True)
+        for name, content in steps.items():
+            if "/step-" in name:
+                (at / Path(name).name).write_bytes(content)
+        weights = (at / "weights-00000.safetensors").read_bytes()
+        (at / "optimizer-00000.safetensors").write_bytes(weights)
+        manifest = json.loads((at / MANIFEST).read_text())
+        manifest["files"]["optimizer-00000.safetensors"] = {}
+        manifest |= {"step": step, "samples": 4 * step, "tokens": 128 * step, "loss_scale": None}
+        (at / MANIFEST).write_text(json.dumps(manifest))
+        told = [
+            {"event": kind, "step": n, "loss": 5.0} for kind in ("step", "eval") for n in (6, 7, 8)
+        ]
+        (at.parents[1] / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in told))
+    _seal_resumed(folder / "certificate")
+    files = files_of(folder / "certificate")
+    aims = tuple(name for name in files if name.startswith("other") and "model.json" not in name)
+
+    def read(at: Path) -> None:
+        whole, other = Run(at / "whole", 0), Run(at / "other", 0)
+        first_difference(whole.folder, other.folder, (8,))
+        for verdict in on_another(whole, other, {}, BOUNDS["fp32"]):
+            json.dumps(verdict.as_dict())
+
+    return Reader("certificate", files, aims, read, _seal_resumed)
+
+
+def _seal_resumed(at: Path) -> None:
+    for step in at.glob("*/checkpoints/step-*"):
+        _seal(step)
 
 
 def _hf(at: Path) -> None:
@@ -99,6 +138,10 @@ def _seal_header(name: str) -> Callable[[Path], None]:
 
 def _seal_step(at: Path) -> None:
     (folder,) = (at / "checkpoints").glob("step-*")
+    _seal(folder)
+
+
+def _seal(folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     for name, entry in manifest["files"].items():
         entry |= fingerprint(folder / name)._asdict()

@@ -6,19 +6,21 @@ layout and the model are made small, as for every proof. No torch here.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshwright.checkpoint.commit import MANIFEST, step_name, steps
+from meshwright.checkpoint.commit import digest_of, read_manifest, step_name, steps
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
 from meshwright.launch.resuming import Resume
 from meshwright.launch.saved import Arrays, above_noise, distance, minus, read_whole
 from meshwright.launch.session import Run, train
 from meshwright.layout import Layout
-from meshwright.parsing import parse_json
 from meshwright.prove.case import Case
 from meshwright.prove.verdict import Divergence, Quantity, Verdict
 from meshwright.spec.loading import Config
@@ -29,9 +31,10 @@ _FACTS: Final = ("step", "samples", "tokens", "identity", "loss_scale", "scalars
 # Another layout resumes from this step, and takes so many more, which are compared.
 _FROM: Final = 5
 _ON: Final = 3
+_TINY: Final = 1e-30  # for a loss of 0
 
 
-class _Bounds(NamedTuple):
+class Bounds(NamedTuple):
     """What another layout may be off by, relative: in losses, optimizer state and updates.
 
     The state's moments are sums of gradients, which are off by some hundred roundings. Of updates
@@ -44,10 +47,10 @@ class _Bounds(NamedTuple):
     noise: float
 
 
-_BOUNDS: Final[Mapping[str, _Bounds]] = {
-    "fp32": _Bounds(2e-6, 2.0**-12, 2.0**-7, 1e-3),
-    "bf16": _Bounds(2e-2, 2.0**-3, 2.0**-2, 0.2),
-    "fp16": _Bounds(3e-3, 2.0**-6, 2.0**-4, 0.05),
+BOUNDS: Final[Mapping[str, Bounds]] = {
+    "fp32": Bounds(2e-6, 2.0**-12, 2.0**-7, 1e-3),
+    "bf16": Bounds(2e-2, 2.0**-3, 2.0**-2, 0.2),
+    "fp16": Bounds(3e-3, 2.0**-6, 2.0**-4, 0.05),
 }
 
 
@@ -69,7 +72,7 @@ def certify(
     def same(claim: str, run: Run, *at: int) -> Verdict:
         expected = [_digest(whole.folder, step) for step in at]
         observed = [_digest(run.folder, step) for step in at]
-        wrong = _first_difference(whole.folder, run.folder, at)
+        wrong = first_difference(whole.folder, run.folder, at)
         return Verdict(claim, layout, expected, wrong or observed, None, wrong is None)
 
     yield same("5 + 5 steps are 10, bit for bit", runs.go_on(whole, 5, "half"), STEPS)
@@ -77,11 +80,11 @@ def certify(
     twice = runs.go_on(once, 6, "twice")
     yield same("3 + 3 + 4 steps are 10, bit for bit", twice, 6, STEPS)
     alone = runs.go_on(whole, _FROM, "alone", Layout(microbatch=case.layout.microbatch))
-    yield from _on_another(whole, alone, layout, _BOUNDS[config.train.precision])
+    yield from on_another(whole, alone, layout, BOUNDS[config.train.precision])
 
 
-def _on_another(
-    whole: Run, other: Run, layout: Mapping[str, Any], bounds: _Bounds
+def on_another(
+    whole: Run, other: Run, layout: Mapping[str, Any], bounds: Bounds
 ) -> Iterator[Verdict]:
     """Yield the verdicts on three steps that another layout has taken from the same state.
 
@@ -97,7 +100,7 @@ def _on_another(
         )
         if kind == "eval" and not expected:  # the config evaluates nothing
             continue
-        error = max(abs(a - b) / abs(a) for a, b in zip(expected, observed, strict=True))
+        error = _off(expected, observed)
         claim = f"on one rank {same}"
         yield Verdict(claim, layout, expected, observed, bounds.loss, error <= bounds.loss)
 
@@ -195,16 +198,15 @@ def _whole(run: Run) -> Run:
 
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:
-    path = folder / "checkpoints" / step_name(step) / MANIFEST
-    found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    return found
+    return read_manifest(folder / "checkpoints" / step_name(step))
 
 
 def _digest(folder: Path, step: int) -> str:
-    return f"step {step}: {_manifest(folder, step)['digest'][:16]}"
+    text = json.dumps(_manifest(folder, step), sort_keys=True)
+    return f"step {step}: {digest_of([text])[:16]}"
 
 
-def _first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | None:
+def first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | None:
     """Return what first differs between two runs' steps, None where nothing does."""
     for step in at:
         expected, found = _manifest(whole, step), _manifest(resumed, step)
@@ -214,11 +216,26 @@ def _first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | 
             if found["files"].get(name) != file:
                 return f"{name} of step {step} differs"
         for fact in _FACTS:
-            if found[fact] != expected[fact]:
-                return f"{fact} of step {step} is {found[fact]}, not {expected[fact]}"
+            if found.get(fact) != expected.get(fact):
+                return f"{fact} of step {step} is {found.get(fact)}, not {expected.get(fact)}"
     return None
 
 
 def _losses(run: Run, kind: str, at: range) -> list[float]:
-    """Return the losses of some steps, or of evaluations after them."""
-    return [float(event["loss"]) for event in run.events(kind) if event["step"] in at]
+    """Return the losses of some steps, or of evaluations after them; NaN for what is no number."""
+    return [_number(event["loss"]) for event in run.events(kind) if event["step"] in at]
+
+
+def _number(value: Any) -> float:
+    with contextlib.suppress(ValueError):  # a loss that is not finite is a text
+        return float(value)
+    return math.nan
+
+
+def _off(expected: list[float], observed: list[float]) -> float:
+    """Return the largest relative error; infinite where a loss is missing or not finite."""
+    if len(expected) != len(observed) or not expected:
+        return math.inf
+    pairs = zip(expected, observed, strict=True)
+    errors = [abs(a - b) / max(abs(a), _TINY) for a, b in pairs]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from meshwright.parsing import parse_json
+from meshwright.errors import CheckpointError
+from meshwright.parsing import foreign, parse_json
 
 Arrays = Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]
+# A tensor has at most so many times the elements of its chunks: an offset may say anything.
+_SPARSE: Final = 64
 
 
 def read_whole(folder: Path, kind: str) -> Arrays:
     """Return the tensors of a step's files of a kind, "weights" or "optimizer", as fp64.
 
     Each file's header says where its chunks lie: `DCP_SHARDING_INFO`, see `checkpoint.tensors`.
-    Elements that no chunk covers are NaN.
+    Elements that no chunk covers are NaN. Raises `CheckpointError` for files that are damaged.
     """
     chunks: dict[str, list[tuple[list[int], Any]]] = {}
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
-        with safe_open(path, framework="numpy") as opened:
+        with foreign(str(path), CheckpointError), _opened(path) as opened:
             places = parse_json(opened.metadata()["DCP_SHARDING_INFO"])
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 chunk = opened.get_tensor(name)
                 chunks.setdefault(name, []).append((places[name]["saved_offsets"], chunk))
-    return {name: _joined(some) for name, some in chunks.items()}
+    with foreign(f"{folder}/{kind}-*.safetensors", CheckpointError):
+        return {name: _joined(some) for name, some in chunks.items()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 
 
 def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
     ends = [[at + n for at, n in zip(start, c.shape, strict=True)] for start, c in chunks]
-    whole = np.full([max(along) for along in zip(*ends, strict=True)], np.nan)
+    shape = [max(along) for along in zip(*ends, strict=True)]
+    if math.prod(shape) > _SPARSE * sum(chunk.size for _, chunk in chunks):
+        raise ValueError(f"chunks that leave most of {shape} open")
+    whole = np.full(shape, np.nan)
     for (start, chunk), end in zip(chunks, ends, strict=True):
         whole[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
     return whole
@@ -58,8 +76,13 @@ def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
 
 
 def minus(after: Arrays, before: Arrays) -> Arrays:
-    """Return by how much each tensor has changed."""
-    return {name: one - before[name] for name, one in after.items()}
+    """Return by how much each tensor has changed: NaN where it was none, or of another shape."""
+    return {name: one - _like(one, before.get(name)) for name, one in after.items()}
+
+
+def _like(one: Any, other: Any) -> Any:
+    is_like = other is not None and other.shape == one.shape
+    return other if is_like else np.full(one.shape, np.nan)
 
 
 def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
@@ -72,4 +95,7 @@ def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
         return change
     count = sum(one.size for one in second.values())
     least = noise**2 * sum(float(one.sum()) for one in second.values()) / count
-    return {name: one * (second[name] > least) for name, one in change.items()}
+    return {
+        name: one * (_like(one, second.get(name)) > least) if name in second else one
+        for name, one in change.items()
+    }
