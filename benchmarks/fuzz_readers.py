@@ -18,6 +18,7 @@ from meshwright.cli import main as cli
 from meshwright.cli.prove import case_of_json
 from meshwright.data import load_tokenizer, train_bpe
 from meshwright.data.corpora import Files
+from meshwright.data.files import hash_file
 from meshwright.data.megatron import open_megatron, write_megatron
 from meshwright.data.store import open_store, verify
 from meshwright.data.writer import prepare
@@ -212,9 +213,24 @@ def _data(folder: Path) -> list[Reader]:
     files = {name: data for name, data in files.items() if not name.startswith(".")}
     readers.append(Reader("store", files, tuple(files), _store, _seal_store))
     write_megatron(folder / "pair", open_store(folder / "store").shards, 300)
-    pair = {name: (folder / name).read_bytes() for name in ("pair.idx", "pair.bin")}
-    readers.append(Reader("pair.idx", pair, ("pair.idx",), lambda at: open_megatron(at / "pair")))
+    names = ("pair.idx", "pair.seal.json", "pair.bin")
+    pair = {name: (folder / name).read_bytes() for name in names}
+    readers.append(Reader("pair.idx", pair, names[:2], _pair, _seal_pair))
     return readers
+
+
+def _pair(at: Path) -> None:
+    shard = open_megatron(at / "pair").shard
+    shard.read(0, len(shard.tokens))
+
+
+def _seal_pair(at: Path) -> None:
+    path = at / "pair.seal.json"
+    body = json.loads(path.read_text())
+    for suffix, record in body.items():
+        found = hash_file(at / f"pair{suffix}")
+        record |= {"bytes": found.size, "sha256": found.sha256, "blocks": found.blocks}
+    path.write_text(json.dumps(body))
 
 
 def _tokenizer(at: Path) -> None:

@@ -339,7 +339,7 @@ def test_a_file_that_is_another_on_one_rank_ends_the_run_before_its_first_step(
     assert [event["event"] for event in events] == ["failed"]
 
 
-# --- a store that was changed (case 35) ------------------------------------------------------
+# --- no step is whole (case 36) --------------------------------------------------------------
 
 
 def newest(world, root):

@@ -9,6 +9,7 @@ import pytest
 from faulty import flip
 from meshwright.data import blocks, files, open_data, open_store, prepare
 from meshwright.data.corpora import Files
+from meshwright.data.megatron import open_megatron, write_megatron
 from meshwright.errors import DataError
 from meshwright.launch.alike import differences
 from meshwright.spec.training import DataSpec
@@ -55,6 +56,36 @@ def test_what_is_read_whole_is_held_against_its_checksum(store, name, outcome):
     content.tofile(store / name)
     with outcome.refused(DataError, rf"{name} is damaged.*: its checksum differs"):
         open_data(DataSpec(source=str(store), validation=0.0), store)
+
+
+@pytest.mark.case(35)
+@pytest.mark.parametrize(
+    ("suffix", "says"),
+    [
+        (".idx", r"pair\.idx is not what .*pair\.seal\.json says.*made anew by another program"),
+        (".bin", r"pair\.bin is damaged within bytes 0-\d+: its checksum differs"),
+    ],
+)
+def test_a_pair_that_was_exported_is_held_against_its_seal(store, tmp_path, outcome, suffix, says):
+    """The bit that is flipped makes another document of the index, and another legal token."""
+    prefix = tmp_path / "pair"
+    write_megatron(prefix, open_store(store).shards, 300)
+    whole = open_megatron(prefix).shard
+    assert len(whole.read(0, len(whole.tokens))) == len(whole.tokens)
+    moved = tmp_path / "elsewhere"
+    for path in tmp_path.glob("pair*"):
+        shutil.copyfile(path, moved.with_name(path.name.replace("pair", "elsewhere")))
+    assert (open_megatron(moved).shard.ends == whole.ends).all()
+    file = tmp_path / f"pair{suffix}"
+    content = bytearray(file.read_bytes())
+    content[-16 if suffix == ".idx" else 4] ^= 1
+    file.write_bytes(content)
+    with outcome.refused(DataError, says):
+        shard = open_megatron(prefix).shard
+        shard.read(0, len(shard.tokens))
+    (tmp_path / "pair.seal.json").unlink()  # as of a pair that others have written
+    shard = open_megatron(prefix).shard
+    assert len(shard.read(0, len(shard.tokens))) == len(whole.tokens)
 
 
 @pytest.mark.case(35)

@@ -3,37 +3,52 @@
 The index (little endian): magic, version 1, code of the token type, number of sequences, length
 of the document index; then the sizes of the sequences (int32, tokens), where each starts (int64,
 bytes), and the document index (int64: the first sequence of each document, and the end).
+
+Neither file says what it ought to hold. A pair that we write has its checksums beside it, in
+PREFIX.seal.json, and is held against them; one of others, or of before, has none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blocks import sampled_digest
-from meshwright.data.files import AtomicFile, reading, sha256_bytes
+from meshwright.data.blocks import Blocks, sampled_digest
+from meshwright.data.files import AtomicFile, FileHash, reading, sha256_bytes, write_atomic
 from meshwright.data.view import Shard, map_array
-from meshwright.errors import DataError
+from meshwright.errors import DataError, refusal
+from meshwright.parsing import foreign, parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 _LARGEST = 2**31 - 1  # a token, or the tokens of a document
 _AT_ONCE = 2**22  # tokens that are copied at a time
+SEAL = ".seal.json"
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class _Record(NamedTuple):
+    """What a file of a pair held when it was written."""
+
+    bytes: int
+    sha256: str
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class MegatronPair:
     """A validated pair: its shard, and digests of its files by path.
 
-    That of the tokens is of their number and a part of them: nothing says what all of them were.
+    That of the tokens is of their number and a part of them: reading all would take too long.
     """
 
     shard: Shard
@@ -58,14 +73,17 @@ def megatron_prefix(path: Path) -> Path | None:
 def open_megatron(prefix: Path) -> MegatronPair:
     """Open the pair PREFIX.bin and PREFIX.idx; the tokens are not copied.
 
-    Raises DataError, naming the file and both values, where a size does not fit, or sequences or
-    documents are out of order, overlap or leave the file.
+    Raises DataError, naming the file and both values, where a size does not fit, sequences or
+    documents are out of order, overlap or leave the file, or the pair's seal is of another index.
     """
+    seal = _read_seal(prefix)
     index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
     with reading(index_path):
         content = index_path.read_bytes()
     with reading(tokens_path):
         token_bytes = tokens_path.stat().st_size
+    if seal is not None and sha256_bytes(content) != seal[".idx"].sha256:
+        raise _other(prefix, index_path)
     dtype, sizes, pointers, documents = _parse(index_path, content)
     width = np.dtype(dtype).itemsize
     stops = np.cumsum(sizes, dtype=np.int64)
@@ -87,7 +105,14 @@ def open_megatron(prefix: Path) -> MegatronPair:
     ends = np.unique(ends[ends > 0])  # documents without tokens vanish
     if not total:
         raise DataError(f"the corpus is empty: {tokens_path}")
-    shard = Shard(tokens_path, map_array(tokens_path, dtype, total), ends)
+    tokens = map_array(tokens_path, dtype, total)
+    blocks = None
+    if seal is not None:
+        record = seal[".bin"]
+        if record.bytes != token_bytes:
+            raise _other(prefix, tokens_path)
+        blocks = Blocks(tokens_path, tokens, record.blocks, record.sha256)
+    shard = Shard(tokens_path, tokens, ends, blocks)
     files = {str(index_path): sha256_bytes(content), str(tokens_path): sampled_digest(tokens_path)}
     return MegatronPair(shard, files)
 
@@ -100,15 +125,15 @@ def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> in
     file is there already, or a document is longer than an index can say.
     """
     index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
-    for path in (index_path, tokens_path):
+    for path in (index_path, tokens_path, _with(prefix, SEAL)):
         if path.exists():
             raise DataError(f"{path} is there already: name another pair, or remove it")
     code = 8 if vocab_size <= 2**16 else 4
     dtype = np.dtype(DTYPES[code])
-    with AtomicFile(tokens_path) as file:
+    with AtomicFile(tokens_path) as tokens:
         for shard in shards:
             for start in range(0, len(shard.tokens), _AT_ONCE):
-                file.write(
+                tokens.write(
                     shard.read(start, min(start + _AT_ONCE, len(shard.tokens)))
                     .astype(dtype)
                     .tobytes()
@@ -117,12 +142,49 @@ def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> in
     if sizes.max(initial=0) > _LARGEST:
         raise DataError(f"a document of {sizes.max()} tokens does not fit into a Megatron index")
     stops = np.cumsum(sizes, dtype=np.int64)
-    with AtomicFile(index_path) as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1))
-        file.write(sizes.astype("<i4").tobytes())
-        file.write(((stops - sizes) * dtype.itemsize).astype("<i8").tobytes())
-        file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+    parts = [
+        HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1),
+        sizes.astype("<i4").tobytes(),
+        ((stops - sizes) * dtype.itemsize).astype("<i8").tobytes(),
+        np.arange(len(sizes) + 1, dtype="<i8").tobytes(),
+    ]
+    with AtomicFile(index_path) as index:
+        for part in parts:
+            index.write(part)
+        _write_seal(prefix, {".bin": tokens.hash, ".idx": index.hash})
     return int(stops[-1]) if len(stops) else 0
+
+
+def _write_seal(prefix: Path, hashes: Mapping[str, FileHash]) -> None:
+    body = {
+        suffix: {"bytes": one.size, "sha256": one.sha256, "blocks": one.blocks}
+        for suffix, one in hashes.items()
+    }
+    write_atomic(_with(prefix, SEAL), (json.dumps(body, indent=1) + "\n").encode())
+
+
+def _read_seal(prefix: Path) -> Mapping[str, _Record] | None:
+    """Return what the files of a pair ought to hold, by their suffixes; None where nothing says."""
+    path = _with(prefix, SEAL)
+    if not os.path.isfile(path):
+        return None
+    with reading(path):
+        text = path.read_bytes()
+    with foreign(str(path), DataError):
+        body = parse_json(text)
+        found = {}
+        for suffix in (".bin", ".idx"):
+            told = body[suffix]
+            found[suffix] = _Record(int(told["bytes"]), str(told["sha256"]), tuple(told["blocks"]))
+            if any(type(crc) is not int for crc in found[suffix].blocks):
+                raise ValueError("a checksum that is no integer")
+    return found
+
+
+def _other(prefix: Path, path: Path) -> DataError:
+    seal = _with(prefix, SEAL)
+    hint = f"Restore the file; if the pair was made anew by another program, remove {seal}"
+    return DataError(refusal(f"{path} is not what {seal} says: it is damaged", hint=hint))
 
 
 def _parse(
