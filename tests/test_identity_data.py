@@ -3,6 +3,8 @@
 The numbers are those of docs/fault-cases.md.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 
