@@ -121,6 +121,8 @@ REFUSED = [
     (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
      "rope_parameters.rope_type = 'yarn'"),
     (LLAMA, {"rope_scaling": {"type": "linear"}}, "needs the key 'factor'"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", **LLAMA3,
+     "original_max_position_embeddings": 2**63}}, "up to 2147483647, but they are .* 9.22337e"),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0"),
     (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs the key 'low_freq"),
     (LLAMA, {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},

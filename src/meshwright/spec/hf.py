@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import Family
 from meshwright.spec.families.unknown import refuse_model_type
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.model import LARGEST, ModelSpec, RopeScaling
 
 Found = tuple[str, Any]
 
@@ -225,10 +225,11 @@ def _scaling(old: Mapping[str, Any], new: Mapping[str, Any], context: int) -> Ro
         return RopeScaling(kind="linear", factor=factor)
     low, high = number("low_freq_factor"), number("high_freq_factor")
     original = number("original_max_position_embeddings", float(context))
-    if not 0 < low < high or original < 1 or not original.is_integer():
+    if not 0 < low < high or not 1 <= original <= LARGEST or not original.is_integer():
         raise ConfigError(
             f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor and a whole "
-            f"original_max_position_embeddings, but they are {low}, {high} and {original:g}"
+            f"original_max_position_embeddings up to {LARGEST}, but they are {low}, {high} and "
+            f"{original:g}"
         )
     return RopeScaling(
         kind="llama3",
