@@ -17,6 +17,7 @@ from meshwright.spec.loading import load_config
 from outcomes import Outcomes
 from ranks import close_pools
 from runs import TINY, ip
+from written_jobs import written  # noqa: F401 - a fixture
 
 pytest.register_assert_rewrite("faulty")
 # How long an example takes says how busy the machine is.

@@ -3,13 +3,11 @@
 import pytest
 import yaml
 
-from test_jobs import written  # noqa: F401
-
 NODES = (["cluster.nodes=1", "layout.dp_shard=8"], [])
 
 
 @pytest.mark.parametrize("more", NODES, ids=["one node", "two nodes"])
-def test_skypilot_takes_the_task(written, more):  # noqa: F811
+def test_skypilot_takes_the_task(written, more):
     schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
     jsonschema = pytest.importorskip("jsonschema")
     task = yaml.safe_load(
@@ -20,7 +18,7 @@ def test_skypilot_takes_the_task(written, more):  # noqa: F811
 
 
 @pytest.mark.parametrize("more", NODES, ids=["one node", "two nodes"])
-def test_kubeflow_takes_the_job(written, more):  # noqa: F811
+def test_kubeflow_takes_the_job(written, more):
     """Its client knows every field, and keeps their values."""
     models = pytest.importorskip("kubeflow.training.models", reason="kubeflow is not installed")
     client = pytest.importorskip("kubernetes.client")
@@ -31,7 +29,7 @@ def test_kubeflow_takes_the_job(written, more):  # noqa: F811
 
 
 @pytest.mark.parametrize("more", NODES, ids=["one node", "two nodes"])
-def test_kubernetes_takes_the_pods_of_a_jobset(written, more):  # noqa: F811
+def test_kubernetes_takes_the_pods_of_a_jobset(written, more):
     """JobSet's own fields are not in any client; the Job inside of it is one of Kubernetes'."""
     validate = pytest.importorskip("kubernetes_validate", reason="it is not installed")
     files, found = yaml.safe_load_all(written("kubernetes", "--image", "i", "--volume", "v", *more))

@@ -2,9 +2,7 @@
 
 import base64
 import gzip
-import io
 import json
-import math
 import re
 from html.parser import HTMLParser
 
@@ -13,11 +11,8 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.launch import session
-from meshwright.launch.session import train
 from meshwright.program.profile import RankProfile, StepProfile
 from meshwright.report.ahead import layouts_page, plan_page
-from meshwright.report.figure import rounded, spread, thin
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
@@ -27,7 +22,6 @@ from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
 from meshwright.spec.words import busy
 from run_folders import step_event, write_run
-from runs import clean_environ
 
 PIPELINE = ("layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4")
 
@@ -360,15 +354,6 @@ def test_layouts_side_by_side():
     assert "500 ms (+25%)" in str(drawn)
 
 
-def test_numbers_are_short_and_finite():
-    assert rounded({"a": [1.23456789, math.nan, 3.0, "x", True]}) == {
-        "a": [1.2346, None, 3, "x", True]
-    }
-    assert thin(range(10_000), 5) == [0, 2500, 5000, 7499, 9999]
-    assert spread([1.0, 1.1, 5.0], 1.0, 0.0, 6.0) == [1.0, 2.0, 5.0]
-    assert spread([5.9, 6.0], 1.0, 0.0, 6.0) == [5.0, 6.0]
-
-
 def test_an_empty_section_is_left_out():
     page = Page("Nothing", "at all")
     page.section("none", "None", "", "")
@@ -392,21 +377,3 @@ def test_a_simulation_beside_its_prediction(tmp_path, capsys):
     for figures in found.values():
         for one in figures:
             go.Figure(one)
-
-
-def test_a_run_writes_its_page_at_its_end(config):
-    said = io.StringIO()
-    run = train(config("layout.dp_replicate=1", "train.steps=2"), clean_environ(), said)
-    assert f"report {run.folder}/report/index.html" in said.getvalue()
-    assert "Done: all 2 steps." in (run.folder / "report" / "index.html").read_text()
-
-
-def test_a_page_that_cannot_be_written_is_a_note(config, monkeypatch):
-    def refuse(paths):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(session, "write_report", refuse)
-    said = io.StringIO()
-    job = session.prepare_job(config("layout.dp_replicate=1"), clean_environ())
-    session._write_report(job, said)
-    assert said.getvalue() == "note: no report was written: OSError: disk full\n"
