@@ -111,7 +111,21 @@ GRANITES = {
     },
     "defaults": {},
 }
+PHI3S = {
+    "gqa": {"num_key_value_heads": 2, "pad_token_id": None},
+    "mqa, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True, "pad_token_id": None},
+    "half rotary, eps": {
+        "pad_token_id": None,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
 KINDS = {
+    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, PHI3S),
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, LLAMAS),
     "neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, NEOXES),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, QWEN2S),
@@ -243,6 +257,7 @@ def test_a_config_written_by_hand_in_the_old_style(family, tmp_path):
         {"family": "qwen2"},
         {"family": "qwen3", "head_dim": 16, "tie_embeddings": True},
         {"family": "mistral", "n_kv_heads": 1},
+        {"family": "phi3", "rotary_pct": 0.5},
         {"family": "granite", "residual_scale": 0.3, "attention_scale": 0.1, "logits_divisor": 4.0},
     ],
 )

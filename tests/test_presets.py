@@ -10,8 +10,9 @@ from meshwright.spec.resolve import model_spec
 
 # Parameters as published: `num_parameters` of the safetensors metadata of the HF repositories
 # (meta-llama/*, TinyLlama/TinyLlama_v1.1, HuggingFaceTB/SmolLM2-135M, Qwen/*, mistralai/*,
-# ibm-granite/*; of Qwen3-0.6B without the tied head, which its file has twice), the "Total Params"
-# of the model cards of EleutherAI/pythia-*, and arXiv:2204.06745, table 1, for GPT-NeoX-20B.
+# ibm-granite/*, microsoft/phi-4; of Qwen3-0.6B without the tied head, which its file has twice),
+# the "Total Params" of the model cards of EleutherAI/pythia-*, and arXiv:2204.06745, table 1, for
+# GPT-NeoX-20B.
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -48,6 +49,7 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
+    "phi-4": 14_659_507_200,
     "granite-3.3-2b": 2_533_539_840,
     "granite-3.3-8b": 8_170_864_640,
 }

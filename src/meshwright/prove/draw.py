@@ -39,7 +39,7 @@ _OFFLOADS: Final = ("none", "none", "none", "optimizer", "params")
 _OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
-_FAMILIES: Final = ("llama", "neox", "qwen2", "qwen3", "granite")
+_FAMILIES: Final = ("llama", "neox", "qwen2", "qwen3", "granite", "phi3")
 # What the models of a family may choose.
 _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "parallel_residual": _BOOLS,

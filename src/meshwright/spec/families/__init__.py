@@ -10,9 +10,10 @@ from meshwright.spec.families.granite import GRANITE
 from meshwright.spec.families.llama import LLAMA
 from meshwright.spec.families.mistral import MISTRAL
 from meshwright.spec.families.neox import NEOX
+from meshwright.spec.families.phi3 import PHI3
 from meshwright.spec.families.qwen2 import QWEN2
 from meshwright.spec.families.qwen3 import QWEN3
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    one.name: one for one in (LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE)
+    one.name: one for one in (LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE, PHI3)
 }

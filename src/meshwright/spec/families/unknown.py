@@ -18,7 +18,6 @@ _DIFFERS: Final = {
     "olmo2": ("llama", "norms after each sublayer, not before; a norm over all heads"),
     "olmo3": ("llama", "norms after each sublayer, not before; a norm over all heads; windows"),
     "olmoe": ("llama", "experts, a norm over all heads"),
-    "phi3": ("llama", "projections that are stored together, longrope"),
     "qwen2_moe": ("qwen2", "experts"),
     "qwen3_moe": ("qwen3", "experts"),
     "qwen3_next": ("qwen3", "linear attention, experts"),
