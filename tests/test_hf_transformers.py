@@ -159,17 +159,6 @@ def tokens():
 
 
 @pytest.mark.parametrize(("family", "keys"), CASES)
-def test_logits_are_those_of_transformers(family, keys, tmp_path):
-    reference = theirs(family, keys)
-    reference.save_pretrained(tmp_path)
-    model = load_hf(tmp_path)
-    with torch.no_grad():
-        expected, found = reference(tokens()).logits, model(tokens())
-    assert expected.std() > 0.05
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("family", "keys"), CASES)
 def test_transformers_loads_what_is_saved(family, keys, tmp_path):
     theirs(family, keys).save_pretrained(tmp_path / "a")
     model = load_hf(tmp_path / "a")
@@ -186,13 +175,15 @@ def test_transformers_loads_what_is_saved(family, keys, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "keys"), CASES)
-def test_loss_and_gradients_are_those_of_transformers(family, keys, tmp_path):
+def test_logits_and_gradients_are_those_of_transformers(family, keys, tmp_path):
     reference = theirs(family, keys)
     reference.save_pretrained(tmp_path)
     model, ids = load_hf(tmp_path), tokens()
-    for one, logits in ((reference, reference(ids).logits), (model, model(ids))):
-        one.zero_grad()
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    wanted, logits = reference(ids).logits, model(ids)
+    assert wanted.std() > 0.05
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
+    for one in (wanted, logits):
+        F.cross_entropy(one[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     found = to_hf(model.spec, {name: p.grad for name, p in model.named_parameters()})
     stored = {name.replace("embed_out.", "lm_head."): grad for name, grad in found.items()}
     expected = {name: p.grad for name, p in reference.named_parameters()}
@@ -203,8 +194,9 @@ def test_loss_and_gradients_are_those_of_transformers(family, keys, tmp_path):
         assert off <= 1e-5 * max(grad.norm(), 1e-3 * whole), name
 
 
-@pytest.mark.parametrize(("family", "keys"), CASES)
-def test_cached_generation_computes_the_same(family, keys, tmp_path):
+@pytest.mark.parametrize("family", sorted(KINDS))
+def test_cached_generation_computes_the_same(family, tmp_path):
+    keys = list(KINDS[family][2].values())[1]
     theirs(family, keys).save_pretrained(tmp_path)
     model, ids = load_hf(tmp_path), tokens()
     cache = KVCache(40)
