@@ -26,6 +26,7 @@ from meshwright.prove.outcome import Outcome
 from meshwright.prove.refused import refuse
 from meshwright.prove.shrink import MOST_RANKS, shrink
 from meshwright.prove.verdict import Divergence, Verdict
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -83,13 +84,23 @@ def test_the_table_mixes_what_the_axes_leave_open(world):
     assert len({(layout.schedule, layout.recompute) for layout in pipelined}) == 24
     assert {case.train.precision for case in cases} == {"fp32", "bf16", "fp16"}
     assert {case.layout.offload for case in cases} == {"none", "optimizer", "params"}
-    assert {case.model.family for case in cases} == {"llama", "neox"}
+    assert {case.model.family for case in cases} == set(FAMILIES)
     assert any(case.model.n_layers % case.layout.stages for case in cases)
     assert any(case.packed for case in cases)
     assert any(case.model.dropout for case in cases)
     assert any(case.model.tie_embeddings and case.layout.pp > 1 for case in cases)
     counts = {c.layout.microbatches(c.train.batch) for c in cases}
     assert counts >= {2, 4, 8, 16}
+
+
+def test_each_family_has_its_layouts_in_the_table():
+    cases = [case for world in (2, 4, 8, 16) for case in legal(world)]
+    counts = Counter(case.model.family for case in cases)
+    assert all(counts[family] >= 12 for family in FAMILIES)
+    for family in FAMILIES:
+        own = [case.layout for case in cases if case.model.family == family]
+        for axis in ("dp", "tp", "sp", "cp", "pp", "zero"):
+            assert any(getattr(layout, axis) > (axis not in ("sp", "zero")) for layout in own), axis
 
 
 def test_the_table_has_the_layouts_that_are_asked_for():

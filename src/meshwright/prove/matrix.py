@@ -67,6 +67,10 @@ _KINDS: Final = (
     _Kind("qwen3", packed=True, flags={"tie_embeddings": True, **_ODD}),
     _Kind("mistral", flags={"dropout": 0.1}),
     _Kind("granite", packed=True, flags={**_MULTIPLIED, "tie_embeddings": True}),
+    _Kind("phi3", flags={"rotary_pct": 0.5}),
+    _Kind("qwen2", flags={"tie_embeddings": True, "dropout": 0.1}),
+    _Kind("phi3", packed=True, flags=_ODD),
+    _Kind("mistral", packed=True, flags={"tie_embeddings": True}),
 )
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
