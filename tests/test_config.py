@@ -42,6 +42,7 @@ REFUSALS = {
     "'bf16' or 'fp16'",
     "train.loss_scale=0": "train.loss_scale = 0 (override train.loss_scale=0) must be greater "
     "than 0",
+    "model.family=[1]": "model.family = [1] (override model.family=[1]) must be a string",
     "model.n_heads=7": "model.n_heads = 7 (override model.n_heads=7) must divide model.dim = 256 "
     "(default); nearest legal: n_heads = 4 or n_heads = 8",
     "model.n_kv_heads=3": "model.n_kv_heads = 3 must divide model.n_heads = 4; "
@@ -186,6 +187,24 @@ def test_presets_resolve_and_families_get_their_defaults():
     assert (pythia.rotary_dim, pythia.ffn_dim) == (16, 3072)
     neox = load_config(None, ["model.family=neox", "model.rotary_pct=0.25"]).model
     assert neox.n_kv_heads == neox.n_heads
+
+
+# Of a model when only Llama and GPT-NeoX were families: steps and plans of then have digests of it.
+THEN = (
+    *("preset", "family", "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim"),
+    *("ffn_dim", "context", "rope_theta", "rope_scaling", "rotary_pct", "norm_eps"),
+    *("tie_embeddings", "parallel_residual", "attention_bias", "mlp_bias", "activation"),
+    *("dropout", "init_std", "init_from"),
+)
+
+
+def test_a_model_of_an_earlier_version_is_still_the_same():
+    for name in ("demo", "llama-3.2-1b", "pythia-160m"):
+        model = load_config(None, [f"model.preset={name}"]).model
+        assert model.identity() == {key: model.model_dump(mode="json")[key] for key in THEN}
+    words = ["model.family=granite", "model.logits_divisor="]
+    one, other = (load_config(None, [words[0], words[1] + end]).model for end in "23")
+    assert one.identity() != other.identity()
 
 
 def test_vocabulary_comes_from_the_tokenizer(tmp_path):

@@ -32,8 +32,8 @@ PARTS: Final = (
 
 def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
     """Return what identifies a run, by part; `data` is the data set's own identity."""
-    model = config.model.model_dump(mode="json", exclude={"init_from"})
-    train = config.train
+    model, train = config.model.identity(), config.train
+    del model["init_from"]
     return {
         "model": digest_of([json.dumps(model, sort_keys=True)]),
         "optimizer": config.optimizer.name,

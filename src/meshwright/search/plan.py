@@ -181,7 +181,7 @@ def planned(
 def digest(config: Config, layout: Layout) -> str:
     """Return a fingerprint of what a program is made of: model, batch, precision, layout."""
     train = config.train.model_dump(mode="json", include={"batch", "seq_len", "precision"})
-    parts = [config.model.model_dump(mode="json"), train, layout.model_dump(mode="json")]
+    parts = [config.model.identity(), train, layout.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

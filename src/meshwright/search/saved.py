@@ -77,7 +77,7 @@ def _without_none(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[
 def _changes(found: Config, layout: Layout, saved: Mapping[str, Any]) -> list[str]:
     """Return what differs from the plan, key by key."""
     pairs = {
-        "model": (found.model.model_dump(mode="json"), saved["config"]["model"]),
+        "model": (found.model.identity(), saved["config"]["model"]),
         "train": (
             found.train.model_dump(mode="json", include=set(_OF_TRAINING)),
             saved["config"]["train"],

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from meshwright.errors import nearest, nearest_divisors, refusal
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.families.base import LATER
 
 # Far above what anybody trains: a program has a row for each layer, microbatch and rank.
 LARGEST: Final = 2**31 - 1
@@ -114,13 +115,23 @@ class ModelSpec(Spec):
         """What queries are multiplied by before attention, which divides by `sqrt(head_dim)`."""
         return 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
 
+    def identity(self) -> dict[str, Any]:
+        """Return as JSON what identifies the model, also to steps and plans of earlier versions.
+
+        They lack the features that fields were made of later; their families fix them, so these
+        say nothing that `family` does not.
+        """
+        implied = LATER & FAMILIES[self.family].features.keys()
+        return self.model_dump(mode="json", exclude=set(implied))
+
     @model_validator(mode="before")
     @classmethod
     def _of_family(cls, values: Any) -> Any:
         """Fill what all models of a family have, where it is not given."""
         if not isinstance(values, Mapping):
             return values
-        family = FAMILIES.get(values.get("family", "llama"))
+        name = values.get("family", "llama")  # of any type: it is not validated yet
+        family = FAMILIES.get(name) if isinstance(name, str) else None
         return {**family.features, **values} if family else values
 
     @model_validator(mode="after")

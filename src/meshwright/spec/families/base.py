@@ -28,6 +28,14 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+# Those that were no fields of `ModelSpec` before families chose: Llama and GPT-NeoX fix them.
+LATER: Final = frozenset(FEATURES) - {
+    "attention_bias",
+    "mlp_bias",
+    "rotary_pct",
+    "parallel_residual",
+}
+
 
 class Key(NamedTuple):
     """A key of `config.json`: the field of `ModelSpec` that it holds, and what its absence means.
@@ -119,10 +127,9 @@ def preset(
 def no_windows(config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a layer that sees a window of the sequence only."""
     kinds = config.get("layer_types")
-    if isinstance(kinds, list) and (other := set(kinds) - {"full_attention"}):
+    if isinstance(kinds, list) and (other := {str(one) for one in kinds} - {"full_attention"}):
         refused = refusal(
-            f"layer_types has {sorted(map(str, other))}: attention inside a window is not "
-            "supported",
+            f"layer_types has {sorted(other)}: attention inside a window is not supported",
             legal=["full_attention"],
         )
         raise ConfigError(refused)
