@@ -271,6 +271,10 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key} = {value!r} must be a table of rotary settings")
+    for kind, own in value.items():
+        if isinstance(own, Mapping):
+            what = f"{key}.{kind} is a table: rotary settings of a kind of layer are not supported"
+            raise ConfigError(refusal(what, legal=[f"one {key} of all layers"]))
     return value
 
 
