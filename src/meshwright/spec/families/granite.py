@@ -57,7 +57,7 @@ GRANITE: Final = Family(
     ),
     defaults={"attention_scale": 1.0},
     inert={"sliding_window": (), "hidden_dropout": (0.0,)},
-    # HF configs of ibm-granite/granite-3.3-2b-base and -8b-base.
+    # HF configs of ibm-granite/granite-3.3-2b-instruct and -8b-instruct.
     presets={
         "granite-3.3-2b": _granite(2048, 32, 8192, 0.015625, 8.0),
         "granite-3.3-8b": _granite(4096, 32, 12800, 0.0078125, 16.0),
