@@ -263,7 +263,9 @@ def beside(world, folder):
     layout = mw.Layout(dp_shard=2, zero=3)
     first, second = (opened(layout, folder)[2] for _ in range(2))
     first.save(1)
-    with pytest.raises(CheckpointError, match=r"step-00000001 written by run \w+, and this is run"):
+    with pytest.raises(
+        CheckpointError, match=r"run \w+ has written step-00000001, and this is run"
+    ):
         second.save(2)
     assert second.load().step == 1
     second.save(2)
