@@ -76,6 +76,16 @@ def test_parquet(tmp_path):
     assert [text.partition(":")[0] for text in found] == [str(tmp_path / "b.parquet")]
 
 
+def test_parquet_whose_text_is_no_text(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    raw = pa.array([b"one", b"t\xffo"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
+    parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, after row 0: 'utf-8' codec can't decode"):
+        documents(Files((tmp_path / "a.parquet",)))
+
+
 def test_one_object_is_one_row(tmp_path):
     (tmp_path / "a.json").write_text('{"text": "alone"}')
     assert documents(Files((tmp_path,))) == ["alone"]

@@ -194,6 +194,7 @@ def _parquet(path: Path, key: str) -> Iterator[Piece]:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise DataError(f"{path} needs pyarrow: pip install 'meshwright[hf]'") from None
+    number = 0
     with reading(path):
         try:
             with ParquetFile(path) as file:
@@ -201,11 +202,12 @@ def _parquet(path: Path, key: str) -> Iterator[Piece]:
                 if key not in names:
                     yield Problem(str(path), _no_field(key, dict.fromkeys(names)))
                     return
-                number = 0
                 for batch in file.iter_batches(_ROWS, columns=[key]):
                     for text in batch.column(0).to_pylist():
                         number += 1
                         yield from _row(f"{path}, row {number}", {key: text}, key)
+        except UnicodeDecodeError as error:  # the whole batch is decoded at once
+            yield Problem(f"{path}, after row {number}", str(error))
         except ArrowException as error:
             yield Problem(str(path), f"not Parquet: {error!s:.200}")
 
