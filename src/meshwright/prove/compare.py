@@ -54,8 +54,6 @@ VANISHING: Final = 36.0
 # samples differed by a factor of 8.
 FEW: Final = 64
 FEW_MARGIN: Final = 3 * MARGIN
-# A whole gradient's noise in a layout over that of one device.
-OTHER_NOISE: Final = 1.5
 # So many standard deviations are allowed for a number with many independent roundings.
 DEVIATIONS: Final = 4.0
 # Standard deviation of one rounding error over its largest, for values of any size.
@@ -169,19 +167,14 @@ def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float
     return DEVIATIONS * each / math.sqrt(targets) / loss + 16 * UNIT_ROUNDOFFS["fp32"]
 
 
-def norm_tolerance(expected: Expected) -> float:
-    """Return what the norm of the whole gradient may be off by, relative to it.
+def norm_tolerance(noises: Iterable[float]) -> float:
+    """Return what the norm of a whole gradient may be off by, relative to it; `noises` by step.
 
     A norm changes by the norm of what is added at most, which is noise. The component along the
     gradient alone would be a part of it, but where few weights have most of the gradient, or rows
-    share roundings, it is nearly all.
+    share roundings, it is nearly all. The noise of later steps is that of their weights, too.
     """
-    off = _length(expected.rounded[name] - one for name, one in expected.exact.items())
-    return OTHER_NOISE * off / _length(expected.exact.values()) + 8 * UNIT_ROUNDOFFS["fp32"]
-
-
-def _length(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(one.double().square().sum().item() for one in tensors))
+    return MARGIN * max(noises) + 8 * UNIT_ROUNDOFFS["fp32"]
 
 
 def everyones(mine: T, world: World) -> list[T]:

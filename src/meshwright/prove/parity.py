@@ -107,7 +107,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     losses, norms = [one.loss for one in numbers], [one.norm for one in numbers]
     yield _numbers(case, "loss", exact.losses, losses, bound)
     yield _tensors(case, "gradients", worst[0], "gradient")
-    bound_of_norm = norm_tolerance(gradients)
+    bound_of_norm = norm_tolerance(reference.noises)
     yield _numbers(case, "gradient norm", exact.norms, norms, bound_of_norm)
     steps = f"{case.steps} {OPTIMIZERS[case.optimizer]} steps"
     yield _tensors(case, f"updates of {steps}", added, "update")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class Reference:
 
     `start` are the weights before them, `optimizer` and `clip_norm` those of the steps. The latter
     is half of the first gradient's norm, if the case clips at all, so that every step is clipped.
+    `noises` are the errors of each step's whole gradient with a layout's roundings, over its norm.
     """
 
     start: Tensors
@@ -73,6 +74,7 @@ class Reference:
     clip_norm: float
     rounded: Steps
     exact: Steps
+    noises: tuple[float, ...]
 
 
 def make_batch(case: Case, step: int) -> Batch:
@@ -121,13 +123,17 @@ def run_reference(case: Case, *, keeps: bool = False) -> Reference:
         schedule="cosine",
         warmup_steps=_WARMUP,
     )
-    return Reference(
-        whole_weights(case.model, case.train.seed),
-        optimizer,
-        clip_norm,
-        _run(case, optimizer, clip_norm, exact=False, keeps=keeps),
-        _run(case, optimizer, clip_norm, exact=True, keeps=keeps),
+    rounded, exact = (_run(case, optimizer, clip_norm, exact=which) for which in (False, True))
+    noises = tuple(
+        _norm({name: a.gradients[name].double() - b for name, b in of_b.items()}) / size
+        for a, of_b, size in zip(
+            rounded.moments, (b.gradients for b in exact.moments), exact.norms, strict=True
+        )
     )
+    if not keeps:
+        rounded, exact = (replace(steps, moments=()) for steps in (rounded, exact))
+    start = whole_weights(case.model, case.train.seed)
+    return Reference(start, optimizer, clip_norm, rounded, exact, noises)
 
 
 def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
@@ -149,9 +155,7 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
     return found[0], found[1]
 
 
-def _run(
-    case: Case, optimizer: OptimizerSpec, clip_norm: float, *, exact: bool, keeps: bool
-) -> Steps:
+def _run(case: Case, optimizer: OptimizerSpec, clip_norm: float, *, exact: bool) -> Steps:
     one = _OneDevice(case, exact=exact)
     step_of = _Optimizer(one.masters, optimizer, case.steps)
     losses, norms, moments = [], [], []
@@ -163,8 +167,7 @@ def _run(
         first = first or gradients
         factor = min(1.0, clip_norm / norms[-1]) if clip_norm else 1.0
         step_of.step({name: factor * gradient for name, gradient in gradients.items()}, step)
-        if keeps:
-            moments.append(AfterStep(_narrow(gradients), one.updates(), step_of.state()))
+        moments.append(AfterStep(_narrow(gradients), one.updates(), step_of.state()))
     evaluation = one.evaluate(evaluated(case))
     return Steps(
         tuple(losses),
