@@ -21,6 +21,7 @@ from meshwright.execute.block_attention import BlockAttention, choose, wide
 from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
+from meshwright.program.attention import ALL_SCORES, Scores
 
 
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
@@ -65,7 +66,14 @@ class Ring:
         self.place = _RingPlace(group, dist.get_rank(group), size, recorder or FlightRecorder())
         self.block = block
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Tensor | None = None,
+        scores: Scores = ALL_SCORES,
+    ) -> Tensor:
         """Return the attention of this rank's queries, of their shape and dtype.
 
         q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq / cp, head_dim]`.
@@ -92,17 +100,26 @@ class Ulysses:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None = None,
+        scores: Scores = ALL_SCORES,
+    ) -> Tensor:
         """Return the attention of this rank's queries; shapes as in `Ring`."""
         assert k.shape[1] % self.size == 0, "each rank gets whole heads of keys"
         q, k, v = _ToHeads.apply(self.group, self.size, q, k, v)  # type: ignore[no-untyped-call]
-        out = self.core(q, k, v, documents)
+        out = self.core(q, k, v, documents, scores)
         back: Tensor = _ToPositions.apply(self.group, self.size, out)  # type: ignore[no-untyped-call]
         return back
 
 
-def _by_mask(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
-    return attend(q, k, v, causal_mask(q, segments, None))
+def _by_mask(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scores: Scores = ALL_SCORES
+) -> Tensor:
+    return attend(q, k, v, causal_mask(q, segments, None), scores)
 
 
 class _ToHeads(torch.autograd.Function):

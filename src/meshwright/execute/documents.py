@@ -21,6 +21,7 @@ from torch import Tensor
 from meshwright.execute.block_attention import cpu_flash, has_cuda_flash, wide
 from meshwright.models.attention import attend
 from meshwright.models.blockwise import by_token
+from meshwright.program.attention import ALL_SCORES, Scores
 
 # Few different sizes, since compiled code is made anew for each.
 _MULTIPLE: Final = 8
@@ -51,14 +52,16 @@ def takes_bounds(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     return device.type == "cpu" or has_cuda_flash(device, dtype, head_dim)
 
 
-def attend_documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scores: Scores = ALL_SCORES
+) -> Tensor:
     """Return causal attention inside documents, or in whole rows without bounds.
 
     q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]`. A bool `bounds`
     is a mask.
     """
     if bounds is None or bounds.dtype == torch.bool:
-        return attend(q, k, v, bounds)
+        return attend(q, k, v, bounds, scores)
     if q.device.type == "cuda":
         return _by_varlen(q, k, v, bounds)
     out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds)[0]

@@ -12,10 +12,11 @@ from meshwright.models.context import PLAIN, Context
 from meshwright.models.norms import head_norm
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
+from meshwright.program.attention import ALL_SCORES, Scores
 from meshwright.spec.model import ModelSpec
 
 # q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None -> as q
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 # x [..., in] and linear layers that all take it -> their results
 Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
 
@@ -25,7 +26,9 @@ def each(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     return [layer(x) for layer in layers]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores = ALL_SCORES
+) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true."""
     grouped = q.shape[1] != k.shape[1]
     causal = False
@@ -60,7 +63,9 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = head_norm(spec), head_norm(spec)
         self.head_dim = spec.head_dim
         self.query_scale = spec.query_scale
-        self.is_rotary = spec.rotary_dim > 0
+        own = spec.layer(int(layer))
+        self.scores = Scores(own.window, spec.attention_softcap)
+        self.is_rotary = spec.rotary_dim > 0 and own.rotary
         self.rope = rope
         self.layer = layer
         self.core: Core = attend
@@ -80,7 +85,7 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        mixed = self.core(q, k, v, context.mask).transpose(1, 2).flatten(2)
+        mixed = self.core(q, k, v, context.mask, self.scores).transpose(1, 2).flatten(2)
         out: Tensor = self.o(mixed)
         return out
 

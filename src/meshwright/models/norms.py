@@ -31,4 +31,4 @@ def norm(spec: ModelSpec) -> nn.Module:
 
 def head_norm(spec: ModelSpec) -> RMSNorm | None:
     """Return a norm over each head, where queries and keys have one."""
-    return RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+    return RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm == "head" else None

@@ -94,7 +94,7 @@ def _attention(program: Program, sizes: Sizes, blocks: int) -> Iterator[Need]:
     yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
     if program.model.rotary_dim:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
-    if program.model.qk_norm:
+    if program.model.qk_norm == "head":
         # The gradients of all three that came, and what an RMSNorm makes of one.
         for name, normed in (("attn.k_norm", of_kv), ("attn.q_norm", of_heads)):
             made = normed + 3 * normed // sizes.element * _WIDE

@@ -16,6 +16,20 @@ SCORES: Final = 1 << 20
 _WIDE: Final = 4
 
 
+class Scores(NamedTuple):
+    """Which scores a query has, and how they are bounded.
+
+    It sees its own position and the `window - 1` before it; None: all before it. A score x becomes
+    `cap * tanh(x / cap)`.
+    """
+
+    window: int | None = None
+    cap: float | None = None
+
+
+ALL_SCORES: Final = Scores()
+
+
 class Cut(NamedTuple):
     """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
 

@@ -219,7 +219,7 @@ def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
     yield _Op("attn.q", "product", into_heads, _input_kept(program, sizes), of_heads)
     yield _Op("attn.k", "product", into_kv, 0, of_kv_heads)
     yield _Op("attn.v", "product", into_kv, 0, of_kv_heads)
-    if model.qk_norm:
+    if model.qk_norm == "head":
         yield _head_norm(sizes, "attn.q_norm", sizes.heads)
         yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads)
     if model.rotary_dim:

@@ -52,7 +52,7 @@ def _block(spec: ModelSpec, at: str) -> Iterator[Part]:
     yield from _linear(f"{at}.attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
     yield from _linear(f"{at}.attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
     yield from _linear(f"{at}.attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias)
-    if spec.qk_norm:
+    if spec.qk_norm == "head":
         for name in ("q_norm", "k_norm"):
             yield Part(f"{at}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
     yield from _norm(spec, f"{at}.mlp_norm")

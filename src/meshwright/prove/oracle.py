@@ -87,7 +87,7 @@ class _Model:
         """Return causal attention within the rows' documents."""
         spec, weights, eps = self.spec, self.weights, self.spec.norm_eps
         q, k, v = (self.heads(self.project(f"{at}.attn.{name}", x)) for name in "qkv")
-        if spec.qk_norm:
+        if spec.qk_norm == "head":
             q, k = (
                 _rms(x, weights[f"{at}.attn.{n}_norm.weight"], eps) for n, x in (("q", q), ("k", k))
             )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from meshwright.errors import nearest, nearest_divisors, refusal
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.families.base import LATER
+from meshwright.spec.families.base import FEATURES, LATER, NEWEST
 
 # Far above what anybody trains: a program has a row for each layer, microbatch and rank.
 LARGEST: Final = 2**31 - 1
@@ -50,6 +50,32 @@ class RopeScaling(Spec):
     original_context: int = Field(default=8192, gt=0, le=LARGEST)
 
 
+class LayerSpec(Spec):
+    """What the attention of a layer sees and rotates.
+
+    A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a base
+    of its own, which `ModelSpec.rope_scaling` leaves alone; None: the model's base and scaling.
+    Without `rotary` nothing is rotated.
+    """
+
+    window: int | None = Field(default=None, gt=0, le=LARGEST)
+    rope_theta: float | None = Field(default=None, gt=0)
+    rotary: bool = True
+
+
+PLAIN_LAYER: Final = LayerSpec()
+
+
+def _layers(value: object) -> object:
+    """Take a list of a TOML or JSON file for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _qk_norm(value: object) -> object:
+    """Take true for the norm of each head: the only one there was when this was a flag."""
+    return {True: "head", False: "none"}[value] if isinstance(value, bool) else value
+
+
 class ModelSpec(Spec):
     """Architecture of one model; every size is resolved.
 
@@ -62,11 +88,14 @@ class ModelSpec(Spec):
 
     `family` says under which names and keys Hugging Face folders have the model, and presets what
     its blocks are made of: the `FEATURES` of `spec.families`. `norm` is RMSNorm or LayerNorm with a
-    bias, before each sublayer. `attention_bias` is of q, k and v, and of o unless `output_bias`
-    says otherwise. `qk_norm`: an RMSNorm over each head of q and k, before the rotation.
-    `embedding_scale` multiplies the embedding's output, `residual_scale` what each sublayer adds to
-    the stream, `attention_scale` the scores (`head_dim ** -0.5` unless given); `logits_divisor`
-    divides the logits.
+    bias, before each sublayer, after it (of what it adds to the stream), or both; an RMSNorm
+    multiplies by its weight, or with `norm_plus_one` by 1 + weight. `attention_bias` is of q, k and
+    v, and of o unless `output_bias` says otherwise. `qk_norm`: an RMSNorm over each head of q and
+    k, or over all heads together, before the rotation. `embedding_scale` multiplies the embedding's
+    output, `residual_scale` what each sublayer adds to the stream, `attention_scale` the scores
+    (`head_dim ** -0.5` unless given); `logits_divisor` divides the logits. A soft cap bounds scores
+    or logits x to `cap * tanh(x / cap)`. `layer_pattern` says what layers see and rotate, from the
+    first on, and begins anew where it ends; empty: all see and rotate everything.
     """
 
     preset: str | None = None
@@ -85,9 +114,11 @@ class ModelSpec(Spec):
     norm_eps: float = Field(default=1e-5, gt=0)
     tie_embeddings: bool = False
     norm: Literal["rms", "layer"] = "rms"
+    norm_placement: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
     parallel_residual: bool = False
     gated_mlp: bool = True
-    qk_norm: bool = False
+    qk_norm: Annotated[Literal["none", "head", "all"], BeforeValidator(_qk_norm)] = "none"
     attention_bias: bool = False
     output_bias: bool | None = None
     mlp_bias: bool = False
@@ -95,6 +126,9 @@ class ModelSpec(Spec):
     attention_scale: float | None = Field(default=None, gt=0)
     residual_scale: float = Field(default=1.0, gt=0)
     logits_divisor: float = Field(default=1.0, gt=0)
+    attention_softcap: float | None = Field(default=None, gt=0)
+    logits_softcap: float | None = Field(default=None, gt=0)
+    layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(_layers)] = ()
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
@@ -104,6 +138,12 @@ class ModelSpec(Spec):
     def rotary_dim(self) -> int:
         """Dimensions of each head that RoPE rotates (GPT-NeoX `rotary_ndims`)."""
         return int(self.head_dim * self.rotary_pct)
+
+    def layer(self, index: int) -> LayerSpec:
+        """Return what a layer sees and rotates."""
+        if not self.layer_pattern:
+            return PLAIN_LAYER
+        return self.layer_pattern[index % len(self.layer_pattern)]
 
     @property
     def has_output_bias(self) -> bool:
@@ -122,7 +162,8 @@ class ModelSpec(Spec):
         say nothing that `family` does not.
         """
         implied = LATER & FAMILIES[self.family].features.keys()
-        return self.model_dump(mode="json", exclude=set(implied))
+        unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
+        return self.model_dump(mode="json", exclude={*implied, *unused})
 
     @model_validator(mode="before")
     @classmethod

@@ -18,13 +18,18 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "attention_bias": False,
         "output_bias": None,
         "mlp_bias": False,
-        "qk_norm": False,
+        "qk_norm": "none",
         "rotary_pct": 1.0,
         "parallel_residual": False,
         "embedding_scale": 1.0,
         "attention_scale": None,
         "residual_scale": 1.0,
         "logits_divisor": 1.0,
+        "norm_placement": "before",
+        "norm_plus_one": False,
+        "attention_softcap": None,
+        "logits_softcap": None,
+        "layer_pattern": (),
     }
 )
 
@@ -35,6 +40,10 @@ LATER: Final = frozenset(FEATURES) - {
     "rotary_pct",
     "parallel_residual",
 }
+# Those of them that no model chose when that began.
+NEWEST: Final = frozenset(
+    {"norm_placement", "norm_plus_one", "attention_softcap", "logits_softcap", "layer_pattern"}
+)
 
 
 class Key(NamedTuple):

@@ -33,7 +33,7 @@ QWEN3: Final = Family(
         Key("attention_bias", "attention_bias", "flag", False),
     ),
     free=frozenset({"attention_bias"}),
-    fixed={"qk_norm": True},
+    fixed={"qk_norm": "head"},
     defaults={"norm_eps": 1e-6},
     written={"use_sliding_window": False},
     inert={"hidden_dropout": (0.0,)},
