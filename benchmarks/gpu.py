@@ -29,7 +29,7 @@ from meshwright.predict.catalogue import catalogue, device_named
 from meshwright.predict.price import price
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
-from meshwright.program.parts import flops_per_token
+from meshwright.program.model_flops import flops_per_token
 from meshwright.program.target import Target
 from meshwright.search.plan import on_cluster, setting_of
 from meshwright.spec.loading import load_config

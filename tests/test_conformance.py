@@ -14,9 +14,9 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.wire import Wire, WireMessage, WorkCounter
 from meshwright.layout import Layout
 from meshwright.program.collectives import collectives
+from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import lower
-from meshwright.program.operations import attention_flops, matmul_flops
-from meshwright.program.parts import flops_per_token
+from meshwright.program.model_flops import flops_per_token
 from meshwright.program.schedule import SCHEDULES, compute_tables, microbatch_rule
 from meshwright.prove import conformance
 from meshwright.prove.compare import mine, program_of

@@ -218,7 +218,8 @@ def test_a_block_is_priced_as_long_as_it_was_measured(monkeypatch):
     assert setting.model.model_copy(update={"n_layers": 1, "vocab_size": 0}) == (
         shape.spec.model_copy(update={"vocab_size": 0})
     )
-    seconds = kernels.layer(work_of(setting, layout), 1, 1, "ring", "none").total
+    work = work_of(setting, layout)
+    seconds = kernels.layer(work, work.layers[0], 1, 1, "ring", "none").total
     assert seconds == pytest.approx(parts.whole, rel=1e-3)
     assert kernels.optimizer_bandwidth == pytest.approx(5e9)
     assert constants["matmul.gain"] == pytest.approx(2)

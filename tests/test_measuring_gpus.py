@@ -159,7 +159,7 @@ def test_before_a_gpu_the_host_runs_ahead():
     assert price(h200({"h100.overhead.layer.bf16": 1e-6}), layout).time.total == plain
     slow = h200({"h100.overhead.layer.bf16": 0.03}).kernels()
     work = layout_work(MODEL, 64, "bf16", 1, False, 1, "ring", 1, "none")
-    layer = slow.layer(work, 1, 1, "ring", "none")
+    layer = slow.layer(work, work.layers[0], 1, 1, "ring", "none")
     assert layer.forward == pytest.approx(0.01)
     assert layer.backward == pytest.approx(0.02)
 
@@ -181,4 +181,4 @@ def test_a_block_is_predicted_to_take_what_it_took():
     }
     kernels = h200({f"h100.{name}": value for name, value in found.items()}).kernels()
     work = layout_work(shape.spec, shape.length, "bf16", 1, False, 1, "ring", shape.rows, "none")
-    assert kernels.layer(work, 1, 1, "ring", "none").total == pytest.approx(parts.whole)
+    assert kernels.layer(work, work.layers[0], 1, 1, "ring", "none").total == pytest.approx(parts.whole)

@@ -48,7 +48,7 @@ def setting(model=SEVEN, device="h100-sxm", devices=8, system=OURS, **train):
 
 
 def states(layout, element=2, system=OURS, device="h100-sxm"):
-    held, sums = HeldLayers(SEVEN.n_layers, True, True), {}
+    held, sums = HeldLayers((SEVEN.n_layers,), True, True), {}
     one = setting(device=device, system=system, precision={2: "bf16", 4: "fp32"}[element])
     for term in model_states(one, layout, held):
         sums[term.category] = sums.get(term.category, 0) + term.bytes
@@ -123,7 +123,7 @@ def test_messages_are_those_of_the_program(label):
         layout.recompute,
     )
     predicted = {}
-    for work, times in ((found.layer, SMALL.n_layers), (found.first, 1), (found.last, 1)):
+    for work, times in ((found.layers[0], SMALL.n_layers), (found.first, 1), (found.last, 1)):
         for one in work.messages:
             size = one.bytes * one.times * times * program.microbatches
             predicted[one.kind, one.axis] = predicted.get((one.kind, one.axis), 0) + size
@@ -146,7 +146,7 @@ def test_zero_on_cpus_keeps_weights_whole():
         found = states(layout, element, **where)
         assert (found["weights"], found["gathered"]) == (4 * count // 8, element * count)
     # What goes to the ranks that sum it, and a gather.
-    ours, held = setting(device="cpu", precision="fp32"), HeldLayers(SEVEN.n_layers, True, True)
+    ours, held = setting(device="cpu", precision="fp32"), HeldLayers((SEVEN.n_layers,), True, True)
     kernels = ours.kernels()
     gather = kernels.network.seconds("rows", 4 * count, 8, 1)
     exchange = kernels.network.seconds("all_to_all", 4 * count, 8, 1)
@@ -176,7 +176,8 @@ def test_kept_activations_are_those_of_the_program(recompute):
     ops = operations(program, program.stages[0])
     real = sum(op.saved_bytes for op in ops if op.name.startswith("layers."))
     one = setting(SMALL, batch=8, seq_len=32)
-    kept = kept_per_layer(layout, OURS, work_of(one, layout), 0.0)
+    found = work_of(one, layout)
+    kept = kept_per_layer(layout, OURS, found.sizes, found.layers[0], 0.0)
     assert sum(kept.values()) == pytest.approx(real, rel=1e-6)
 
 

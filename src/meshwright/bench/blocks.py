@@ -17,6 +17,7 @@ from meshwright.models.rope import Rope
 from meshwright.predict.kernels import PASSES, forward_moved
 from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import Product, Work, layout_work
+from meshwright.program.attention import causal_scores
 from meshwright.program.operations import ATTENTION_BACKWARD
 from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
@@ -154,9 +155,10 @@ def _attention(device: torch.device, precision: str, shape: Shape) -> Callable[[
 
 
 def attention_flops(shape: Shape) -> float:
-    """Return the FLOPs of causal attention, forward and backward, half a square counted."""
+    """Return the FLOPs of the first layer's attention, forward and backward."""
     spec, length, rows = shape
-    forward = 2.0 * rows * spec.n_heads * length**2 * spec.head_dim
+    scores = causal_scores(length, spec.layer(0).window)
+    forward = 4.0 * rows * spec.n_heads * spec.head_dim * scores
     return forward * (1 + ATTENTION_BACKWARD)
 
 
@@ -167,7 +169,7 @@ def products_of(precision: str, shape: Shape) -> tuple[Product, ...]:
 
 def _work(precision: str, shape: Shape) -> Work:
     spec, length, rows = shape
-    return layout_work(spec, length, precision, 1, False, 1, "ring", rows, "none").layer
+    return layout_work(spec, length, precision, 1, False, 1, "ring", rows, "none").layers[0]
 
 
 def seconds_per_byte(

@@ -19,7 +19,13 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
-from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding, together
+from meshwright.execute.tensor import (
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    over_all_heads,
+    together,
+)
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
@@ -134,6 +140,8 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
         block.attn.project = block.mlp.project = together(tp_region, deferral)
     if layout.tp == 1:
         return
+    for block in model.blocks:
+        block.attn.norm_pair = over_all_heads(groups.tp)
     if model.embed is not None:
         VocabEmbedding.take_over(model.embed, tp_region)
     _make_sharded(model, program, groups)

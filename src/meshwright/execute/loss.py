@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.execute.deferred import local
 from meshwright.execute.groups import Link
 from meshwright.execute.tp_regions import TPRegion, begin_gather
+from meshwright.models.ops import softcapped
 
 
 def loss_sum(
@@ -31,6 +32,7 @@ def loss_sum(
     at_once: int,
     *,
     fuses: bool = False,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
@@ -38,19 +40,19 @@ def loss_sum(
     multiplies it; targets int64 `[batch, seq]` have global ids, those that are `ignore` count for
     nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
     is not a number until the backward fills it in. `fuses` has loss and gradient compiled where no
-    other rank is needed for them and products are in half precision.
+    other rank is needed for them and products are in half precision. `cap` bounds logits.
     """
     own = local(weight)
     if torch.is_grad_enabled():
         out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses
+            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses, cap
         )
         return out
     inputs = tp_region.entering(hidden)().flatten(0, 1)
     total = inputs.new_zeros((), dtype=torch.float32)
     for rows in _chunks(len(inputs), at_once):
         total += soften(
-            inputs[rows] @ own.t(), targets.flatten()[rows], ignore, tp_region.link
+            inputs[rows] @ own.t(), targets.flatten()[rows], ignore, tp_region.link, cap
         ).loss
     return total
 
@@ -66,10 +68,12 @@ class _Loss(torch.autograd.Function):
         tp_region: TPRegion,
         at_once: int,
         fuses: bool,
+        cap: float | None,
     ) -> Tensor:
         value = hidden.new_full((), float("nan"), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, targets, value)
         ctx.ignore, ctx.tp_region, ctx.at_once, ctx.fuses = ignore, tp_region, at_once, fuses
+        ctx.cap = cap
         return value
 
     @staticmethod
@@ -86,10 +90,12 @@ class _Loss(torch.autograd.Function):
         for rows in _chunks(len(inputs), ctx.at_once):
             if is_fused:
                 logits = inputs[rows] @ weight.t()
-                loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad)
+                loss, logits_grad = _fused()(logits, targets[rows], ctx.ignore, grad, ctx.cap)
                 del logits
             else:
-                found = soften(inputs[rows] @ weight.t(), targets[rows], ctx.ignore, tp_region.link)
+                logits = inputs[rows] @ weight.t()
+                found = soften(logits, targets[rows], ctx.ignore, tp_region.link, ctx.cap)
+                del logits
                 loss, logits_grad = found.loss, found.gradient(grad, weight.dtype)
                 del found
             losses.append(loss)
@@ -106,7 +112,7 @@ class _Loss(torch.autograd.Function):
         assert total is not None
         value.detach().copy_(torch.stack(losses).sum())
         del gathered, inputs
-        return sent(), total, None, None, None, None, None
+        return sent(), total, None, None, None, None, None, None
 
 
 class Softmax(NamedTuple):
@@ -114,6 +120,7 @@ class Softmax(NamedTuple):
 
     `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities. `own`
     is the local target, which counts where it is `inside`; rows that are not `counted` have none.
+    `slopes`, as exponentials, are those of logits that a cap has bounded.
     """
 
     loss: Tensor
@@ -122,15 +129,20 @@ class Softmax(NamedTuple):
     own: Tensor
     inside: Tensor
     counted: Tensor
+    slopes: Tensor | None = None
 
     def gradient(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradient of the logits for that of the loss, in place of the exponentials."""
         wide = self.exponentials.mul_((self.shares * self.counted * grad)[:, None])
         wide.scatter_add_(-1, self.own[:, None], -(self.inside * grad)[:, None])
+        if self.slopes is not None:
+            wide.mul_(self.slopes)
         return wide.to(dtype)
 
 
-def soften(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Softmax:
+def soften(
+    logits: Tensor, targets: Tensor, ignore: int, link: Link, cap: float | None = None
+) -> Softmax:
     """Return loss and softmax of logits `[rows, vocab / ranks]`, in their memory if it is fp32.
 
     targets int64 `[rows]` have global ids. Where ranks cut the vocabulary, three numbers of a row
@@ -140,7 +152,11 @@ def soften(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Softmax:
     own, counted = targets - link.rank * logits.shape[-1], targets != ignore
     inside = (own >= 0) & (own < logits.shape[-1]) & counted
     own.masked_fill_(~inside, 0)
-    wide = logits.float()
+    wide, slopes = logits.float(), None
+    if cap is not None:  # the slope of cap * tanh(x / cap) is 1 - tanh^2
+        shares = wide.div_(cap).tanh_()
+        slopes = torch.addcmul(shares.new_ones(()), shares, shares, value=-1)
+        wide = shares.mul_(cap)
     picked = wide.gather(-1, own[:, None])[:, 0].masked_fill_(~inside, 0)
     top = wide.amax(-1)
     exponentials = wide.sub_(top[:, None]).exp_()
@@ -153,11 +169,12 @@ def soften(logits: Tensor, targets: Tensor, ignore: int, link: Link) -> Softmax:
         total = (totals * (tops - largest).exp_()).sum(0)
     # The two logits first: the loss is small where both are large.
     loss = ((total.log() + (largest - picked)) * counted).sum()
-    return Softmax(loss, exponentials, (top - largest).exp_() / total, own, inside, counted)
+    share = (top - largest).exp_() / total
+    return Softmax(loss, exponentials, share, own, inside, counted, slopes)
 
 
 def loss_and_gradient(
-    logits: Tensor, targets: Tensor, ignore: int, grad: Tensor
+    logits: Tensor, targets: Tensor, ignore: int, grad: Tensor, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of whole logits `[rows, vocab]`, and the gradient in their dtype.
 
@@ -166,14 +183,17 @@ def loss_and_gradient(
     """
     counted = targets != ignore
     own = targets.masked_fill(~counted, 0)[:, None]
-    wide = logits.float()
+    wide = softcapped(logits.float(), cap)
     top = wide.amax(-1, keepdim=True)
     exponentials = (wide - top).exp()
     total = exponentials.sum(-1, keepdim=True)
     loss = ((total.log() + (top - wide.gather(-1, own)))[:, 0] * counted).sum()
     is_own = torch.arange(logits.shape[-1], device=logits.device) == own
     scale = (counted * grad)[:, None]
-    return loss, (exponentials * (scale / total) - is_own * scale).to(logits.dtype)
+    found = exponentials * (scale / total) - is_own * scale
+    if cap is not None:
+        found = found * (1 - (wide / cap) ** 2)
+    return loss, found.to(logits.dtype)
 
 
 @cache

@@ -91,6 +91,7 @@ class Parallel:
                 at_once=self.loss_rows,
                 # A CPU's kernels gain nothing by it.
                 fuses=self.program.train.is_compiled and self.device.type == "cuda",
+                cap=self.program.model.logits_softcap,
             )
         out: Tensor = self.modules[stage](
             batch.inputs if hidden is None else hidden,

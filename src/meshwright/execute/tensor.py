@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.execute.deferred import Deferral, linear, linears, local
-from meshwright.execute.tp_regions import TPRegion
-from meshwright.models.attention import Project
+from meshwright.execute.groups import Link
+from meshwright.execute.tp_regions import TPRegion, all_reduce
+from meshwright.models.attention import NormPair, Project
+from meshwright.models.norms import RMSNorm
+from meshwright.models.ops import factor, widened
 
 
 class ColumnLinear(nn.Linear):
@@ -81,6 +86,71 @@ def below(kind: Any, cut: Any) -> Any:
     if kind in cut.__mro__ or issubclass(kind, cut):
         return cut
     return type(f"{cut.__name__}{kind.__name__}", (kind, cut), {})
+
+
+def over_all_heads(link: Link) -> NormPair:
+    """Return what replaces `models.norms.norm_pair` where each rank of a link has some heads."""
+
+    def norm(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        weights = local(q_norm.weight), local(k_norm.weight)
+        found: tuple[Tensor, Tensor] = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
+            q, k, *weights, q_norm.eps, q_norm.plus_one, link
+        )
+        return found
+
+    return norm
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """RMSNorms of queries and of keys whose features are cut over ranks: one sum over both.
+
+    arXiv:1910.07467, equation 4. All but the sums is as in `models.ops`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        plus_one: bool,
+        link: Link,
+    ) -> tuple[Tensor, Tensor]:
+        sizes = [x.shape[-1] * link.size for x in (q, k)]
+        squares = torch.stack([widened(x).square().sum(-1) for x in (q, k)])
+        scales = all_reduce(squares, link)
+        scales = (scales / scales.new_tensor(sizes)[:, None, None]).add_(eps).rsqrt_()
+        ctx.save_for_backward(q, k, q_weight, k_weight, scales)
+        ctx.plus_one, ctx.link, ctx.sizes = plus_one, link, sizes
+        q_out, k_out = (
+            (widened(x) * scale[..., None]).mul_(factor(weight, plus_one)).to(x.dtype)
+            for x, weight, scale in zip((q, k), (q_weight, k_weight), scales, strict=True)
+        )
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, scales = ctx.saved_tensors
+        inner, weight_grads, normed = [], [], []
+        for x, weight, scale, grad in zip(
+            (q, k), (q_weight, k_weight), scales, (q_grad, k_grad), strict=True
+        ):
+            normed.append(widened(x) * scale[..., None])
+            weight_grad = (widened(grad) * normed[-1]).sum((0, 1))
+            weight_grads.append(weight_grad.to(weight.dtype))
+            inner.append(widened(grad) * factor(weight, ctx.plus_one))
+        along = torch.stack([(a * b).sum(-1) for a, b in zip(inner, normed, strict=True)])
+        along = all_reduce(along, ctx.link)
+        q_back, k_back = (
+            one.addcmul_(each, share[..., None] / size, value=-1).mul_(scale[..., None]).to(x.dtype)
+            for one, each, share, size, scale, x in zip(
+                inner, normed, along, ctx.sizes, scales, (q, k), strict=True
+            )
+        )
+        return q_back, k_back, *weight_grads, None, None, None
 
 
 def together(tp_region: TPRegion, deferral: Deferral) -> Project:

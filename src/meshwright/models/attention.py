@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from meshwright.models import blockwise
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.norms import head_norm
+from meshwright.models.norms import RMSNorm, head_norm, norm_pair
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
 from meshwright.program.attention import ALL_SCORES, Scores
@@ -19,6 +19,8 @@ from meshwright.spec.model import ModelSpec
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 # x [..., in] and linear layers that all take it -> their results
 Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
+# q and k [batch, seq, heads * head_dim], their norms over all heads -> both
+NormPair = Callable[[Tensor, Tensor, RMSNorm, RMSNorm], tuple[Tensor, Tensor]]
 
 
 def each(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
@@ -47,7 +49,8 @@ def attend(
 class Attention(nn.Module):
     """Projections q, k, v, o around `core`, which a context parallelism may replace.
 
-    `project` computes the first three, which a tensor parallelism may replace.
+    A tensor parallelism may replace `project`, which computes the first three, and `norm_pair`,
+    which norms queries and keys over all heads.
 
     The number of heads is read off the projections' outputs, so that it may be a share of them.
     """
@@ -60,7 +63,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.dim, kv_heads, bias=bias)
         self.v = nn.Linear(spec.dim, kv_heads, bias=bias)
         self.o = nn.Linear(heads, spec.dim, bias=spec.has_output_bias)
-        self.q_norm, self.k_norm = head_norm(spec), head_norm(spec)
+        self.q_norm, self.k_norm = (head_norm(spec, n) for n in (spec.n_heads, spec.n_kv_heads))
+        self.norms_all = spec.qk_norm == "all"
         self.head_dim = spec.head_dim
         self.query_scale = spec.query_scale
         own = spec.layer(int(layer))
@@ -70,12 +74,16 @@ class Attention(nn.Module):
         self.layer = layer
         self.core: Core = attend
         self.project: Project = each
+        self.norm_pair: NormPair = norm_pair
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return attention over x `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
-        q, k, v = map(self._heads, self.project(x, (self.q, self.k, self.v)))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.project(x, (self.q, self.k, self.v))
+        if self.norms_all and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.norm_pair(q, k, self.q_norm, self.k_norm)
+        q, k, v = map(self._heads, (q, k, v))
+        if not self.norms_all and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale != 1.0:
             q = q * self.query_scale

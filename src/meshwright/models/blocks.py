@@ -50,20 +50,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP around the residual stream, each behind its norm.
+    """Attention and MLP around the residual stream, with norms before them, after them or both.
 
     Sequential, as in Llama: `x += attn(norm(x)); x += mlp(norm(x))`. Parallel, as in GPT-NeoX
-    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. Dropout, if any, comes
-    before each addition, with the keys of this layer in the context. What is added is multiplied by
-    `scale`, as in Granite.
+    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. A norm after is of what is
+    added to the stream, as in OLMo 2 and Gemma 2. Dropout, if any, comes before each addition, with
+    the keys of this layer in the context. What is added is multiplied by `scale`, as in Granite.
     """
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
-        self.attn_norm = norm(spec)
+        self.attn_norm = norm(spec) if spec.norms_before else nn.Identity()
         self.attn = Attention(spec, rope, layer)
-        self.mlp_norm = norm(spec)
+        self.attn_post_norm = norm(spec) if spec.norms_after else nn.Identity()
+        self.mlp_norm = norm(spec) if spec.norms_before else nn.Identity()
         self.mlp = GatedMLP(spec) if spec.gated_mlp else MLP(spec)
+        self.mlp_post_norm = norm(spec) if spec.norms_after else nn.Identity()
         self.attn_drop = Dropout(spec.dropout, site=1)
         self.mlp_drop = Dropout(spec.dropout, site=2)
         self.is_parallel = spec.parallel_residual
@@ -71,9 +73,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the stream after this block; x `[batch, seq, dim]`."""
-        mixed = self._add(x, self.attn_drop(self.attn(self.attn_norm(x), context), context))
+        added = self.attn_post_norm(self.attn(self.attn_norm(x), context))
+        mixed = self._add(x, self.attn_drop(added, context))
         source = x if self.is_parallel else mixed
-        return self._add(mixed, self.mlp_drop(self.mlp(self.mlp_norm(source)), context))
+        added = self.mlp_post_norm(self.mlp(self.mlp_norm(source)))
+        return self._add(mixed, self.mlp_drop(added, context))
 
     def _add(self, x: Tensor, added: Tensor) -> Tensor:
         return torch.add(x, added, alpha=self.scale)

@@ -32,13 +32,18 @@ def weight_std(name: str, spec: ModelSpec) -> float:
     return spec.init_std
 
 
+def norm_adds_one(name: str, spec: ModelSpec) -> bool:
+    """Whether a parameter is the weight of a norm that multiplies by 1 + weight."""
+    return spec.norm_plus_one and name.endswith("norm.weight")
+
+
 def init_parameter(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) -> Tensor:
     """Return the initial values of one whole parameter, fp32 on the CPU.
 
-    Matrices are normal with `weight_std`, norms' weights 1, biases 0. It is always drawn in full by
-    the CPU's generator, so that every device and every sharding starts alike.
+    Matrices are normal with `weight_std`, norms multiply by 1, biases are 0. It is always drawn in
+    full by the CPU's generator, so that every device and every sharding starts alike.
     """
-    if name.endswith(".bias"):
+    if name.endswith(".bias") or (len(shape) == 1 and norm_adds_one(name, spec)):
         return torch.zeros(*shape, device="cpu")
     if len(shape) == 1:
         return torch.ones(*shape, device="cpu")

@@ -18,14 +18,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 _APPROXIMATE: Final[Mapping[Activation, str]] = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
     """Return `x / rms(x) * weight` over the last dim of x `[..., dim]`, in fp32 at least.
 
-    The result has the dtype of `x`. arXiv:1910.07467, equation 4.
+    With `plus_one` it is times `1 + weight`. The result has the dtype of `x`. arXiv:1910.07467,
+    equation 4.
     """
     if x.device.type == "cuda":  # has a fused kernel
+        if plus_one:  # in fp32: the sum would lose most of a small weight
+            return F.rms_norm(x.float(), (x.shape[-1],), 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
-    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _RMSNorm.apply(x, weight, eps, plus_one)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -78,25 +81,36 @@ class _Gated(torch.autograd.Function):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+        wide = widened(x)
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        out: Tensor = (wide * scale).mul_(weight).to(x.dtype)
+        ctx.plus_one = plus_one
+        out: Tensor = (wide * scale).mul_(factor(weight, plus_one)).to(x.dtype)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed = _wide(x) * scale
-        wide = _wide(grad)
+        normed = widened(x) * scale
+        wide = widened(grad)
         weight_grad = (wide * normed).sum(tuple(range(x.ndim - 1)))
-        inner = wide * weight
+        inner = wide * factor(weight, ctx.plus_one)
         along = (inner * normed).mean(-1, keepdim=True)
         inner.addcmul_(normed, along, value=-1).mul_(scale)
-        return inner.to(x.dtype), weight_grad.to(weight.dtype), None
+        return inner.to(x.dtype), weight_grad.to(weight.dtype), None, None
+
+
+def factor(weight: Tensor, plus_one: bool) -> Tensor:
+    """Return what a norm multiplies by: its weight, or 1 + weight in fp32."""
+    return 1 + widened(weight) if plus_one else weight
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Return `cap * tanh(x / cap)`, or x without a cap. arXiv:2408.00118, section 2."""
+    return x if cap is None else torch.tanh(x / cap) * cap
 
 
 class _Rotate(torch.autograd.Function):
@@ -112,13 +126,13 @@ class _Rotate(torch.autograd.Function):
         return _turn(grad, cos, sin, -1.0), None, None
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """Return x in fp32, or in fp64 where it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    wide = _wide(x)
+    wide = widened(x)
     rotary, half = cos.shape[-1], cos.shape[-1] // 2
     if rotary == x.shape[-1]:
         turned = wide * cos

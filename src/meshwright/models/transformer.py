@@ -14,10 +14,11 @@ from meshwright.models.cache import KVCache
 from meshwright.models.context import Context, MaskOf, causal_mask
 from meshwright.models.dropout import Dropout, layer_keys
 from meshwright.models.norms import norm
+from meshwright.models.ops import softcapped
 from meshwright.models.rope import Rope
 from meshwright.spec.model import ModelSpec
 
-# hidden [..., dim], weight [vocab, dim] -> logits [..., vocab]
+# hidden [..., dim], weight [vocab, dim] -> what a model returns in place of logits
 Project = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -81,7 +82,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         places: Tensor | None = None,
-        project: Project = F.linear,
+        project: Project | None = None,
     ) -> Tensor:
         """Return logits `[batch, seq, vocab]` of int64 token ids `[batch, seq]`.
 
@@ -90,10 +91,12 @@ class Transformer(nn.Module):
         `cache` holds the earlier positions. `positions` int64 `[seq]` where a rank's are not
         0, 1, 2, ...: rotation follows them, the mask does not, and `init_tables` must have reached
         them. `keys` and `places` as in `Context`, for dropout. `project` makes what is returned of
-        the last hidden states and the head's matrix, tied or not; logits are their product.
+        the last hidden states and the head's matrix, tied or not, in place of logits.
         """
         x = self.hidden(input_ids, segments, cache, positions, keys, places)
-        return x if self.norm is None else project(x, self.head_weight)
+        if self.norm is None:
+            return x
+        return self.logits(x) if project is None else project(x, self.head_weight)
 
     def hidden(
         self,
@@ -124,7 +127,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab]` of hidden states `[..., dim]` after the final norm."""
-        return F.linear(hidden, self.head_weight)
+        return softcapped(F.linear(hidden, self.head_weight), self.spec.logits_softcap)
 
     @property
     def head_weight(self) -> Tensor:

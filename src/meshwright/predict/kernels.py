@@ -120,6 +120,7 @@ class Kernels:
     def layer(
         self,
         found: LayoutWork,
+        work: Work,
         cp: int,
         tp: int,
         cp_kind: str,
@@ -127,8 +128,11 @@ class Kernels:
         *,
         defers: bool = False,
     ) -> Seconds:
-        """Return the seconds of one layer; `defers`: its weights' gradients are computed later."""
-        work, element = found.layer, found.sizes.element
+        """Return the seconds of a layer with such work.
+
+        `defers`: its weights' gradients are computed later.
+        """
+        element = found.sizes.element
         products = sum(self.product(shape, self.peak, element) for shape in work.products)
         widened = sum(shape.rows * (shape.inner + shape.outer) for shape in work.products)
         products += self.cast * widened * element / self.bandwidth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from meshwright.layout import Layout
@@ -10,8 +11,8 @@ from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.systems import CAUSAL, System
-from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
-from meshwright.program.operations import Kind, loss_element, loss_room, loss_rows
+from meshwright.predict.work import HeldLayers, LayoutWork, Work, elements_of, weights
+from meshwright.program.operations import Kind, Sizes, loss_element, loss_room, loss_rows
 from meshwright.program.shards import sums_in_place
 
 _FP32 = 4
@@ -103,7 +104,9 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
     microbatches = layout.microbatches(setting.train.batch)
     flight = in_flight(layout, rank, microbatches)
     kept = calibration.find("kept_bytes", system.name)
-    per_layer = kept_per_layer(layout, system, found, kept)
+    per_layer = _averages(
+        held, [kept_per_layer(layout, system, found.sizes, work, kept) for work in found.layers]
+    )
     average = held.layers / max(layout.virtual_stages, 1)
     terms = [
         Term(
@@ -122,37 +125,52 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
     if held.has_head and system.fuses_loss:
         sizes = found.sizes
         rows = loss_rows(sizes.tokens, sizes.element, setting.target)
-        size, each = rows * sizes.vocab, loss_element(sizes.element)
+        is_capped = setting.model.logits_softcap is not None
+        size, each = rows * sizes.vocab, loss_element(sizes.element, capped=is_capped)
         room = loss_room(sizes, rows, setting.target.products)
         told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
         loss.append(Term("logits and loss", size * each + room, told, (size, rows, each, room)))
     elif held.has_head:
         loss.append(_loss(system, found, layout.tp, calibration))
     found_terms = [at_work, *loss] if at_work.bytes else loss
-    terms += _deferred(layout, found, plain, average, waiting(layout, rank, microbatches))
+    times = waiting(layout, rank, microbatches)
+    if times:
+        terms.append(_deferred(layout, found, plain, held, average, times))
     if CAUSAL[system.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
     return terms + found_terms
 
 
+def _averages(held: HeldLayers, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what a layer of a rank keeps in the mean, of what each kind of layer keeps."""
+    names = dict.fromkeys(name for one in each for name in one)
+    return {
+        name: held.total(one.get(name, 0.0) for one in each) / max(held.layers, 1) for name in names
+    }
+
+
 def _deferred(
-    layout: Layout, found: LayoutWork, plain: LayoutWork, layers: float, times: int
-) -> list[Term]:
+    layout: Layout,
+    found: LayoutWork,
+    plain: LayoutWork,
+    held: HeldLayers,
+    layers: float,
+    times: int,
+) -> Term:
     """Return what weights' gradients wait with where a schedule computes them later.
 
     The gradients of all products' results, arXiv:2401.10241, section 2; their inputs are among
     what is kept, unless they are made again in the backward before.
     """
-    if not times:
-        return []
-    again = 0.0
-    if layout.recompute != "none":
-        again = max(
-            0.0, dict(plain.layer.kept)["product"] - dict(found.layer.kept).get("product", 0.0)
-        )
-    size = found.layer.deferred + again
+    each = []
+    for work, unsaved in zip(found.layers, plain.layers, strict=True):
+        again = 0.0
+        if layout.recompute != "none":
+            again = max(0.0, dict(unsaved.kept)["product"] - dict(work.kept).get("product", 0.0))
+        each.append(work.deferred + again)
+    size = held.total(each) / max(held.layers, 1)
     template = "{:,.0f} B x {:g} layers x {} that wait"
-    return [Term("deferred gradients", size * layers * times, template, (size, layers, times))]
+    return Term("deferred gradients", size * layers * times, template, (size, layers, times))
 
 
 def _at_work(
@@ -167,10 +185,15 @@ def _at_work(
     numbers: tuple[object, ...] = ()
     if layout.recompute != "none":
         kept = calibration.find("kept_bytes", system.name)
-        size = sum(kept_per_layer(_NOTHING_AGAIN, system, plain, kept, recomputed=True).values())
+        sizes = plain.sizes
+        size = max(
+            sum(kept_per_layer(_NOTHING_AGAIN, system, sizes, work, kept, recomputed=True).values())
+            for work in plain.layers
+        )
         template, numbers = "one layer anew: {:,.0f} B ", (size,)
     if not CAUSAL[system.attention]:
-        count, each = found.layer.scores, calibration.find("score_bytes", system.name)
+        count = max(work.scores for work in found.layers)
+        each = calibration.find("score_bytes", system.name)
         size += count * each
         template += "{:,} scores x {:g} B, measured"
         numbers = (*numbers, count, each)
@@ -180,18 +203,18 @@ def _at_work(
 def kept_per_layer(
     layout: Layout,
     system: System,
-    found: LayoutWork,
+    sizes: Sizes,
+    work: Work,
     kept_bytes: float,
     *,
     recomputed: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes that a layer keeps of one microbatch, by kind of operation.
+    """Return the bytes that a layer with such work keeps of one microbatch, by kind of operation.
 
     `recomputed`: a layer that is made anew, of a `layout` that recomputes nothing else.
     Those of the program; with the kernels of another system, what these keep more or less.
     """
-    sizes = found.sizes
-    kept = dict(found.layer.kept)
+    kept = dict(work.kept)
     if layout.recompute == "full" or (
         layout.recompute == "selective" and system.selective == "blocks"
     ):
@@ -205,12 +228,12 @@ def kept_per_layer(
         kept["product"] += gathered
     # Copies that unfused kernels widen and scale, dropout's masks: by system, measured.
     kept["copies"] = kept_bytes * sizes.tokens * sizes.dim
-    is_gated = len(found.layer.products) == _GATED_PRODUCTS
+    is_gated = len(work.products) == _GATED_PRODUCTS
     if is_gated and "activation" in kept and not system.fused_activation:
         kept["activation"] *= 3 / 2  # ours is made again from the two products
     if not CAUSAL[system.attention]:
         # The softmax, dropout's mask and its result: arXiv:2205.05198, section 4.1.
-        kept["scores"] = float(found.layer.scores * (2 * sizes.element + 1))
+        kept["scores"] = float(work.scores * (2 * sizes.element + 1))
     if layout.recompute == "selective":
         if system.selective == "attention":
             kept.pop("scores", None)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from meshwright.program.attention import Cut, by_blocks
+from meshwright.program.attention import Cut, Scores, by_blocks
 from meshwright.program.lower import Program
 from meshwright.program.operations import Sizes, gathers_again, is_joint
+from meshwright.spec.model import LayerSpec
 
 _WIDE: Final = 4
 
@@ -32,26 +33,26 @@ class Need(NamedTuple):
     added: int = 0
 
 
-def backward_needs(program: Program, sizes: Sizes) -> tuple[Need, ...]:
-    """Return the needs of a layer's operations in the order of the backward.
+def backward_needs(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Need, ...]:
+    """Return the needs of the operations of a layer of a kind, in the order of the backward.
 
     The gradient of the stream itself is not among them. Products of one input that are computed
     together have two needs, the second by the name of the first of them: while they make the
     input's gradient, and while it travels and they make those of the weights.
     """
     target = program.target
-    blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes)
-    return (*_mlp(program, sizes), *_attention(program, sizes, blocks))
+    blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
+    return (*_mlp(program, sizes), *_attention(program, sizes, kind, blocks))
 
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
-    masked = sizes.stream_bytes if program.model.dropout else 0
     biases = program.model.mlp_bias
+    yield from _after(program, sizes, "mlp_post_norm")
     yield Need(
         "mlp.down",
-        masked + gathered + hidden,
+        _of_result(program, sizes) + gathered + hidden,
         _of("mlp.down", biases),
         sizes.whole_bytes,
         *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
@@ -63,10 +64,23 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     else:
         yield Need("mlp.act", 2 * hidden)
         yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
-    yield Need("mlp_norm", _norm(program, sizes), ("mlp_norm.weight",))
+    if program.model.norms_before:
+        yield Need("mlp_norm", _norm(program, sizes), ("mlp_norm.weight",))
 
 
-def _blocks(program: Program, sizes: Sizes) -> int:
+def _after(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
+    """Yield the need of a norm of what a sublayer adds, where there is one."""
+    if program.model.norms_after:
+        yield Need(name, _norm(program, sizes) - sizes.stream_bytes, (f"{name}.weight",))
+
+
+def _of_result(program: Program, sizes: Sizes) -> int:
+    """Return the bytes of the gradient of a sublayer's result where it is not the stream's own."""
+    model = program.model
+    return sizes.stream_bytes if model.dropout or model.norms_after else 0
+
+
+def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     """Return what attention by blocks needs beside gradients."""
     model, train = program.model, program.train
     length = sizes.tokens // sizes.rows
@@ -77,31 +91,37 @@ def _blocks(program: Program, sizes: Sizes) -> int:
     return cut.backward_bytes(sizes.element)
 
 
-def _attention(program: Program, sizes: Sizes, blocks: int) -> Iterator[Need]:
+def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> Iterator[Need]:
     of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
-    masked = sizes.stream_bytes if program.model.dropout else 0
     biases = program.model.attention_bias
+    yield from _after(program, sizes, "attn_post_norm")
     yield Need(
         "attn.o",
-        masked + gathered + of_heads,
+        _of_result(program, sizes) + gathered + of_heads,
         _of("attn.o", program.model.has_output_bias),
         sizes.whole_bytes + of_heads,
         *_room(program, sizes, sizes.dim, sizes.heads * sizes.head_dim, of_heads),
     )
     # Attention keeps its result, which is the input of that product.
     yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
-    if program.model.rotary_dim:
+    if program.model.rotary_dim and kind.rotary:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
-    if program.model.qk_norm == "head":
+    if program.model.qk_norm == "all" and program.layout.tp > 1:
+        # Both at once: what came, and of each what a norm makes.
+        made = sum(normed + 3 * normed // sizes.element * _WIDE for normed in (of_heads, of_kv))
+        names = ("attn.q_norm", "attn.k_norm")
+        yield Need(names[0], of_heads + 2 * of_kv + made, tuple(f"{one}.weight" for one in names))
+    elif program.model.qk_norm != "none":
         # The gradients of all three that came, and what an RMSNorm makes of one.
         for name, normed in (("attn.k_norm", of_kv), ("attn.q_norm", of_heads)):
             made = normed + 3 * normed // sizes.element * _WIDE
             yield Need(name, of_heads + 2 * of_kv + made, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
     yield from _columns(program, sizes, results, biases)
-    yield Need("attn_norm", _norm(program, sizes), ("attn_norm.weight",))
+    if program.model.norms_before:
+        yield Need("attn_norm", _norm(program, sizes), ("attn_norm.weight",))
 
 
 def _columns(

@@ -8,7 +8,7 @@ from meshwright.layout import Layout
 from meshwright.predict.memory import Term, activations, model_states, outside
 from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import StepTime, step_time
-from meshwright.program.parts import flops_per_token
+from meshwright.program.model_flops import flops_per_token
 
 
 @dataclass(frozen=True)

@@ -122,13 +122,7 @@ def _held(
     found = []
     for rank in range(pp):
         own = [stage for stage in stages if ranks[stage.index] == rank]
-        found.append(
-            HeldLayers(
-                sum(len(stage.layers) for stage in own),
-                any(stage.is_first for stage in own),
-                any(stage.is_last for stage in own),
-            )
-        )
+        found.append(HeldLayers.of(model, own))
     return tuple(found)
 
 

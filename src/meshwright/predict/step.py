@@ -15,6 +15,7 @@ from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
 from meshwright.program.messages import CollectiveKind
 from meshwright.program.shards import sums_in_place
 from meshwright.program.stages import Stage
+from meshwright.spec.model import ModelSpec
 
 # An AdamW step reads gradient, moments and weight in fp32 and writes all but the gradient.
 OPTIMIZER_BYTES = 28
@@ -34,15 +35,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class MicrobatchTimes:
-    """Seconds of a microbatch in a layer and in the ends."""
+    """Seconds of a microbatch in a layer of each kind and in the ends."""
 
-    layer: Seconds
+    layers: tuple[Seconds, ...]
     first: Seconds
     last: Seconds
 
     def of(self, held: HeldLayers, cause: str) -> float:
         """Return a cause's seconds of one microbatch on a pipeline rank."""
-        seconds: float = held.layers * getattr(self.layer, cause)
+        seconds = held.total(getattr(layer, cause) for layer in self.layers)
         if held.has_embedding:
             seconds += getattr(self.first, cause)
         if held.has_head:
@@ -55,14 +56,13 @@ class MicrobatchTimes:
 
 
 def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
-    """Return the seconds of a microbatch in a layer and in the ends of a layout."""
+    """Return the seconds of a microbatch in layers and in the ends of a layout."""
     found = work_of(setting, layout)
     defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
     first, last = kernels.ends(found, layout.tp, defers=defers)
-    layer = kernels.layer(
-        found, layout.cp, layout.tp, layout.cp_kind, layout.recompute, defers=defers
-    )
-    return MicrobatchTimes(layer, first, last)
+    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute)
+    layers = tuple(kernels.layer(found, work, *shape, defers=defers) for work in found.layers)
+    return MicrobatchTimes(layers, first, last)
 
 
 class Pass(NamedTuple):
@@ -81,15 +81,14 @@ class Pass(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Seconds that a layer of a microbatch waits for ZeRO in its forward and its backward."""
+    """Seconds that layers of a microbatch wait for ZeRO, by kind: forwards, and backwards."""
 
-    forward: float = 0.0
-    backward: float = 0.0
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
 
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.forward + self.backward
+    def of(self, held: HeldLayers) -> float:
+        """Return both of what a pipeline rank holds."""
+        return held.total(self.forward) + held.total(self.backward)
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class ActionTimes:
     message between neighbours.
     """
 
+    model: ModelSpec
     parts: MicrobatchTimes
     gathers: Waits
     held: tuple[HeldLayers, ...]
@@ -119,8 +119,8 @@ class ActionTimes:
 
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
         """Return a stage's forward and backward."""
-        held = HeldLayers(len(stage.layers), stage.is_first, stage.is_last)
-        forward, backward = (held.layers * seconds for seconds in self.gathers)
+        held = HeldLayers.of(self.model, (stage,))
+        forward, backward = map(held.total, self.gathers)
         of = partial(self.parts.of, held)
         tp, cp = (of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp"))
         return (
@@ -135,12 +135,11 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     ranks = held_by(setting, layout)
     gathers = gather_waits(setting, kernels, layout, parts)
     whole = tuple(
-        sum(parts.of(held, cause) for cause in Seconds._fields) + held.layers * gathers.total
-        for held in ranks
+        sum(parts.of(held, cause) for cause in Seconds._fields) + gathers.of(held) for held in ranks
     )
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
     count = layout.microbatches(setting.train.batch)
-    return ActionTimes(parts, gathers, ranks, whole, transfer, count)
+    return ActionTimes(setting.model, parts, gathers, ranks, whole, transfer, count)
 
 
 def step_time(
@@ -172,7 +171,7 @@ def rank_causes(
         "recompute": per_step["recompute"],
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
         "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],
-        "gathers": count * held.layers * pace.gathers.total,
+        "gathers": count * pace.gathers.of(held),
         "bubble": bubble,
         "data": data_wait(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
@@ -261,22 +260,30 @@ def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
 def gather_waits(
     setting: Setting, kernels: Kernels, layout: Layout, parts: MicrobatchTimes
 ) -> Waits:
-    """Return what a layer of a microbatch waits for ZeRO: gathers, and sums of gradients.
+    """Return what layers of a microbatch wait for ZeRO: gathers, and sums of gradients.
 
     A unit is gathered while the one before it computes, and reduced behind it, so the longer of
     the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3.
     """
     gather, reduce = unit_messages(setting, kernels, layout)
     if not gather and not reduce:
-        return Waits()
-    layer = parts.layer
-    forward = layer.forward + layer.tp_forward
-    backward = layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute
+        nothing = (0.0,) * len(parts.layers)
+        return Waits(nothing, nothing)
     own = sums_in_place(layout, setting.target)
     host = 0.0 if own else kernels.per_unit / 2  # a unit is taken up in either pass
+
+    def wait(sent: float, computed: float) -> float:
+        return sent - kernels.overlap * min(sent, computed) + host
+
     return Waits(
-        gather - kernels.overlap * min(gather, forward) + host,
-        gather + reduce - kernels.overlap * min(gather + reduce, backward) + host,
+        tuple(wait(gather, layer.forward + layer.tp_forward) for layer in parts.layers),
+        tuple(
+            wait(
+                gather + reduce,
+                layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute,
+            )
+            for layer in parts.layers
+        ),
     )
 
 

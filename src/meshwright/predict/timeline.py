@@ -57,6 +57,8 @@ class _Walk:
         self.program = program
         self.at = program.layout.mesh.coordinates(rank)
         self.sizes = Sizes.of(program)
+        kinds = program.model.layer_kinds
+        self.needs = {kind: backward_needs(program, self.sizes, kind) for kind in kinds}
         self.bytes_held = ByteCount()
         self.stages = {stage.index: stage for stage in program.held(self.at["pp"])}
         self.units = {
@@ -81,7 +83,7 @@ class _Walk:
             units.hold()
         # Cosines and sines of every position, for each stage: fp32.
         table = 2 * program.train.seq_len * program.model.rotary_dim * _WIDE
-        bytes_held.add(TABLES, table * len(self.stages))
+        bytes_held.add(TABLES, table * program.model.rotary_tables * len(self.stages))
         bytes_held.action = "start"
         bytes_held.note("start")
         for action in program.tables[self.at["pp"]]:
@@ -132,11 +134,10 @@ class _Walk:
         units.enter_root()
         ops = self._operations(stage)
         self._keep(op for op in ops if op.kind in ("embedding", "mask"))
-        layer = [op for op in ops if op.name.startswith("layers.")]
-        for index in range(len(stage.layers)):
+        for index, layer in enumerate(stage.layers):
             units.enter(index)
-            self._keep(layer)
-            bytes_held.note(f"layer {stage.layers[index]}")
+            self._keep(self._of_layer(ops, layer))
+            bytes_held.note(f"layer {layer}")
             units.leave(index)
         if stage.is_last:
             units.enter_head()
@@ -155,6 +156,11 @@ class _Walk:
                 recomputed=again,
             )
         return self.known[key]
+
+    def _of_layer(self, ops: Sequence[Operation], layer: int) -> list[Operation]:
+        """Return the operations of one layer."""
+        kind = self.program.model.layer(layer)
+        return [op for op in ops if op.layer == kind]
 
     def _keep(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
         for op in ops:
@@ -177,17 +183,15 @@ class _Walk:
             units.leave_head_backward()
         # The gradient of the stream goes down through the layers.
         bytes_held.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
-        layer = [op for op in ops if op.name.startswith("layers.")]
-        whole = [op for op in self._operations(stage, again=True) if op.name.startswith("layers.")]
-        needs = backward_needs(self.program, sizes)
-        for index in reversed(range(len(stage.layers))):
+        every = self._operations(stage, again=True)
+        for index, layer in reversed(list(enumerate(stage.layers))):
             units.enter_backward(index)
+            alive = self._of_layer(every, layer)
             if self.program.layout.recompute != "none":
-                self._free(layer)
-                self._keep(whole)  # its first norm keeps the block's input
-            bytes_held.note(f"layer {stage.layers[index]}")
-            alive = list(whole)
-            for need in needs:
+                self._free(self._of_layer(ops, layer))
+                self._keep(alive)  # its first operation keeps the block's input
+            bytes_held.note(f"layer {layer}")
+            for need in self.needs[self.program.model.layer(layer)]:
                 own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
                 size = need.bytes + (0 if defers else need.room)
                 with bytes_held.spike("gradients of activations", size):
@@ -212,6 +216,7 @@ class _Walk:
         bytes_held, sizes = self.bytes_held, self.sizes
         element, whole = sizes.element, sizes.whole_bytes
         is_cut = self.program.layout.sp and self.program.layout.tp > 1
+        is_capped = self.program.model.logits_softcap is not None
         rows = loss_rows(sizes.tokens, sizes.element, self.program.target)
         logits = rows * sizes.vocab
         name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
@@ -221,7 +226,7 @@ class _Walk:
         before = weight if rows < sizes.tokens else 0
         room = loss_room(sizes, rows, self.program.target.products)
         for what, size, rows_held, weight_held in (
-            ("loss", loss_element(element), held, before),
+            ("loss", loss_element(element, capped=is_capped), held, before),
             ("head: input", element, made, before),
             ("head", element, travelling, weight + room),
         ):
@@ -249,7 +254,7 @@ class _Walk:
         self.bytes_held.add(DEFERRED, size)
 
     def _weights(self, action: Action) -> None:
-        needs = backward_needs(self.program, self.sizes)
+        needs = [need for of_kind in self.needs.values() for need in of_kind]
         self.units[action.stage].finish_deferred(
             is_last=action == self.ends[action.stage],
             room=max(need.room for need in needs),

@@ -1,12 +1,15 @@
 """What one microbatch asks of a device in one layer and in the model's ends: read from programs.
 
-A layer costs the same wherever it is, so a program of a model of one layer says what each costs,
-and one of two layers what comes with every further one. That makes pricing a layout a sum of a few
-numbers, the same for thousands of layouts; tests hold the sums against the whole program's tables.
+Layers of a kind cost the same wherever they are, so a program of a model of one layer says what
+each costs, and one of two layers what comes with every further one. That makes pricing a layout a
+sum of a few numbers, the same for thousands of layouts; tests hold the sums against the whole
+program's tables.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -86,18 +89,39 @@ class Weights(NamedTuple):
 
 
 class HeldLayers(NamedTuple):
-    """What a pipeline rank holds: its layers, whether the embedding, whether the head."""
+    """What a pipeline rank holds: layers of each kind, whether the embedding, whether the head.
 
-    layers: int
+    Kinds are in the order of `ModelSpec.layer_kinds`.
+    """
+
+    kinds: tuple[int, ...]
     has_embedding: bool
     has_head: bool
 
+    @classmethod
+    def of(cls, model: ModelSpec, stages: Sequence[Stage]) -> HeldLayers:
+        """Return what stages hold together."""
+        counts = Counter(model.layer(layer) for stage in stages for layer in stage.layers)
+        kinds = tuple(counts[kind] for kind in model.layer_kinds)
+        return cls(
+            kinds, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        )
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return sum(self.kinds)
+
+    def total(self, each: Iterable[float]) -> float:
+        """Return the sum over the layers of a number that each kind has."""
+        return sum(count * one for count, one in zip(self.kinds, each, strict=True))
+
 
 class LayoutWork(NamedTuple):
-    """All that pricing needs of a layout's microbatch."""
+    """All that pricing needs of a layout's microbatch; `layers` has a layer of each kind."""
 
     sizes: Sizes
-    layer: Work
+    layers: tuple[Work, ...]
     first: Work
     last: Work
 
@@ -121,6 +145,13 @@ def layout_work(
     if microbatch > 1:
         one = layout_work(model, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
         return _times(one, microbatch)
+    if len(model.layer_kinds) > 1:
+        each = [
+            layout_work(alike, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+            for kind in model.layer_kinds
+            for alike in [model.model_copy(update={"layer_pattern": (kind,)})]
+        ]
+        return each[0]._replace(layers=tuple(one.layers[0] for one in each))
     train = TrainSpec.model_validate({"batch": 1, "seq_len": seq_len, "precision": precision})
     layout = Layout.model_validate(
         {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "microbatch": 1, "recompute": recompute}
@@ -138,7 +169,7 @@ def layout_work(
     last = tuple(m for m in ends if m.purpose != "embedding")
     return LayoutWork(
         sizes,
-        _work(one_layer, sizes, layer_ops, layer_messages),
+        (_work(one_layer, sizes, layer_ops, layer_messages),),
         _work(one_layer, sizes, first_ops, first),
         _work(one_layer, sizes, last_ops, last),
     )
@@ -149,7 +180,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
     sizes = one.sizes._replace(
         rows=rows, tokens=one.sizes.tokens * rows, stream=one.sizes.stream * rows
     )
-    works = (
+    *layers, first, last = (
         Work(
             tuple(p._replace(rows=p.rows * rows) for p in work.products),
             work.attention_flops * rows,
@@ -161,9 +192,9 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             work.deferred * rows,
             tuple(m._replace(bytes=m.bytes * rows) for m in work.messages),
         )
-        for work in (one.layer, one.first, one.last)
+        for work in (*one.layers, one.first, one.last)
     )
-    return LayoutWork(sizes, *works)
+    return LayoutWork(sizes, tuple(layers), first, last)
 
 
 def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> Program:
@@ -217,7 +248,10 @@ def _work(
     kept: dict[str, float] = {}
     for op in ops:
         kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
-    waits = float(sum(need.deferred for need in backward_needs(program, sizes))) if scores else 0.0
+    waits = 0.0
+    if scores:
+        needs = backward_needs(program, sizes, program.model.layer(0))
+        waits = float(sum(need.deferred for need in needs))
     return Work(
         products, attention, scores, moved, norms, loss, tuple(kept.items()), waits, messages
     )

@@ -30,6 +30,12 @@ class Scores(NamedTuple):
 ALL_SCORES: Final = Scores()
 
 
+def causal_scores(length: int, window: int | None) -> float:
+    """Return how many scores a causal row has, of which those of a token with itself count half."""
+    seen = length if window is None else min(window, length)
+    return seen * (length - seen / 2)
+
+
 class Cut(NamedTuple):
     """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
 

@@ -83,6 +83,8 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
             yield from _sequence_parallel_regions(program, whole, passes)
         else:
             yield from _plain_regions(program, whole, passes)
+        if program.model.qk_norm == "all":
+            yield from _norms_over_heads(program, sizes, passes)
         if stage.is_first:
             yield from _embedding(layout.sp, whole, count)
         if stage.is_last:
@@ -93,12 +95,12 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
 def _left_again(program: Program) -> int:
     """Return how often a layer's second forward leaves a tensor-parallel region.
 
-    Once, as it ends with the last product; twice where dropout comes after it. The selective policy
-    keeps what came over.
+    Once, as it ends with the last product; twice where dropout or a norm comes after it. The
+    selective policy keeps what came over.
     """
     if program.layout.recompute != "full":
         return 0
-    return 2 if program.model.dropout else 1
+    return 2 if program.model.dropout or program.model.norms_after else 1
 
 
 def _plain_regions(program: Program, whole: int, passes: int) -> Iterator[Collective]:
@@ -135,6 +137,19 @@ def _sequence_parallel_regions(program: Program, whole: int, passes: int) -> Ite
     else:
         yield gather(2, "recompute", f"stream {into}")
     yield scatter(_left_again(program), "recompute", "results of row-parallel products")
+
+
+def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
+    """Yield a number of each token for queries and one for keys, whose heads ranks share."""
+    size, often = 2 * _FP32 * sizes.tokens, passes * (program.layout.recompute == "full")
+    counts: tuple[tuple[Phase, int, str], ...] = (
+        ("forward", passes, "sum the squares of queries and keys"),
+        ("recompute", often, "sum the squares of queries and keys"),
+        ("backward", passes, "sum what their norms' scales get"),
+    )
+    for phase, count, what in counts:
+        reason = f"{phase}: {what}"
+        yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
 
 
 def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:

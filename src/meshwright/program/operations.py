@@ -7,14 +7,17 @@ kept, a mask aside. A test holds the bytes against what autograd really keeps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
+from meshwright.program.attention import causal_scores
 from meshwright.program.lower import Program
 from meshwright.program.stages import Stage
 from meshwright.program.target import Route, Target
+from meshwright.spec.model import LayerSpec
 
 Kind = Literal[
     "embedding",
@@ -45,9 +48,10 @@ class Operation:
     """One operation of a stage, for one microbatch on one rank.
 
     `name` is that of its module, with `*` for the number of the layer, and `count` how many alike
-    the stage has. `flops` are those of the forward, of products and attention only: the rest moves
-    memory. `saved_bytes` is what it keeps until the backward, in bytes: a tensor that several share
-    is counted at the first of them. `normed_bytes` is the size of what a norm takes, and returns.
+    the stage has, in layers of the kind `layer` (None: outside of layers). `flops` are those of the
+    forward, of products and attention only: the rest moves memory. `saved_bytes` is what it keeps
+    until the backward, in bytes: a tensor that several share is counted at the first of them.
+    `normed_bytes` is the size of what a norm takes, and returns.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Operation:
     saved_bytes: int
     count: int
     normed_bytes: int = 0
+    layer: LayerSpec | None = None
 
 
 class Sizes(NamedTuple):
@@ -155,15 +160,17 @@ def operations(
     `recomputed`: what layers keep is what a second forward makes anew, for one block at a time.
     """
     sizes = Sizes.of(program)
-    index, layers = stage.index, len(stage.layers)
+    index = stage.index
+    kinds = Counter(program.model.layer(layer) for layer in stage.layers)
     found = []
     if stage.is_first:
         # Under tp the local ids and where they are another rank's; else the batch's own ids.
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
         found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
     found += (
-        Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, layers, op.normed)
-        for op, saved in _layer(program, sizes, cp_rank, recomputed)
+        Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, count, op.normed, kind)
+        for kind, count in kinds.items()
+        for op, saved in _layer(program, sizes, kind, cp_rank, recomputed)
     )
     if stage.is_last:
         found += (
@@ -174,12 +181,12 @@ def operations(
 
 
 def _layer(
-    program: Program, sizes: Sizes, cp_rank: int, recomputed: bool
+    program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int, recomputed: bool
 ) -> Iterator[tuple[_Op, int]]:
     """Yield the operations of a layer, and the bytes that each keeps under the recompute policy."""
     recompute = "none" if recomputed else program.layout.recompute
     ops = (
-        *_attention(program, sizes, cp_rank),
+        *_attention(program, sizes, kind, cp_rank),
         *_mlp(program, sizes),
     )
     # The layer's dropout keys, in the context that a second forward starts from, too.
@@ -202,27 +209,32 @@ def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False)
     return _Op(name, "norm", saved=statistics + (0 if shares_input else taken), normed=taken)
 
 
-def _head_norm(sizes: Sizes, name: str, heads: int) -> _Op:
-    """Return an RMSNorm of each of some heads: it keeps them, and the scale of each in fp32."""
+def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, kept: int = 0) -> _Op:
+    """Return an RMSNorm of heads: it keeps them, and in fp32 so many scales for each token."""
     taken = sizes.tokens * heads * sizes.head_dim * sizes.element
-    return _Op(name, "norm", saved=taken + sizes.tokens * heads * _WIDE, normed=taken)
+    saved = taken + sizes.tokens * statistics * _WIDE
+    return _Op(name, "norm", saved=saved, kept=kept, normed=taken)
 
 
-def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
+def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[_Op]:
     model, layout = program.model, program.layout
     heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     of_heads = sizes.tokens * heads * sizes.element
     of_kv_heads = sizes.tokens * kv_heads * sizes.element
-    yield _norm(program, sizes, "attn_norm")
+    if model.norms_before:
+        yield _norm(program, sizes, "attn_norm")
     # q, k and v have one input. The results of products are kept by the selective policy.
     into_heads, into_kv = sizes.product(sizes.dim, heads), sizes.product(sizes.dim, kv_heads)
     yield _Op("attn.q", "product", into_heads, _input_kept(program, sizes), of_heads)
     yield _Op("attn.k", "product", into_kv, 0, of_kv_heads)
     yield _Op("attn.v", "product", into_kv, 0, of_kv_heads)
-    if model.qk_norm == "head":
-        yield _head_norm(sizes, "attn.q_norm", sizes.heads)
-        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads)
-    if model.rotary_dim:
+    if model.qk_norm != "none":
+        each = model.qk_norm == "head"
+        # The sums of both over tp, which the selective policy keeps.
+        sent = 2 * sizes.tokens * _WIDE if layout.tp > 1 and not each else 0
+        yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if each else 1, sent)
+        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if each else 1)
+    if model.rotary_dim and kind.rotary:
         # Slices of the model's tables, or with positions of its own a copy in each layer.
         tables = 2 * program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
         yield _Op("attn.rope", "rotation", saved=tables)
@@ -230,11 +242,11 @@ def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
     saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
     if program.target.packed and layout.cp > 1 and layout.cp_kind == "ring":
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
-    steps = _ring_steps(program, cp_rank)
+    steps = _ring_steps(program, kind, cp_rank)
     yield _Op(
         "attn.core",
         "attention",
-        flops=4.0 * heads * sizes.rows * _pairs(program) / _head_ranks(program),
+        flops=4.0 * heads * sizes.rows * _pairs(program, kind) / _head_ranks(program),
         saved=saved,
         kept=int((of_heads + sums) * steps),
     )
@@ -247,12 +259,15 @@ def _attention(program: Program, sizes: Sizes, cp_rank: int) -> Iterator[_Op]:
         of_heads if is_copied else 0,
         _row_kept(program, sizes),
     )
+    if model.norms_after:
+        yield _norm(program, sizes, "attn_post_norm")
 
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     flops = sizes.product(sizes.dim, sizes.ffn)
-    yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
+    if program.model.norms_before:
+        yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
     if program.model.gated_mlp:
         yield _Op("mlp.gate", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.up", "product", flops, 0, hidden)
@@ -261,6 +276,8 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
         yield _Op("mlp.up", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.act", "activation", saved=hidden)
     yield _Op("mlp.down", "product", flops, hidden, _row_kept(program, sizes))
+    if program.model.norms_after:
+        yield _norm(program, sizes, "mlp_post_norm")
 
 
 def _input_kept(program: Program, sizes: Sizes) -> int:
@@ -293,9 +310,12 @@ def loss_rows(tokens: int, element: int, target: Target) -> int:
     return -(-tokens // min(max(tokens // least, 1), rounds))
 
 
-def loss_element(element: int) -> int:
-    """Return the bytes of a logit where products have `element` of them: as fp32, and rounded."""
-    return _WIDE if element == _WIDE else _WIDE + element
+def loss_element(element: int, *, capped: bool = False) -> int:
+    """Return the bytes of a logit where products have `element` of them: as fp32, and rounded.
+
+    Where they are `capped`, their slopes are kept too.
+    """
+    return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
 
 
 def loss_room(sizes: Sizes, rows: int, products: Route) -> int:
@@ -315,7 +335,7 @@ def _head_ranks(program: Program) -> int:
     return program.layout.cp if program.layout.cp_kind == "ulysses" else 1
 
 
-def _pairs(program: Program) -> float:
+def _pairs(program: Program, kind: LayerSpec) -> float:
     """Return how many pairs of query and key the attention of one row and head computes here.
 
     Half of a square, since a kernel is told that it is causal. Packed rows cost that at most, where
@@ -327,7 +347,7 @@ def _pairs(program: Program) -> float:
     if program.layout.cp > 1 and program.layout.cp_kind == "ring":
         halves = program.layout.cp + _is_plain(program)
         return own * own / 2 * halves
-    return span * span / 2
+    return causal_scores(span, kind.window)
 
 
 def _is_plain(program: Program) -> bool:
@@ -337,7 +357,7 @@ def _is_plain(program: Program) -> bool:
     return is_ring and program.target.packed and program.train.precision == "fp16"
 
 
-def _ring_steps(program: Program, cp_rank: int) -> float:
+def _ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """Return how many results of a block the ring computes, in those of all of its queries.
 
     Of a later rank's keys only the second half of the queries sees any.
@@ -346,46 +366,3 @@ def _ring_steps(program: Program, cp_rank: int) -> float:
     if layout.cp == 1 or layout.cp_kind != "ring":
         return 1.0
     return 1 + cp_rank + (layout.cp - 1 - cp_rank) / 2
-
-
-def stops_early(program: Program) -> bool:
-    """Whether a block's second forward ends before its last product.
-
-    torch.utils.checkpoint stops when all that the backward needs is there, and a product needs its
-    input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
-    keep after they have computed, and so do torchao's in float8; so does dropout, which is later.
-    """
-    return not (is_joint(program) or program.model.dropout or program.train.fp8)
-
-
-def matmul_flops(program: Program, pp_rank: int) -> float:
-    """Return the FLOPs of a rank's matrix products in one step, but for attention's.
-
-    Forward, backward and, with full recomputation, forward again, over all microbatches; `2 m n k`
-    for each product of a linear layer or the head.
-    """
-    total = 0.0
-    again = program.layout.recompute == "full"
-    for stage in program.held(pp_rank):
-        for op in operations(program, stage):
-            if op.kind == "product":
-                is_again = again and op.name.startswith("layers.")
-                if op.name == "layers.*.mlp.down":
-                    is_again = is_again and not stops_early(program)
-                total += op.flops * op.count * (1 + PRODUCT_BACKWARD + is_again)
-    return total * program.microbatches
-
-
-def attention_flops(program: Program, pp_rank: int) -> float:
-    """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
-
-    Two products forward and five backward, `2 head_dim` for each pair of query and key and each
-    head: half of a square, as `_pairs` says. Forward once more with full recomputation.
-    """
-    times = 1 + ATTENTION_BACKWARD + (program.layout.recompute == "full")
-    return program.microbatches * sum(
-        op.flops * op.count * times
-        for stage in program.held(pp_rank)
-        for op in operations(program, stage)
-        if op.kind == "attention"
-    )

@@ -46,7 +46,8 @@ def parts(spec: ModelSpec) -> tuple[Part, ...]:
 
 def _block(spec: ModelSpec, at: str) -> Iterator[Part]:
     heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    yield from _norm(spec, f"{at}.attn_norm")
+    if spec.norms_before:
+        yield from _norm(spec, f"{at}.attn_norm")
     bias = spec.attention_bias
     yield from _linear(f"{at}.attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
     yield from _linear(f"{at}.attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
@@ -55,13 +56,21 @@ def _block(spec: ModelSpec, at: str) -> Iterator[Part]:
     if spec.qk_norm == "head":
         for name in ("q_norm", "k_norm"):
             yield Part(f"{at}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
-    yield from _norm(spec, f"{at}.mlp_norm")
+    elif spec.qk_norm == "all":
+        yield Part(f"{at}.attn.q_norm.weight", (heads,), ("heads",))
+        yield Part(f"{at}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
+    if spec.norms_after:
+        yield from _norm(spec, f"{at}.attn_post_norm")
+    if spec.norms_before:
+        yield from _norm(spec, f"{at}.mlp_norm")
     names = ("gate", "up") if spec.gated_mlp else ("up",)
     for name in names:
         yield from _linear(
             f"{at}.mlp.{name}", (spec.ffn_dim, "ffn"), (spec.dim, "dim"), spec.mlp_bias
         )
     yield from _linear(f"{at}.mlp.down", (spec.dim, "dim"), (spec.ffn_dim, "ffn"), spec.mlp_bias)
+    if spec.norms_after:
+        yield from _norm(spec, f"{at}.mlp_post_norm")
 
 
 def _norm(spec: ModelSpec, at: str) -> Iterator[Part]:
@@ -74,18 +83,6 @@ def _linear(at: str, out: tuple[int, str], inner: tuple[int, str], bias: bool) -
     yield Part(f"{at}.weight", (out[0], inner[0]), (out[1], inner[1]))
     if bias:
         yield Part(f"{at}.bias", (out[0],), (out[1],))
-
-
-def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """Return the model FLOPs of one training token, forward and backward.
-
-    Six per weight of each matrix that multiplies (the head also where it is tied), plus attention
-    over the whole sequence without the causal half: PaLM, arXiv:2204.02311, appendix B.
-    """
-    weights = sum(part.numel for part in parts(spec) if part.is_product)
-    if spec.tie_embeddings:
-        weights += spec.vocab_size * spec.dim
-    return 6 * weights + 12 * spec.n_layers * spec.n_heads * spec.head_dim * seq_len
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.program.parts import Part, parts
+from meshwright.program.model_flops import embedding_flops, head_flops, layer_flops
+from meshwright.program.parts import Part
 from meshwright.spec.model import ModelSpec
 
 
@@ -33,28 +35,6 @@ class Stage:
         return self.is_last
 
 
-def layer_flops(spec: ModelSpec, seq_len: int) -> float:
-    """Return the forward FLOPs of one layer for one token.
-
-    Two per weight that multiplies, and attention over the causal half of the sequence:
-    arXiv:2204.02311, appendix B.
-    """
-    weights = sum(
-        part.numel for part in parts(spec) if part.name.startswith("layers.0.") and part.is_product
-    )
-    return 2 * weights + 2 * seq_len * spec.n_heads * spec.head_dim
-
-
-def head_flops(spec: ModelSpec) -> float:
-    """Return the forward FLOPs of the head and its softmax for one token."""
-    return 2.0 * spec.vocab_size * spec.dim + 5.0 * spec.vocab_size
-
-
-def embedding_flops(spec: ModelSpec) -> float:
-    """Return the forward FLOPs that the look-up of one token is worth: a row read and written."""
-    return 2.0 * spec.dim
-
-
 def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]:
     """Return `count` stages whose costliest one is as cheap as a contiguous split allows.
 
@@ -63,12 +43,44 @@ def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]
     """
     if not 1 <= count <= spec.n_layers:
         raise ValueError(f"{count} stages of {spec.n_layers} layers")
-    layer, first, last = layer_flops(spec, seq_len), embedding_flops(spec), head_flops(spec)
-    bounds = _balanced(spec.n_layers, count, layer, first, last)
+    layers, first, last = layer_flops(spec, seq_len), embedding_flops(spec), head_flops(spec)
+    if len(set(layers)) == 1:
+        bounds = _balanced(spec.n_layers, count, layers[0], first, last)
+    else:
+        bounds = _balanced_unlike(layers, count, first, last)
     return tuple(
         Stage(index, bounds[index], bounds[index + 1], index == 0, index == count - 1)
         for index in range(count)
     )
+
+
+def _balanced_unlike(layers: Sequence[float], count: int, first: float, last: float) -> list[int]:
+    """Return the bounds of the stages of layers that cost differently.
+
+    Bisects the cost of the costliest stage; stages are filled from the last one on, since the first
+    ones hold most microbatches.
+    """
+
+    def filled(most: float) -> list[int] | None:
+        bounds, at = [len(layers)], len(layers)
+        for stage in reversed(range(count)):
+            cost = last if stage == count - 1 else 0.0
+            start = at
+            while start > stage and (start == at or cost + layers[start - 1] <= most):
+                start -= 1
+                cost += layers[start]
+            if cost + (first if stage == 0 else 0.0) > most:
+                return None
+            bounds.append(start)
+            at = start
+        return bounds[::-1] if at == 0 else None
+
+    low, high = 0.0, 2 * (first + sum(layers) + last)
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if filled(middle) is None else (low, middle)
+    found = filled(high)
+    assert found is not None, "so much has room for all"
+    return found
 
 
 def _balanced(layers: int, count: int, layer: float, first: float, last: float) -> list[int]:

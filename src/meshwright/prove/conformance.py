@@ -20,8 +20,8 @@ from meshwright.execute.wire import Wire, WorkCounter, expected_messages, messag
 from meshwright.execute.world import World
 from meshwright.models import build_model, init_parameter
 from meshwright.program.actions import Action, Kind, Table
+from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import Program
-from meshwright.program.operations import matmul_flops
 from meshwright.program.shards import shard_rank
 from meshwright.prove.case import Case
 from meshwright.prove.compare import build_small, everyones, mine, program_of

@@ -51,7 +51,7 @@ def loss_sum(
     *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8)
     x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
-    logits = _wide(F.linear(x, head))
+    logits = _capped(_wide(F.linear(x, head)), spec.logits_softcap)
     return F.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
@@ -67,36 +67,54 @@ class _Model:
         self.linear: Linear = float8_linear if fp8 else F.linear
         seq = batch.inputs.shape[1]
         self.angles = torch.outer(torch.arange(seq).float(), _frequencies(spec))
-        before = torch.ones(seq, seq, dtype=torch.bool).tril()
-        self.sees = before[None]
+        places = torch.arange(seq)
+        self.back = places[:, None] - places  # how far a key lies behind a query
+        self.sees = self.back[None] >= 0
         if batch.segments is not None:
-            self.sees = before & (batch.segments[:, :, None] == batch.segments[:, None, :])
+            same = batch.segments[:, :, None] == batch.segments[:, None, :]
+            self.sees = self.sees & same
 
     def block(self, layer: int, x: Tensor) -> Tensor:
         """Return the stream after a layer."""
         spec, weights, at = self.spec, self.weights, f"layers.{layer}"
         keys = None if self.keys is None else layer_keys(self.keys, layer)
-        attended = self.attention(at, _norm(spec, weights, f"{at}.attn_norm", x))
+
+        def normed(name: str, x: Tensor) -> Tensor:
+            there = f"{at}.{name}.weight" in weights
+            return _norm(spec, weights, f"{at}.{name}", x) if there else x
+
+        attended = normed("attn_post_norm", self.attention(layer, normed("attn_norm", x)))
         scale = spec.residual_scale
         mixed = x.add(self.dropped(attended, keys, site=1), alpha=scale)
         source = x if spec.parallel_residual else mixed
-        fed = self.feed_forward(at, _norm(spec, weights, f"{at}.mlp_norm", source))
+        fed = normed("mlp_post_norm", self.feed_forward(at, normed("mlp_norm", source)))
         return mixed.add(self.dropped(fed, keys, site=2), alpha=scale)
 
-    def attention(self, at: str, x: Tensor) -> Tensor:
-        """Return causal attention within the rows' documents."""
-        spec, weights, eps = self.spec, self.weights, self.spec.norm_eps
-        q, k, v = (self.heads(self.project(f"{at}.attn.{name}", x)) for name in "qkv")
-        if spec.qk_norm == "head":
-            q, k = (
-                _rms(x, weights[f"{at}.attn.{n}_norm.weight"], eps) for n, x in (("q", q), ("k", k))
-            )
-        q, k = self.rotated(_times(q, spec.query_scale)), self.rotated(k)
+    def attention(self, layer: int, x: Tensor) -> Tensor:
+        """Return causal attention within the rows' documents and the layer's window."""
+        spec, at, kind = self.spec, f"layers.{layer}", self.spec.layer(layer)
+        q, k, v = (self.project(f"{at}.attn.{name}", x) for name in "qkv")
+        q, k, v = self.normed_heads(at, "q", q), self.normed_heads(at, "k", k), self.heads(v)
+        q = _times(q, spec.query_scale)
+        if kind.rotary:
+            q, k = self.rotated(q), self.rotated(k)
         k, v = (one.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for one in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(spec.head_dim)
-        shares = scores.masked_fill(~self.sees[:, None], -math.inf).softmax(-1)
+        scores = _capped(scores, spec.attention_softcap)
+        seen = self.sees if kind.window is None else self.sees & (self.back < kind.window)
+        shares = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
         mixed = torch.einsum("bhqk,bkhd->bqhd", _wide(shares.to(x.dtype)), _wide(v)).to(x.dtype)
         return self.project(f"{at}.attn.o", mixed.flatten(2))
+
+    def normed_heads(self, at: str, name: str, x: Tensor) -> Tensor:
+        """Return heads of queries or keys, normed one by one or together."""
+        spec = self.spec
+        if spec.qk_norm == "none":
+            return self.heads(x)
+        weight = self.weights[f"{at}.attn.{name}_norm.weight"]
+        if spec.qk_norm == "all":
+            return self.heads(_rms(spec, x, weight))
+        return _rms(spec, self.heads(x), weight)
 
     def heads(self, x: Tensor) -> Tensor:
         """Return `[batch, seq, heads, head_dim]` of `[batch, seq, heads * head_dim]`."""
@@ -148,14 +166,20 @@ def _norm(spec: ModelSpec, weights: Weights, at: str, x: Tensor) -> Tensor:
     weight = weights[f"{at}.weight"]
     if spec.norm == "layer":
         return F.layer_norm(x, (spec.dim,), weight, weights[f"{at}.bias"], spec.norm_eps)
-    return _rms(x, weight, spec.norm_eps)
+    return _rms(spec, x, weight)
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms(spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
     """Return RMSNorm over the last dim of x. arXiv:1910.07467, equation 4."""
     wide = _wide(x)
-    scale = (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-    return (wide / scale * weight).to(x.dtype)
+    scale = (wide.pow(2).mean(-1, keepdim=True) + spec.norm_eps).sqrt()
+    times = _wide(weight) + 1 if spec.norm_plus_one else weight
+    return (wide / scale * times).to(x.dtype)
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    """Return x bounded smoothly to a cap. arXiv:2408.00118, section 2."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

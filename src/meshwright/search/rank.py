@@ -12,9 +12,10 @@ from meshwright.predict.kernels import Seconds
 from meshwright.predict.memory import activations, model_states
 from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
-from meshwright.predict.setting import Setting, held_by, work_of
+from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import (
     MicrobatchTimes,
+    Waits,
     data_messages,
     data_wait,
     gather_waits,
@@ -120,6 +121,8 @@ class Search:
         self.kernels = setting.kernels()
         self.reasons: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None
+        whole = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
+        self._kinds = HeldLayers.of(setting.model, whole).kinds
         self._parts: list[MicrobatchTimes] = []
         self._choices: dict[tuple[object, ...], list[_Choice]] = {}
         self._seconds_once: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -195,7 +198,7 @@ class Search:
         one = core.layout
         parts = self._parts[index]
         count = one.microbatches(self.setting.train.batch)
-        whole = self.setting.model.n_layers * parts.layer.total
+        whole = sum(one.total * count for one, count in zip(parts.layers, self._kinds, strict=True))
         microbatches = count * (whole + parts.first.total + parts.last.total) / one.pp
         return microbatches + host_seconds(self.kernels, count)
 
@@ -219,7 +222,7 @@ class Search:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
         priced = [(self._with(one, None, choice), choice) for choice in choices]
-        waits = [gather_waits(setting, self.kernels, layout, parts).total for layout, _ in priced]
+        waits = [gather_waits(setting, self.kernels, layout, parts) for layout, _ in priced]
         candidates = []
         for schedule in orders:
             why = dominated(schedule, setting.model.n_layers, one.pp)
@@ -245,7 +248,7 @@ class Search:
         count: int,
         parts: MicrobatchTimes,
         priced: list[tuple[Layout, _Choice]],
-        waits: list[float],
+        waits: list[Waits],
         limit: float,
     ) -> list[tuple[float, int, Schedule, _Choice]]:
         """Return a schedule's layouts that beat the limit and may fit."""
@@ -260,7 +263,7 @@ class Search:
         found = []
         host = host_seconds(kernels, count)
         for index, ((sharded, choice), gathers) in enumerate(zip(priced, waits, strict=True)):
-            whole = {held: base[held] + held.layers * gathers for held in ranks}
+            whole = {held: base[held] + gathers.of(held) for held in ranks}
             slowest = max(whole, key=whole.__getitem__)
             longest = whole[slowest]
             pipeline = closed_form(

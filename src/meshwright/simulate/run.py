@@ -16,8 +16,8 @@ from meshwright.predict.price import RankMemory as PredictedMemory
 from meshwright.predict.price import memory as predicted_memory
 from meshwright.predict.setting import Setting
 from meshwright.predict.timeline import timeline
+from meshwright.program.flops import attention_flops, matmul_flops
 from meshwright.program.lower import Program, lower
-from meshwright.program.operations import attention_flops, matmul_flops
 from meshwright.search.plan import explain, prediction_json, setting_of
 from meshwright.simulate.memory import Breach
 from meshwright.simulate.rehearse import Rehearsal, rehearse

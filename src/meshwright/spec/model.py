@@ -146,6 +146,27 @@ class ModelSpec(Spec):
         return self.layer_pattern[index % len(self.layer_pattern)]
 
     @property
+    def layer_kinds(self) -> tuple[LayerSpec, ...]:
+        """The different layers that there are, in the order of their first."""
+        used = self.layer_pattern[: self.n_layers] or (PLAIN_LAYER,)
+        return tuple(dict.fromkeys(used))
+
+    @property
+    def rotary_tables(self) -> int:
+        """How many tables of angles there are: one for each base."""
+        return len({kind.rope_theta for kind in self.layer_kinds if kind.rotary})
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether sublayers take a norm of the stream."""
+        return self.norm_placement != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether what sublayers add to the stream is a norm of their results."""
+        return self.norm_placement != "before"
+
+    @property
     def has_output_bias(self) -> bool:
         """Whether attention's last projection has a bias."""
         return self.attention_bias if self.output_bias is None else self.output_bias

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.errors import MeshwrightError
 from meshwright.execute.world import World
-from meshwright.program.parts import flops_per_token
+from meshwright.program.model_flops import flops_per_token
 from meshwright.train.run_folder import Job
 
 

@@ -13,7 +13,7 @@ from meshwright.execute.clock import clock_of, clock_offset
 from meshwright.execute.measured import MeasuredMoment, memory_points, name_of, recorded
 from meshwright.execute.tape import Tape, Turn
 from meshwright.execute.world import World
-from meshwright.program.parts import flops_per_token
+from meshwright.program.model_flops import flops_per_token
 from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile
 from meshwright.train.run_folder import Job, put_step
 from meshwright.train.step_profile import gather_ranks

@@ -1,0 +1,55 @@
+"""FLOPs of a step, as the kernels of a rank execute them."""
+
+from __future__ import annotations
+
+from meshwright.program.lower import Program
+from meshwright.program.operations import (
+    ATTENTION_BACKWARD,
+    PRODUCT_BACKWARD,
+    is_joint,
+    operations,
+)
+
+
+def stops_early(program: Program) -> bool:
+    """Whether a block's second forward ends before its last product.
+
+    torch.utils.checkpoint stops when all that the backward needs is there, and a product needs its
+    input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
+    keep after they have computed, and so do torchao's in float8; so do dropout and a norm after it.
+    """
+    model = program.model
+    return not (is_joint(program) or model.dropout or model.norms_after or program.train.fp8)
+
+
+def matmul_flops(program: Program, pp_rank: int) -> float:
+    """Return the FLOPs of a rank's matrix products in one step, but for attention's.
+
+    Forward, backward and, with full recomputation, forward again, over all microbatches; `2 m n k`
+    for each product of a linear layer or the head.
+    """
+    total = 0.0
+    again = program.layout.recompute == "full"
+    for stage in program.held(pp_rank):
+        for op in operations(program, stage):
+            if op.kind == "product":
+                is_again = again and op.name.startswith("layers.")
+                if op.name == "layers.*.mlp.down":
+                    is_again = is_again and not stops_early(program)
+                total += op.flops * op.count * (1 + PRODUCT_BACKWARD + is_again)
+    return total * program.microbatches
+
+
+def attention_flops(program: Program, pp_rank: int) -> float:
+    """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
+
+    Two products forward and five backward, `2 head_dim` for each pair of query and key and each
+    head: half of a square, as `_pairs` says. Forward once more with full recomputation.
+    """
+    times = 1 + ATTENTION_BACKWARD + (program.layout.recompute == "full")
+    return program.microbatches * sum(
+        op.flops * op.count * times
+        for stage in program.held(pp_rank)
+        for op in operations(program, stage)
+        if op.kind == "attention"
+    )

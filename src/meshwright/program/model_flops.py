@@ -1,0 +1,55 @@
+"""FLOPs that a token is worth in a model, whatever a layout adds: PaLM, arXiv:2204.02311, B."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from meshwright.program.attention import causal_scores
+from meshwright.program.parts import parts
+from meshwright.spec.model import ModelSpec
+
+# A forward, and a backward of twice its size.
+_PASSES: Final = 3
+# Of the head's softmax, for each logit.
+_SOFTMAX: Final = 5.0
+
+
+def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tuple[float, ...]:
+    """Return the forward FLOPs of each layer for one token.
+
+    Two per weight that multiplies, and attention to what the causal mask and a window leave; with
+    `squares` to twice as much, as where no mask were told of.
+    """
+    one = spec.model_copy(update={"n_layers": 1})
+    weights = sum(
+        part.numel for part in parts(one) if part.name.startswith("layers.") and part.is_product
+    )
+    each = 4.0 * spec.n_heads * spec.head_dim * (2 if squares else 1) / max(seq_len, 1)
+    costs = {
+        kind: 2 * weights + each * causal_scores(seq_len, kind.window) for kind in spec.layer_kinds
+    }
+    return tuple(costs[spec.layer(layer)] for layer in range(spec.n_layers))
+
+
+def head_flops(spec: ModelSpec) -> float:
+    """Return the forward FLOPs of the head and its softmax for one token."""
+    return _head_products(spec) + _SOFTMAX * spec.vocab_size
+
+
+def embedding_flops(spec: ModelSpec) -> float:
+    """Return the forward FLOPs that the look-up of one token is worth: a row read and written."""
+    return 2.0 * spec.dim
+
+
+def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
+    """Return the model FLOPs of one training token, forward and backward.
+
+    Of products (the head's also where it is tied) and of attention over the whole sequence, without
+    the causal half; in a window of twice the scores that it has.
+    """
+    layers = sum(layer_flops(spec, seq_len, squares=True))
+    return _PASSES * (layers + _head_products(spec))
+
+
+def _head_products(spec: ModelSpec) -> float:
+    return 2.0 * spec.vocab_size * spec.dim
