@@ -91,7 +91,8 @@ def stack(
     rope = Rope(spec, length)
     rope.reach(length, device)
     dtype = DTYPES[precision]
-    return nn.Sequential(*(Block(spec, rope, str(n)).to(device, dtype) for n in range(depth)))
+    layers = (str(n % spec.n_layers) for n in range(depth))
+    return nn.Sequential(*(Block(spec, rope, layer).to(device, dtype) for layer in layers))
 
 
 class BlockTimes(NamedTuple):

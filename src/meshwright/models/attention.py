@@ -69,8 +69,8 @@ class Attention(nn.Module):
         self.query_scale = spec.query_scale
         own = spec.layer(int(layer))
         self.scores = Scores(own.window, spec.attention_softcap)
-        self.is_rotary = spec.rotary_dim > 0 and own.rotary
         self.rope = rope
+        self.table = rope.index(int(layer))
         self.layer = layer
         self.core: Core = attend
         self.project: Project = each
@@ -87,9 +87,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale != 1.0:
             q = q * self.query_scale
-        if self.is_rotary:
+        if self.table is not None:
             start = 0 if cache is None else cache.length
-            cos, sin = self.rope.tables(start, start + q.shape[2], context.positions)
+            cos, sin = self.rope.tables(start, start + q.shape[2], context.positions, self.table)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

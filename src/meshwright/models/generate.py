@@ -59,10 +59,13 @@ def _tokens(
     eos_id: int | None,
 ) -> Iterator[Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    cache = KVCache(input_ids.shape[1] + max_new_tokens)
+    capacity = input_ids.shape[1] + max_new_tokens
+    cache = KVCache(capacity)
     ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-    new = input_ids
+    row = new = input_ids
     for _ in range(max_new_tokens):
+        if cache.length and model.rope.starts_anew(cache.length, row.shape[1]):
+            cache, new = KVCache(capacity), row  # what it holds is rotated otherwise
         token = sample(_next_logits(model, new, cache), temperature, top_p, generator)
         token = token.to(input_ids.device)
         if eos_id is not None:
@@ -72,6 +75,7 @@ def _tokens(
         if eos_id is not None and bool(ended.all()):
             return
         new = token[:, None]
+        row = torch.cat((row, new), dim=1)
 
 
 @torch.no_grad()

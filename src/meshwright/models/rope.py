@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.errors import ConfigError
+from meshwright.spec.model import ModelSpec, RopeScaling, RotaryBase
+
+# Of one base: cosines and sines `[positions, rotary_dim]`, fp32.
+_Table = tuple[Tensor, Tensor]
 
 
 class Rope:
     """The tables of one model, shared by its blocks; they grow when a longer sequence comes.
+
+    There is one for each base that layers rotate by: `ModelSpec.rotary_bases`.
+
+    `longrope` rotates a row of more than `original_context` tokens by other frequencies, all of its
+    positions. As in transformers the last position of a forward decides, cached ones included. A
+    forward that sees a share of its rows can't know that: a model that was built for rows of some
+    length is decided by this, so equally on every rank. A cache cannot cross the boundary, as the
+    keys in it are rotated: `starts_anew` says where the row has to be computed again.
 
     Deliberately neither a module nor buffers: `to_empty`, `to(bfloat16)` and the input cast of
     FSDP's mixed precision would empty or round them, and positions do not survive bf16.
@@ -20,55 +33,105 @@ class Rope:
     def __init__(self, spec: ModelSpec, length: int = 0) -> None:
         self.spec = spec
         self.length = length
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self.row = length
+        bases = spec.rotary_bases or (RotaryBase(spec.rope_theta, spec.rope_scaling is not None),)
+        self.bases: tuple[RotaryBase, ...] = bases
+        self._is_long = False
+        self._tables: Sequence[_Table] | None = None
+        self._others: Sequence[_Table] | None = None  # of the rows of longrope that these are not
+
+    def index(self, layer: int) -> int | None:
+        """Return which table a layer rotates by; None where it rotates nothing."""
+        base = self.spec.rotary_base(self.spec.layer(layer))
+        return None if base is None else self.bases.index(base)
 
     def build(self, device: torch.device, length: int) -> None:
-        """Compute the tables of positions 0 to `length` on a device."""
-        # A table made in inference mode could not be saved for a later backward.
-        with torch.inference_mode(False), torch.no_grad():
-            positions = torch.arange(length, dtype=torch.float32, device="cpu")
-            half = torch.outer(positions, inverse_frequencies(self.spec))
-            angles = torch.cat((half, half), dim=-1)
-            self._tables = (angles.cos().to(device), angles.sin().to(device))
-        self.length = length
+        """Compute the tables of positions 0 to `length` on a device, for rows of that length."""
+        self.row = length
+        self._compute(device, length, self._long(length))
 
-    def reach(self, stop: int, device: torch.device) -> None:
-        """Make sure that the tables are on `device` and hold the positions below `stop`."""
+    def reach(self, stop: int, device: torch.device, cached: int = 0) -> None:
+        """Make sure that the tables are those of a forward up to `stop`, on `device`.
+
+        Raises `ConfigError` where `cached` positions of it were rotated by other tables.
+        """
+        if cached and self.starts_anew(cached, stop):
+            assert self.spec.rope_scaling is not None
+            bound = self.spec.rope_scaling.original_context
+            raise ConfigError(
+                f"longrope rotates rows of more than {bound} tokens by other frequencies: a cache "
+                f"of {cached} positions cannot go on to {stop}; begin anew with an empty one"
+            )
+        is_long = self._long(stop)
+        if is_long != self._is_long:
+            self._tables, self._others, self._is_long = self._others, self._tables, is_long
         have = self._tables
-        if have is not None and have[0].device == device and have[0].shape[0] >= stop:
+        held = 0 if have is None else have[0][0].shape[0]
+        if have is not None and have[0][0].device == device and held >= stop:
             return
         # Twice what there was, so that growing token by token is not quadratic.
-        grown = 2 * have[0].shape[0] if have is not None and have[0].shape[0] < stop else 0
-        self.build(device, max(stop, self.length, grown))
+        self._compute(device, max(stop, self.length, 2 * held if 0 < held < stop else 0), is_long)
+
+    def starts_anew(self, cached: int, stop: int) -> bool:
+        """Return whether a forward up to `stop` rotates otherwise than that of the cached did."""
+        return self._long(cached) != self._long(stop)
 
     def tables(
-        self, start: int, stop: int, positions: Tensor | None = None
+        self, start: int, stop: int, positions: Tensor | None = None, index: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin `[seq, rotary_dim]`, fp32, of positions `start` to `stop`.
 
         With `positions` (int64 `[seq]`) of those instead. They must be within `reach`: blocks only
-        look up, so that they can be compiled.
+        look up, so that they can be compiled. `index`: whose, as the method of this name says.
         """
         assert self._tables is not None, "reach() comes first"
-        cos, sin = self._tables
+        cos, sin = self._tables[index]
         if positions is not None:
             return cos[positions], sin[positions]
         return cos[start:stop], sin[start:stop]
 
+    def _long(self, stop: int) -> bool:
+        scaling = self.spec.rope_scaling
+        if scaling is None or scaling.kind != "longrope":
+            return False
+        return max(stop, self.row) > scaling.original_context
 
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
+    def _compute(self, device: torch.device, length: int, is_long: bool) -> None:
+        # A table made in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            positions = torch.arange(length, dtype=torch.float32, device="cpu")
+            tables = []
+            for base in self.bases:
+                half = torch.outer(positions, inverse_frequencies(self.spec, base, is_long))
+                angles = torch.cat((half, half), dim=-1)
+                scaling = self.spec.rope_scaling if base.scaled else None
+                factor = 1.0 if scaling is None else scaling.cos_sin_factor
+                cos, sin = angles.cos().mul_(factor), angles.sin().mul_(factor)
+                tables.append((cos.to(device), sin.to(device)))
+        self._tables, self._is_long, self.length = tables, is_long, length
+
+
+def inverse_frequencies(
+    spec: ModelSpec, base: RotaryBase | None = None, is_long: bool = False
+) -> Tensor:
     """Return the angle per position of each rotated pair, fp32 `[rotary_dim / 2]`, in radians.
 
     `theta^(-2i / rotary_dim)`: arXiv:2104.09864, section 3.2.2; then the scaling of the spec.
+    `base`: not the model's own; `is_long`: of a row that longrope has its long factors for.
     """
+    theta, is_scaled = (spec.rope_theta, True) if base is None else base
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu")
-    plain = 1.0 / (spec.rope_theta ** (exponents / max(spec.rotary_dim, 1)))
+    powers = theta ** (exponents / max(spec.rotary_dim, 1))
     scaling = spec.rope_scaling
-    if scaling is None:
-        return plain
-    if scaling.kind == "linear":
-        return plain / scaling.factor
-    return _llama3(plain, scaling)
+    if scaling is None or not is_scaled or spec.rotary_dim == 0:
+        return 1.0 / powers
+    if scaling.kind == "longrope":
+        factors = scaling.long_factor if is_long else scaling.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
+    if scaling.kind == "yarn":
+        return _yarn(powers, scaling, theta)
+    plain = 1.0 / powers
+    return plain / scaling.factor if scaling.kind == "linear" else _llama3(plain, scaling)
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
@@ -82,3 +145,23 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
         wavelength <= scaling.original_context / low
     )
     return torch.where(between, blended, slowed)
+
+
+def _yarn(powers: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Keep what turns often, slow down what turns seldom, blend between: arXiv:2309.00071, 3.2.
+
+    The blend is linear in the number of the pair, as in the authors' code.
+    """
+    pairs = powers.shape[0]
+    # The pair that turns so many times in the context that was trained with, as a real number.
+    first, last = (
+        pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first or 0.001  # the authors': no division by zero
+    numbers = torch.arange(pairs, dtype=torch.float32, device="cpu")
+    kept = 1 - ((numbers - first) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept

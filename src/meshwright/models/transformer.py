@@ -69,8 +69,12 @@ class Transformer(nn.Module):
         return self
 
     def init_tables(self, device: torch.device | str, length: int | None = None) -> None:
-        """Compute the rotary tables now; else the first forward does, and longer ones later."""
-        length = self.rope.length if length is None else length
+        """Compute the rotary tables now, for rows of a length; else the first forward does.
+
+        Longer rows have them grow. A forward with a share of its rows needs their length here, or
+        when the model is built.
+        """
+        length = self.rope.row if length is None else length
         if length > 0:
             self.rope.build(torch.device(device), length)
 
@@ -114,7 +118,8 @@ class Transformer(nn.Module):
         if not x.is_floating_point():
             x = _scaled(self._embedded(input_ids), self.spec.embedding_scale)
             x = self.embed_drop(x, context)
-        self.rope.reach(x.shape[1] + (0 if cache is None else cache.length), x.device)
+        cached = 0 if cache is None else cache.length
+        self.rope.reach(cached + x.shape[1], x.device, cached)
         for name, block in self.layers.items():
             if keys is not None and self.spec.dropout > 0:
                 # Here rather than in the block: a number of its own would recompile each block.
@@ -154,7 +159,8 @@ def build_model(
 ) -> Transformer:
     """Return the model of `spec`; on a device other than meta its weights are uninitialised.
 
-    `max_seq_len` is the length that the rotary tables are first built for; they grow by themselves.
+    `max_seq_len` is the length of its rows, where they have one: rotary tables are first built for
+    it, and grow by themselves; `Rope` says what it means to longrope.
     """
     with torch.device("meta"):
         model = Transformer(spec, max_seq_len)

@@ -82,8 +82,9 @@ class _Walk:
         for units in self.units.values():
             units.hold()
         # Cosines and sines of every position, for each stage: fp32.
-        table = 2 * program.train.seq_len * program.model.rotary_dim * _WIDE
-        bytes_held.add(TABLES, table * program.model.rotary_tables * len(self.stages))
+        model = program.model
+        table = 2 * program.train.seq_len * model.rotary_dim * _WIDE * len(model.rotary_bases)
+        bytes_held.add(TABLES, table * len(self.stages))
         bytes_held.action = "start"
         bytes_held.note("start")
         for action in program.tables[self.at["pp"]]:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from meshwright.errors import nearest, nearest_divisors, refusal
 from meshwright.spec.families import FAMILIES
@@ -34,20 +44,121 @@ class Spec(BaseModel):
     )
 
 
+def _as_tuple(value: object) -> object:
+    """Take a list of a TOML or JSON file for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+RopeKind = Literal["linear", "llama3", "yarn", "longrope"]
+ROPE_KINDS: Final[tuple[RopeKind, ...]] = get_args(RopeKind)
+_Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_as_tuple)]
+_OF_EVERY_KIND: Final = ("kind", "factor", "original_context")
+# Dumps of these always had both.
+_OF_THE_FIRST: Final = ("low_freq_factor", "high_freq_factor")
+# The fields that only one kind is made of, or two.
+_OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "yarn": (
+        *("attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("attention_factor", "short_factor", "long_factor"),
+}
+
+
 class RopeScaling(Spec):
     """Rescaling of the rotary frequencies for longer contexts.
 
     `linear` divides all frequencies by `factor`. `llama3` (Llama 3.1, "rope scaling" of its model
     card; transformers `_compute_llama3_parameters`) divides those whose wavelength exceeds
     `original_context / low_freq_factor`, keeps those below `original_context / high_freq_factor`
-    and interpolates between.
+    and interpolates between. `yarn` (arXiv:2309.00071) keeps those that turn more than `beta_fast`
+    times in `original_context`, divides those that turn less than `beta_slow` times, and
+    interpolates between in the order of the dimensions, whose bounds `truncate` rounds outwards.
+    `longrope` (arXiv:2402.13753) divides each by a number of its own: of `long_factor` in rows of
+    more than `original_context` tokens, else of `short_factor`.
+
+    The last two also multiply the rotated queries and keys by `attention_factor`, which follows
+    from `factor` where it is not given, and for `yarn` from `mscale` and `mscale_all_dim` where
+    both are.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: RopeKind
     factor: float = Field(gt=0)
     low_freq_factor: float = Field(default=1.0, gt=0)
     high_freq_factor: float = Field(default=4.0, gt=0)
     original_context: int = Field(default=8192, gt=0, le=LARGEST)
+    attention_factor: float | None = Field(default=None, gt=0)
+    beta_fast: float = Field(default=32.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0)
+    mscale: float | None = Field(default=None, gt=0)
+    mscale_all_dim: float | None = Field(default=None, gt=0)
+    truncate: bool = True
+    short_factor: _Factors = ()
+    long_factor: _Factors = ()
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        grown = math.log(self.factor)
+        if self.kind == "longrope":
+            return math.sqrt(1 + grown / math.log(self.original_context))
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return (0.1 * self.mscale * grown + 1) / (0.1 * self.mscale_all_dim * grown + 1)
+        return 0.1 * grown + 1
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what another kind is made of: earlier versions' dumps stay what they were."""
+        values: dict[str, Any] = handler(self)
+        mine = (*_OF_EVERY_KIND, *_OWN_KEYS.get(self.kind, _OF_THE_FIRST))
+        return {key: value for key, value in values.items() if key in mine}
+
+    @model_validator(mode="after")
+    def _rules(self) -> RopeScaling:
+        at = "model.rope_scaling"
+        self._refuse_others(at)
+        if self.beta_fast < self.beta_slow:
+            what = f"{at}.beta_fast = {self.beta_fast} is below beta_slow = {self.beta_slow}"
+            raise ValueError(refusal(what, legal=[f"beta_slow = {self.beta_fast}"]))
+        if self.kind != "longrope":
+            return self
+        if self.original_context < 2:
+            what = f"{at}.original_context = {self.original_context} is too short for longrope"
+            raise ValueError(refusal(what, legal=[2]))
+        for key in ("short_factor", "long_factor"):
+            if not getattr(self, key):
+                what = f"{at}.kind = 'longrope' needs {key}, a list with a number for each"
+                raise ValueError(f"{what} rotated pair of a head's dimensions")
+        return self
+
+    def _refuse_others(self, at: str) -> None:
+        """Raise `ValueError` for what another kind is made of."""
+        # A linear one may have those of llama3: earlier versions took and kept them.
+        of_kinds = _OWN_KEYS | ({"llama3": _OF_THE_FIRST} if self.kind in _OWN_KEYS else {})
+        mine = of_kinds.get(self.kind, ())
+        for key in (key for keys in of_kinds.values() for key in keys if key not in mine):
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                what = f"{at}.{key} = {value!r} is not of {at}.kind = {self.kind!r}"
+                kinds = [repr(kind) for kind, keys in of_kinds.items() if key in keys]
+                raise ValueError(refusal(what, legal=[f"kind = {kind}" for kind in kinds]))
+
+    def check_pairs(self, pairs: int, theta: float) -> None:
+        """Raise `ValueError` where heads with so many rotated pairs, of a base, cannot have it."""
+        at = "model.rope_scaling"
+        if self.kind == "yarn" and theta <= 1:
+            what = f"model.rope_theta = {theta} must be above 1 with {at}.kind = 'yarn'"
+            raise ValueError(refusal(what, legal=[10000.0]))
+        if self.kind == "longrope":
+            for key in ("short_factor", "long_factor"):
+                if (count := len(getattr(self, key))) != pairs:
+                    what = f"{at}.{key} has {count} numbers, but a head rotates {pairs} pairs of "
+                    raise ValueError(refusal(f"{what}dimensions", legal=[f"{pairs} numbers"]))
 
 
 class LayerSpec(Spec):
@@ -66,9 +177,11 @@ class LayerSpec(Spec):
 PLAIN_LAYER: Final = LayerSpec()
 
 
-def _layers(value: object) -> object:
-    """Take a list of a TOML or JSON file for a tuple."""
-    return tuple(value) if isinstance(value, list) else value
+class RotaryBase(NamedTuple):
+    """What layers with one rotary table have in common: a base, and whether the scaling holds."""
+
+    theta: float
+    scaled: bool
 
 
 def _qk_norm(value: object) -> object:
@@ -128,7 +241,7 @@ class ModelSpec(Spec):
     logits_divisor: float = Field(default=1.0, gt=0)
     attention_softcap: float | None = Field(default=None, gt=0)
     logits_softcap: float | None = Field(default=None, gt=0)
-    layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(_layers)] = ()
+    layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(_as_tuple)] = ()
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
@@ -145,16 +258,25 @@ class ModelSpec(Spec):
             return PLAIN_LAYER
         return self.layer_pattern[index % len(self.layer_pattern)]
 
+    def rotary_base(self, layer: LayerSpec) -> RotaryBase | None:
+        """Return by which base a layer rotates; None where it rotates nothing."""
+        if not layer.rotary or self.rotary_dim == 0:
+            return None
+        if layer.rope_theta is not None:
+            return RotaryBase(layer.rope_theta, scaled=False)
+        return RotaryBase(self.rope_theta, scaled=self.rope_scaling is not None)
+
+    @property
+    def rotary_bases(self) -> tuple[RotaryBase, ...]:
+        """The different bases by which layers rotate, in the order of their first layers."""
+        found = (self.rotary_base(self.layer(index)) for index in range(self.n_layers))
+        return tuple(dict.fromkeys(base for base in found if base is not None))
+
     @property
     def layer_kinds(self) -> tuple[LayerSpec, ...]:
         """The different layers that there are, in the order of their first."""
         used = self.layer_pattern[: self.n_layers] or (PLAIN_LAYER,)
         return tuple(dict.fromkeys(used))
-
-    @property
-    def rotary_tables(self) -> int:
-        """How many tables of angles there are: one for each base."""
-        return len({kind.rope_theta for kind in self.layer_kinds if kind.rotary})
 
     @property
     def norms_before(self) -> bool:
@@ -212,5 +334,7 @@ class ModelSpec(Spec):
                 f"the rotated part of a head must be even, but model.head_dim = {self.head_dim} "
                 f"x model.rotary_pct = {self.rotary_pct} gives {self.rotary_dim}"
             )
+        if self.rope_scaling is not None and self.rotary_dim:
+            self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
         FAMILIES[self.family].refuse_others(dict(self))
         return self
