@@ -50,8 +50,9 @@ _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "residual_scale": (0.7, 1.0),
     "logits_divisor": (1.5, 1.0),
 }
+_YARN: Final = RopeScaling(kind="yarn", factor=4.0, original_context=16)
 _SCALINGS: Final = (
-    *(None, None),
+    *(None, _YARN),
     RopeScaling(kind="linear", factor=2.0),
     RopeScaling(kind="llama3", factor=4.0, original_context=16),
 )
@@ -172,7 +173,7 @@ def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
     kv_heads = dealer.multiple(tp * (layout.cp if layout.cp_kind == "ulysses" else 1), 1, 6)
     group = dealer.deal("group", (1, 2, 3)) if family.grouped else 1
     free = {key: dealer.deal(key, choices) for key, choices in _FREE.items() if key in family.free}
-    return model_spec(
+    spec = model_spec(
         family=family.name,
         dim=dealer.number(20, 70),
         n_layers=layout.stages + dealer.deal("more layers", (0, 1, 2)),
@@ -190,3 +191,12 @@ def _model(dealer: _Dealer, layout: Layout) -> ModelSpec:
         norm_eps=dealer.deal("norm_eps", (1e-5, 1e-6)),
         **free,
     )
+    pairs = spec.rotary_dim // 2
+    if spec.rope_scaling != _YARN or pairs % 2 == 0:
+        return spec
+    # Heads of an odd number of pairs get longrope instead, whose lists are as long as that.
+    short, long = (tuple(at + pair / 4 for pair in range(pairs)) for at in (1.0, 2.0))
+    longrope = RopeScaling(
+        kind="longrope", factor=4.0, original_context=16, short_factor=short, long_factor=long
+    )
+    return spec.model_copy(update={"rope_scaling": longrope})

@@ -66,8 +66,8 @@ class _Model:
         self.spec, self.weights, self.keys = spec, weights, keys
         self.linear: Linear = float8_linear if fp8 else F.linear
         seq = batch.inputs.shape[1]
-        self.angles = torch.outer(torch.arange(seq).float(), _frequencies(spec))
         places = torch.arange(seq)
+        self.places = places.float()
         self.back = places[:, None] - places  # how far a key lies behind a query
         self.sees = self.back[None] >= 0
         if batch.segments is not None:
@@ -95,9 +95,7 @@ class _Model:
         spec, at, kind = self.spec, f"layers.{layer}", self.spec.layer(layer)
         q, k, v = (self.project(f"{at}.attn.{name}", x) for name in "qkv")
         q, k, v = self.normed_heads(at, "q", q), self.normed_heads(at, "k", k), self.heads(v)
-        q = _times(q, spec.query_scale)
-        if kind.rotary:
-            q, k = self.rotated(q), self.rotated(k)
+        q, k = self.rotated(layer, _times(q, spec.query_scale)), self.rotated(layer, k)
         k, v = (one.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for one in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(spec.head_dim)
         scores = _capped(scores, spec.attention_softcap)
@@ -139,17 +137,19 @@ class _Model:
         """Return a linear layer of x."""
         return self.linear(x, self.weights[f"{at}.weight"], self.weights.get(f"{at}.bias"))
 
-    def rotated(self, x: Tensor) -> Tensor:
+    def rotated(self, layer: int, x: Tensor) -> Tensor:
         """Return heads `[batch, seq, heads, head_dim]`, a part turned by their positions' angles.
 
         Dims i and i + half are a point of the plane. arXiv:2104.09864, equation 34.
         """
-        half = self.angles.shape[1]
-        if half == 0:
+        half = self.spec.rotary_dim // 2
+        if half == 0 or not self.spec.layer(layer).rotary:
             return x
+        frequencies, stretch = _rotation(self.spec, layer, len(self.places))
+        angles = torch.outer(self.places, frequencies)[:, None]
         wide = _wide(x)
         a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-        cos, sin = self.angles.cos()[:, None], self.angles.sin()[:, None]
+        cos, sin = angles.cos() * stretch, angles.sin() * stretch
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
 
     def dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
@@ -187,13 +187,55 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def _frequencies(spec: ModelSpec) -> Tensor:
-    """Return the angle per position of each turned pair of dims, fp32 as every implementation."""
-    exponents = torch.arange(0, spec.rotary_dim, 2).float() / max(spec.rotary_dim, 1)
-    plain, scaling = 1.0 / spec.rope_theta**exponents, spec.rope_scaling
-    if scaling is None:
-        return plain
-    return plain / scaling.factor if scaling.kind == "linear" else _stretched(plain, scaling)
+def _rotation(spec: ModelSpec, layer: int, row: int) -> tuple[Tensor, float]:
+    """Return the angle per position of each turned pair of dims, and what their length grows by.
+
+    In fp32, as every implementation. `row`: how many tokens a row has.
+    """
+    own, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
+    base = spec.rope_theta if own is None else own
+    plain = 1.0 / base ** (torch.arange(0, spec.rotary_dim, 2).float() / spec.rotary_dim)
+    if scaling is None or own is not None:
+        return plain, 1.0
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _stretched(plain, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _by_turns(plain, scaling, base), _yarn_length(scaling)
+    fits = row <= scaling.original_context
+    parts = torch.tensor(scaling.short_factor if fits else scaling.long_factor)
+    # arXiv:2402.13753 and its code: sqrt(1 + ln s / ln L).
+    more = math.log(max(scaling.factor, 1.0), scaling.original_context)
+    given = scaling.attention_factor
+    return plain / parts, (1 + more) ** 0.5 if given is None else given
+
+
+def _by_turns(plain: Tensor, scaling: RopeScaling, base: float) -> Tensor:
+    """Return YaRN's frequencies: where between two pairs one is decides. arXiv:2309.00071, 3.2.
+
+    The paper's ramp is over turns; all code has it over the pairs' numbers.
+    """
+    log_turns = math.log(scaling.original_context / (2 * math.pi))
+    step = math.log(base) / len(plain)  # by which the log of the turns falls from pair to pair
+    ends = [(log_turns - math.log(beta)) / step for beta in (scaling.beta_fast, scaling.beta_slow)]
+    if scaling.truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], 2 * len(plain) - 1)
+    high = low + 0.001 if low == high else high
+    divided = torch.tensor([(i - low) / (high - low) for i in range(len(plain))]).clamp(0, 1)
+    return plain * (1 - divided + divided / scaling.factor)
+
+
+def _yarn_length(scaling: RopeScaling) -> float:
+    """Return what YaRN multiplies queries and keys by: its section 3.4, and DeepSeek's `mscale`."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    grown = 0.1 * math.log(max(scaling.factor, 1.0))
+    above, below = scaling.mscale, scaling.mscale_all_dim
+    if above is None or below is None:
+        return 1 + grown
+    return (1 + above * grown) / (1 + below * grown)
 
 
 def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -1,9 +1,7 @@
 """Between `ModelSpec` and the `config.json` of Hugging Face, by the tables of `spec.families`.
 
-Rotary settings have two spellings: `rope_theta`, `rope_scaling`, `rotary_pct` and
-`rotary_emb_base` until transformers 4, one `rope_parameters` since 5. Both are read, and must agree
-where both stand; both are written. An absent key means what it means to transformers. Whatever
-would change the model and has no place in `ModelSpec` is refused, never dropped.
+An absent key means what it means to transformers. Whatever would change the model and has no place
+in `ModelSpec` is refused, never dropped. Rotary settings are read and written by `spec.hf_rotary`.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import Family
 from meshwright.spec.families.unknown import refuse_model_type
-from meshwright.spec.model import LARGEST, ModelSpec, RopeScaling
-
-Found = tuple[str, Any]
+from meshwright.spec.hf_rotary import read_rotary, rotary_keys
+from meshwright.spec.hf_values import flag, number, size
+from meshwright.spec.model import ModelSpec
 
 _ACTIVATIONS: Final = {
     "silu": "silu",
@@ -47,7 +45,6 @@ _SIZE_KEYS: Final = {
     "n_heads": "num_attention_heads",
     "context": "max_position_embeddings",
 }
-_THETA: Final = 10000.0
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -70,11 +67,11 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         _check_heads(fields)
     family.check(config)
     fields |= _own_fields(config, family, fields)
-    fields |= _rotary(config, family, fields["context"])
+    fields |= read_rotary(config, family, fields["context"])
     fields |= {
         "activation": _activation(config, family.default_activation),
-        "tie_embeddings": _flag(config, "tie_word_embeddings", False),
-        "init_std": _number(config, "initializer_range", 0.02),
+        "tie_embeddings": flag(config, "tie_word_embeddings", False),
+        "init_std": number(config, "initializer_range", 0.02),
     }
     try:
         return ModelSpec(**fields)
@@ -115,36 +112,11 @@ def hf_config(
         **{key.theirs: fields[key.ours] for key in family.keys},
         **family.written,
     }
-    return config | _rotary_keys(spec, family)
-
-
-def _rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
-    scaling = spec.rope_scaling
-    both: dict[str, Any] = {"rope_type": "default"}
-    if scaling is not None:
-        both = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            both |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_context,
-            }
-    new = both | {"rope_theta": spec.rope_theta}
-    if "rotary_pct" in family.free:
-        new["partial_rotary_factor"] = spec.rotary_pct
-    # transformers before 4.43 reads the kind under "type".
-    old = None if scaling is None else both | {"type": scaling.kind}
-    return {
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": old,
-        "rope_parameters": new,
-        **dict.fromkeys(family.theta_keys, spec.rope_theta),
-        **dict.fromkeys(family.rotary_keys, spec.rotary_pct),
-    }
+    return config | rotary_keys(spec, family)
 
 
 def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
-    return {ours: _size(config, theirs, defaults[theirs]) for ours, theirs in _SIZE_KEYS.items()}
+    return {ours: size(config, theirs, defaults[theirs]) for ours, theirs in _SIZE_KEYS.items()}
 
 
 def _own_fields(
@@ -153,7 +125,7 @@ def _own_fields(
     """Return what a family's own keys say, and what it has without one."""
     heads = sizes["n_heads"]
     derived = {"n_heads": heads, "dim / n_heads": sizes["dim"] // heads}
-    read: Mapping[str, Callable[..., Any]] = {"size": _size, "number": _number, "flag": _flag}
+    read: Mapping[str, Callable[..., Any]] = {"size": size, "number": number, "flag": flag}
     fields = {
         "n_kv_heads": heads,
         "head_dim": derived["dim / n_heads"],
@@ -175,109 +147,6 @@ def _check_heads(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _rotary(config: Mapping[str, Any], family: Family, context: int) -> dict[str, Any]:
-    """Read the rotary settings under both spellings and hold them against each other."""
-    new = _mapping(config, "rope_parameters")
-    old = _mapping(config, "rope_scaling")
-    theta = [_at(config, "rope_theta"), _at(new, "rope_theta", "rope_parameters")]
-    share = [
-        _at(config, "partial_rotary_factor"),
-        _at(new, "partial_rotary_factor", "rope_parameters"),
-    ]
-    theta += [_at(config, key) for key in family.theta_keys]
-    share += [_at(config, key) for key in family.rotary_keys if key != "partial_rotary_factor"]
-    name, pct = _agree(share, family.rotary_pct)
-    if "rotary_pct" not in family.free and pct != 1.0:
-        what = f"{name} = {pct!r} is not supported for {family.model_type}"
-        raise ConfigError(refusal(what, legal=[1.0]))
-    _, base = _agree(theta, _THETA)
-    return {
-        "rope_theta": base,
-        "rotary_pct": pct,
-        "rope_scaling": _scaling(old, new, context),
-    }
-
-
-def _scaling(old: Mapping[str, Any], new: Mapping[str, Any], context: int) -> RopeScaling | None:
-    kinds = [
-        _at(source, key, at)
-        for source, at in ((old, "rope_scaling"), (new, "rope_parameters"))
-        for key in ("rope_type", "type")
-    ]
-    name, kind = _agree_words(kinds, "default")
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            refusal(f"{name} = {kind!r} is not supported", legal=["default", "linear", "llama3"])
-        )
-
-    def number(key: str, default: float | None = None) -> float:
-        found = [_at(old, key, "rope_scaling"), _at(new, key, "rope_parameters")]
-        if default is None and all(value is None for _, value in found):
-            raise ConfigError(f"{name} = {kind!r} needs the key {key!r} beside it")
-        return _agree(found, default or 0.0)[1]
-
-    factor = number("factor")
-    if factor <= 0:
-        raise ConfigError(f"the rope scaling's factor = {factor} must be above 0")
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=factor)
-    low, high = number("low_freq_factor"), number("high_freq_factor")
-    original = number("original_max_position_embeddings", float(context))
-    if not 0 < low < high or not 1 <= original <= LARGEST or not original.is_integer():
-        raise ConfigError(
-            f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor and a whole "
-            f"original_max_position_embeddings up to {LARGEST}, but they are {low}, {high} and "
-            f"{original:g}"
-        )
-    return RopeScaling(
-        kind="llama3",
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_context=int(original),
-    )
-
-
-def _at(source: Mapping[str, Any], key: str, inside: str = "") -> Found:
-    return (f"{inside}.{key}" if inside else key), source.get(key)
-
-
-def _agree(found: Sequence[Found], default: float) -> tuple[str, float]:
-    """Return the number that all spellings give, with the name of the first."""
-    stated = [(name, _as_number(name, value)) for name, value in found if value is not None]
-    for name, value in stated[1:]:
-        if value != stated[0][1]:
-            raise ConfigError(
-                f"{stated[0][0]} = {stated[0][1]!r} and {name} = {value!r} must agree; keep one"
-            )
-    return stated[0] if stated else (found[0][0], default)
-
-
-def _agree_words(found: Sequence[Found], default: str) -> tuple[str, object]:
-    stated = [(name, value) for name, value in found if value is not None]
-    for name, value in stated[1:]:
-        if value != stated[0][1]:
-            raise ConfigError(
-                f"{stated[0][0]} = {stated[0][1]!r} and {name} = {value!r} must agree; keep one"
-            )
-    return stated[0] if stated else (found[0][0], default)
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} = {value!r} must be a table of rotary settings")
-    for kind, own in value.items():
-        if isinstance(own, Mapping):
-            what = f"{key}.{kind} is a table: rotary settings of a kind of layer are not supported"
-            raise ConfigError(refusal(what, legal=[f"one {key} of all layers"]))
-    return value
-
-
 def _activation(config: Mapping[str, Any], default: str) -> str:
     name = config.get("hidden_act")
     name = default if name is None else name
@@ -286,33 +155,6 @@ def _activation(config: Mapping[str, Any], default: str) -> str:
             refusal(f"hidden_act = {name!r} is not supported", legal=list(_ACTIVATIONS))
         )
     return _ACTIVATIONS[name]
-
-
-def _size(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} = {value!r} must be a whole number of at least 1")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key)
-    return default if value is None else _as_number(key, value)
-
-
-def _as_number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} = {value!r} must be a number")
-    return float(value)
-
-
-def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} = {value!r} must be true or false")
-    return value
 
 
 def _reason(where: Sequence[object], message: str) -> str:

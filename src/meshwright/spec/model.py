@@ -140,7 +140,9 @@ class RopeScaling(Spec):
     def _refuse_others(self, at: str) -> None:
         """Raise `ValueError` for what another kind is made of."""
         # A linear one may have those of llama3: earlier versions took and kept them.
-        of_kinds = _OWN_KEYS | ({"llama3": _OF_THE_FIRST} if self.kind in _OWN_KEYS else {})
+        of_kinds = dict(_OWN_KEYS)
+        if self.kind in _OWN_KEYS:
+            of_kinds["llama3"] = _OF_THE_FIRST
         mine = of_kinds.get(self.kind, ())
         for key in (key for keys in of_kinds.values() for key in keys if key not in mine):
             if (value := getattr(self, key)) != type(self).model_fields[key].default:

@@ -87,10 +87,21 @@ class Family:
     fused: Literal["by head", "stacked"] = "stacked"
     buffers: re.Pattern[str] = re.compile(r"(?!)")
     heads: tuple[str, ...] = ("lm_head.weight",)
-    # Default of the rotated share, and further keys that spell it and the base.
+    # Defaults of the rotated share and the base, and further keys that spell them.
     rotary_pct: float = 1.0
     rotary_keys: tuple[str, ...] = ()
+    rope_theta: float = 10000.0
     theta_keys: tuple[str, ...] = ()
+    # The kinds of rope scaling that transformers knows of it, and other names that it has for them.
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    # Default of `original_max_position_embeddings` where that is a key of its config.
+    original_context: int | None = None
+    # Whether `rope_parameters` are by kind of layer; the base of those with a window where no key
+    # has it, and the key that has it in the old spelling.
+    kinds_of_layers: bool = False
+    sliding_theta: float | None = None
+    sliding_theta_key: str | None = None
     check: Callable[[Mapping[str, Any]], None] = lambda config: None
     check_written: Callable[[Mapping[str, Any]], None] = lambda fields: None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

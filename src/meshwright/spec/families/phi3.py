@@ -47,6 +47,9 @@ PHI3: Final = Family(
     ),
     free=frozenset({"rotary_pct"}),
     rotary_keys=("partial_rotary_factor",),
+    scalings=("longrope",),
+    rope_names={"su": "longrope", "yarn": "longrope"},
+    original_context=4096,
     written={"pad_token_id": None},  # else transformers pads with id 32000
     inert={"sliding_window": (), "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
     check=no_windows,

@@ -1,0 +1,64 @@
+"""Values of a `config.json`: each of its type, or a `ConfigError` that names key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.errors import ConfigError
+
+# A key as messages name it, and its value; None: absent.
+Found = tuple[str, Any]
+
+
+def size(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a whole number of at least 1."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} = {value!r} must be a whole number of at least 1")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number."""
+    value = config.get(key)
+    return default if value is None else as_number(key, value)
+
+
+def as_number(name: str, value: object) -> float:
+    """Return a value that must be a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} = {value!r} must be a number")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return true or false."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} = {value!r} must be true or false")
+    return value
+
+
+def at(source: Mapping[str, Any], key: str, inside: str = "") -> Found:
+    """Return what a table has under a key."""
+    return (f"{inside}.{key}" if inside else key), source.get(key)
+
+
+def agree(found: Sequence[Found], default: Any) -> Found:
+    """Return the value that all spellings give, with the name of the first."""
+    stated = [(name, value) for name, value in found if value is not None]
+    for name, value in stated[1:]:
+        if value != stated[0][1]:
+            raise ConfigError(
+                f"{stated[0][0]} = {stated[0][1]!r} and {name} = {value!r} must agree; keep one"
+            )
+    return stated[0] if stated else (found[0][0], default)
+
+
+def agreed_number(found: Sequence[Found], default: float) -> tuple[str, float]:
+    """Return the number that all spellings give, with the name of the first."""
+    numbers = [(n, None if value is None else as_number(n, value)) for n, value in found]
+    return agree(numbers, default)
