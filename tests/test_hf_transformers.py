@@ -14,125 +14,8 @@ from meshwright.models.hf_names import to_hf
 from meshwright.spec.resolve import model_spec
 
 transformers = pytest.importorskip("transformers")
+from hf_models import KINDS, SIZES  # noqa: E402
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-LLAMAS = {
-    "mha": {},
-    "gqa": {"num_key_value_heads": 2},
-    "mqa": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    "llama3": {"rope_parameters": LLAMA3, "num_key_value_heads": 2},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "wide heads": {"head_dim": 24, "num_key_value_heads": 2},
-    "gelu": {"hidden_act": "gelu"},
-    "large eps": {"rms_norm_eps": 0.1},
-}
-NEOXES = {
-    "parallel": {},
-    "sequential": {"use_parallel_residual": False},
-    "fully rotary": {"rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 1e4}},
-    "half rotary": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 100.0}},
-    "linear": {
-        "rope_parameters": {
-            "rope_type": "linear",
-            "factor": 2.0,
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-        }
-    },
-    "tied": {"tie_word_embeddings": True},
-    "gelu_new": {"hidden_act": "gelu_new"},
-    "gelu_fast": {"hidden_act": "gelu_fast"},
-    "no attention bias": {"attention_bias": False},
-    "large eps": {"layer_norm_eps": 0.1},
-}
-QWEN2S = {
-    "gqa": {"num_key_value_heads": 2},
-    "mqa, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "theta, eps": {
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 0.1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },
-}
-QWEN3S = {
-    "wide heads": {"num_key_value_heads": 2, "head_dim": 24},
-    "narrow heads, mqa, tied": {
-        "num_key_value_heads": 1,
-        "head_dim": 6,
-        "tie_word_embeddings": True,
-    },
-    "biases, eps": {
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "attention_bias": True,
-        "rms_norm_eps": 0.1,
-    },
-}
-MISTRALS = {
-    "gqa": {"num_key_value_heads": 2, "sliding_window": None},
-    "wide heads, mqa": {"num_key_value_heads": 1, "head_dim": 24, "sliding_window": None},
-    "tied": {"num_key_value_heads": 4, "sliding_window": None, "tie_word_embeddings": True},
-}
-MULTIPLIERS = {
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.4,
-    "logits_scaling": 3.0,
-}
-GRANITES = {
-    "gqa": {"num_key_value_heads": 2, **MULTIPLIERS},
-    "mqa, tied, biases": {
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-        **MULTIPLIERS,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "defaults": {},
-}
-PHI3S = {
-    "gqa": {"num_key_value_heads": 2, "pad_token_id": None},
-    "mqa, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True, "pad_token_id": None},
-    "half rotary, eps": {
-        "pad_token_id": None,
-        "rms_norm_eps": 0.1,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 500.0,
-            "partial_rotary_factor": 0.5,
-        },
-    },
-}
-KINDS = {
-    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, PHI3S),
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, LLAMAS),
-    "neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, NEOXES),
-    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, QWEN2S),
-    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, QWEN3S),
-    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, MISTRALS),
-    "granite": (transformers.GraniteForCausalLM, transformers.GraniteConfig, GRANITES),
-}
 CASES = [
     pytest.param(family, keys, id=f"{family} {name}")
     for family, (_, _, kinds) in KINDS.items()
@@ -146,7 +29,7 @@ def theirs(family, keys):
     kind, config, _ = KINDS[family]
     # A quarter of 12 dims is odd: 64 / 4 heads gives 16.
     sizes = {**SIZES, "hidden_size": 64} if family == "neox" else SIZES
-    model = kind(config(**sizes, **keys))
+    model = kind(config(**{**sizes, **keys}, attn_implementation="eager"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from meshwright.program.attention import Cut, Scores, by_blocks
+from meshwright.program.attention import Cut, by_blocks
 from meshwright.program.lower import Program
 from meshwright.program.operations import Sizes, gathers_again, is_joint
 from meshwright.spec.model import LayerSpec

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.families.base import Family
+from meshwright.spec.families.base import Family, Key
+from meshwright.spec.families.layers import Layer, shortest_pattern
 from meshwright.spec.families.unknown import refuse_model_type
-from meshwright.spec.hf_rotary import read_rotary, rotary_keys
-from meshwright.spec.hf_values import flag, number, size
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.hf_rotary import read_rotary, rotary_keys, sliding_base
+from meshwright.spec.hf_values import flag, number, optional, size
+from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 
 _ACTIVATIONS: Final = {
     "silu": "silu",
@@ -68,9 +69,17 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     family.check(config)
     fields |= _own_fields(config, family, fields)
     fields |= read_rotary(config, family, fields["context"])
+    if family.layers is not None:
+        base = sliding_base(config, family)
+        layers = [
+            LayerSpec(window=window, rotary=rotary, rope_theta=None if window is None else base)
+            for window, rotary in family.layers.read(config, fields["n_layers"])
+        ]
+        pattern = shortest_pattern(layers)
+        fields["layer_pattern"] = () if pattern == (PLAIN_LAYER,) else pattern
     fields |= {
-        "activation": _activation(config, family.default_activation),
-        "tie_embeddings": flag(config, "tie_word_embeddings", False),
+        "activation": _activation(config, family),
+        "tie_embeddings": flag(config, "tie_word_embeddings", family.ties),
         "init_std": number(config, "initializer_range", 0.02),
     }
     try:
@@ -100,7 +109,7 @@ def hf_config(
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{theirs: fields[ours] for ours, theirs in _SIZE_KEYS.items()},
-        "hidden_act": _ACTIVATION_NAMES[spec.activation],
+        family.activation_key: _ACTIVATION_NAMES[spec.activation],
         "attention_dropout": 0.0,
         "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tie_embeddings,
@@ -109,10 +118,24 @@ def hf_config(
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **{key.theirs: fields[key.ours] for key in family.keys},
+        **{key.theirs: _written(key, fields[key.ours]) for key in family.keys},
         **family.written,
     }
+    if family.layers is not None:
+        layers = [Layer(one.window, one.rotary) for one in map(spec.layer, range(spec.n_layers))]
+        config |= family.layers.write(layers, family.name)
     return config | rotary_keys(spec, family)
+
+
+def _written(key: Key, value: Any) -> Any:
+    """Return a field as its key has it."""
+    if key.kind != "inverse root":
+        return value
+    found = round(value**-2)
+    if found < 1 or found**-0.5 != value:
+        what = f"model.{key.ours} = {value} cannot be written as {key.theirs}"
+        raise ConfigError(refusal(what, legal=[f"{n} ** -0.5" for n in (found, found + 1) if n]))
+    return found
 
 
 def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
@@ -125,11 +148,18 @@ def _own_fields(
     """Return what a family's own keys say, and what it has without one."""
     heads = sizes["n_heads"]
     derived = {"n_heads": heads, "dim / n_heads": sizes["dim"] // heads}
-    read: Mapping[str, Callable[..., Any]] = {"size": size, "number": number, "flag": flag}
+    read: Mapping[str, Callable[..., Any]] = {
+        "size": size,
+        "number": number,
+        "flag": flag,
+        "optional": optional,
+        "inverse root": lambda *args: size(*args) ** -0.5,
+    }
     fields = {
         "n_kv_heads": heads,
         "head_dim": derived["dim / n_heads"],
         **family.features,
+        **family.of_width(sizes["dim"]),
         **{key: value for key, value in family.defaults.items() if key in family.free},
     }
     for key in family.keys:
@@ -147,13 +177,12 @@ def _check_heads(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _activation(config: Mapping[str, Any], default: str) -> str:
-    name = config.get("hidden_act")
-    name = default if name is None else name
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    name = config.get(family.activation_key)
+    name = family.default_activation if name is None else name
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ConfigError(
-            refusal(f"hidden_act = {name!r} is not supported", legal=list(_ACTIVATIONS))
-        )
+        what = f"{family.activation_key} = {name!r} is not supported"
+        raise ConfigError(refusal(what, legal=list(_ACTIVATIONS)))
     return _ACTIVATIONS[name]
 
 

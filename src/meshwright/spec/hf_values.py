@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from meshwright.errors import ConfigError
 
+_LARGEST: Final = 1e300
 # A key as messages name it, and its value; None: absent.
 Found = tuple[str, Any]
 
@@ -26,10 +27,18 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
     return default if value is None else as_number(key, value)
 
 
+def optional(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
+    """Return a number, or None where the key is null."""
+    value = config.get(key, default)
+    return None if value is None else as_number(key, value)
+
+
 def as_number(name: str, value: object) -> float:
     """Return a value that must be a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} = {value!r} must be a number")
+    if not -_LARGEST < value < _LARGEST:  # nor one that is not a number
+        raise ConfigError(f"{name} = {format(value, '.3g')} is beyond any that a config has")
     return float(value)
 
 

@@ -318,7 +318,13 @@ class ModelSpec(Spec):
             return values
         name = values.get("family", "llama")  # of any type: it is not validated yet
         family = FAMILIES.get(name) if isinstance(name, str) else None
-        return {**family.features, **values} if family else values
+        if family is None:
+            return values
+        dim = values.get("dim")
+        derived = {}
+        if isinstance(dim, int) and 0 < dim <= LARGEST:
+            derived = family.of_width(dim)
+        return {**family.features, **derived, **values}
 
     @model_validator(mode="after")
     def _rules(self) -> ModelSpec:

@@ -56,6 +56,9 @@ def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Value
                 found.setdefault(key, Value(value, f"default of the {family.name} family"))
     is_gated = found.get("gated_mlp", Value(True, "")).value
     _derive_sizes(found, is_gated=is_gated)
+    if family is not None:
+        for key, derived in family.of_width(found["dim"].value).items():
+            found.setdefault(key, Value(derived, f"derived from model.dim: {family.name}"))
     if found.get("vocab_size", Value(None, "")).value is None:
         found["vocab_size"] = _vocab_size(tokenizer, source)
     return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from meshwright.errors import ConfigError, refusal
+from meshwright.errors import refusal
+from meshwright.spec.families.layers import LayerKeys
 
 # What a block is made of, as `ModelSpec` has it, and what Llama has there.
 FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
@@ -49,12 +51,13 @@ NEWEST: Final = frozenset(
 class Key(NamedTuple):
     """A key of `config.json`: the field of `ModelSpec` that it holds, and what its absence means.
 
-    Where `default` is the name of a field, absence means the value of that one.
+    Where `default` is the name of a field, absence means the value of that one. An `optional`
+    number may be null, an `inverse root` is a whole number n for `n ** -0.5`.
     """
 
     ours: str
     theirs: str
-    kind: Literal["size", "number", "flag"]
+    kind: Literal["size", "number", "flag", "optional", "inverse root"]
     default: Any
 
 
@@ -63,7 +66,8 @@ class Family:
     """One architecture.
 
     `fixed` are the features that all its models have, where they differ from Llama's; those in
-    `free` are a model's own, with `defaults` where a config leaves them out. `sizes` are what
+    `free` are a model's own, with `defaults` where a config leaves them out; those in `derived`
+    follow from its width. `sizes` are what
     transformers takes for sizes that a `config.json` leaves out; `keys` are its further keys,
     `written` what is only written, `inert` the values under which a key changes nothing. `modules`
     has the stored name of each of our modules, `{}` for the layer; several modules with one name
@@ -82,7 +86,12 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     inert: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
     default_activation: str = "silu"
+    ties: bool = False
+    # What layers see and rotate; None: all see and rotate all.
+    layers: LayerKeys | None = None
     grouped: bool = True
     fused: Literal["by head", "stacked"] = "stacked"
     buffers: re.Pattern[str] = re.compile(r"(?!)")
@@ -106,18 +115,22 @@ class Family:
     check_written: Callable[[Mapping[str, Any]], None] = lambda fields: None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def features(self) -> Mapping[str, Any]:
         """What its models have of `FEATURES`, where they may not choose."""
         return {
             key: self.fixed.get(key, value)
             for key, value in FEATURES.items()
-            if key not in self.free
+            if key not in self.free and key not in self.derived
         }
+
+    def of_width(self, dim: int) -> dict[str, float]:
+        """Return the features that follow from a model's width."""
+        return {key: rule(dim) for key, rule in self.derived.items()}
 
     def refuse_others(self, fields: Mapping[str, Any]) -> None:
         """Raise `ValueError` for a feature that no model of the family has."""
-        for key, value in self.features.items():
+        for key, value in {**self.features, **self.of_width(fields["dim"])}.items():
             if fields.get(key, value) != value:
                 raise ValueError(
                     refusal(
@@ -144,20 +157,6 @@ def preset(
     return {"family": family, **sizes, **more}
 
 
-def no_windows(config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a layer that sees a window of the sequence only."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and (other := {str(one) for one in kinds} - {"full_attention"}):
-        refused = refusal(
-            f"layer_types has {sorted(other)}: attention inside a window is not supported",
-            legal=["full_attention"],
-        )
-        raise ConfigError(refused)
-    if config.get("use_sliding_window"):
-        what = "use_sliding_window = true: attention inside a window is not supported"
-        raise ConfigError(refusal(what, legal=[False]))
-
-
 def llama_modules(**more: str) -> dict[str, str]:
     """Return the names under which Llama, and most since, store their modules."""
     attention = {one: f"model.layers.{{}}.self_attn.{one}_proj" for one in "qkvo"}
@@ -174,13 +173,32 @@ def llama_modules(**more: str) -> dict[str, str]:
     }
 
 
-def llama_keys(kv_heads: object = "n_heads", head_dim: object = "dim / n_heads") -> tuple[Key, ...]:
+def llama_keys(
+    kv_heads: object = "n_heads", head_dim: object = "dim / n_heads", eps: float = 1e-6
+) -> tuple[Key, ...]:
     """Return the keys of Llama's `config.json` that most since have, with their defaults."""
     return (
         Key("n_kv_heads", "num_key_value_heads", "size", kv_heads),
         Key("head_dim", "head_dim", "size", head_dim),
-        Key("norm_eps", "rms_norm_eps", "number", 1e-6),
+        Key("norm_eps", "rms_norm_eps", "number", eps),
     )
+
+
+def gemma_modules(**more: str) -> dict[str, str]:
+    """Return the names of models with norms before and after each sublayer, as Gemma 2 has them."""
+    names = llama_modules(**more)
+    for ours, theirs in (
+        ("attn_post", "post_attention"),
+        ("mlp", "pre_feedforward"),
+        ("mlp_post", "post_feedforward"),
+    ):
+        names[f"{ours}_norm"] = f"model.layers.{{}}.{theirs}_layernorm"
+    return names
+
+
+def head_norms() -> dict[str, str]:
+    """Return the names of norms of queries and keys."""
+    return {f"attn.{one}_norm": f"model.layers.{{}}.self_attn.{one}_norm" for one in "qk"}
 
 
 BIASES: Final = (

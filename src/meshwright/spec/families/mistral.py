@@ -1,28 +1,17 @@
-"""Mistral without a window (7B v0.3, Nemo): Llama without biases. arXiv:2310.06825."""
+"""Mistral: Llama without biases, and with a window in all layers or in none. arXiv:2310.06825."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families.base import (
     Family,
     llama_keys,
     llama_modules,
-    no_windows,
     preset,
     sizes_of,
 )
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a window, also the one that transformers takes by default."""
-    no_windows(config)
-    if "sliding_window" not in config:
-        what = "a mistral config with no sliding_window has one of 4096, which is not supported"
-        raise ConfigError(refusal(what, legal=["sliding_window = null"]))
-
+from meshwright.spec.families.layers import LayerKeys
 
 MISTRAL: Final = Family(
     name="mistral",
@@ -31,12 +20,19 @@ MISTRAL: Final = Family(
     modules=llama_modules(),
     sizes=sizes_of(32000, 4096, 14336, 32, 32, 131072),
     keys=llama_keys(kv_heads=8),
-    free=frozenset(),
-    written={"sliding_window": None},
-    inert={"sliding_window": (), "hidden_dropout": (0.0,)},
-    check=_check,
-    # HF configs of mistralai/Mistral-7B-v0.3 and Mistral-Nemo-Base-2407.
+    free=frozenset({"layer_pattern"}),
+    layers=LayerKeys(window=4096),
+    inert={"hidden_dropout": (0.0,)},
+    # HF configs of mistralai/Mistral-7B-v0.1, -v0.3 and Mistral-Nemo-Base-2407.
     presets={
+        "mistral-7b-v0.1": preset(
+            "mistral",
+            *(32000, 4096, 32, 32),
+            n_kv_heads=8,
+            ffn_dim=14336,
+            context=32768,
+            layer_pattern=({"window": 4096},),
+        ),
         "mistral-7b-v0.3": preset(
             "mistral",
             *(32768, 4096, 32, 32),

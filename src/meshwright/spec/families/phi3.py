@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 without a window: Llama whose projections of one input are stored as one.
+"""Phi-3 and Phi-4: Llama whose projections of one input are stored as one.
 
 arXiv:2404.14219, arXiv:2412.08905.
 """
@@ -13,10 +13,10 @@ from meshwright.spec.families.base import (
     Family,
     Key,
     llama_modules,
-    no_windows,
     preset,
     sizes_of,
 )
+from meshwright.spec.families.layers import LayerKeys
 
 
 def _check_written(fields: Mapping[str, Any]) -> None:
@@ -45,17 +45,25 @@ PHI3: Final = Family(
         Key("n_kv_heads", "num_key_value_heads", "size", "n_heads"),
         Key("norm_eps", "rms_norm_eps", "number", 1e-5),
     ),
-    free=frozenset({"rotary_pct"}),
+    free=frozenset({"rotary_pct", "layer_pattern"}),
     rotary_keys=("partial_rotary_factor",),
     scalings=("longrope",),
     rope_names={"su": "longrope", "yarn": "longrope"},
     original_context=4096,
     written={"pad_token_id": None},  # else transformers pads with id 32000
-    inert={"sliding_window": (), "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
-    check=no_windows,
+    inert={"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
     check_written=_check_written,
-    # HF config of microsoft/phi-4.
+    layers=LayerKeys(),
+    # HF configs of microsoft/Phi-3-mini-4k-instruct and phi-4.
     presets={
+        "phi-3-mini": preset(
+            "phi3",
+            *(32064, 3072, 32, 32),
+            n_kv_heads=32,
+            ffn_dim=8192,
+            context=4096,
+            layer_pattern=({"window": 2047},),
+        ),
         "phi-4": preset(
             "phi3",
             *(100352, 5120, 40, 40),

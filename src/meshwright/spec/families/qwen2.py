@@ -8,10 +8,10 @@ from meshwright.spec.families.base import (
     Family,
     llama_keys,
     llama_modules,
-    no_windows,
     preset,
     sizes_of,
 )
+from meshwright.spec.families.layers import LATE_WINDOWS
 
 
 def _qwen2(dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> dict[str, Any]:
@@ -30,12 +30,11 @@ QWEN2: Final = Family(
     modules=llama_modules(),
     sizes=sizes_of(151936, 4096, 22016, 32, 32, 32768),
     keys=llama_keys(kv_heads=32),
-    free=frozenset(),
+    free=frozenset({"layer_pattern"}),
     fixed={"attention_bias": True, "output_bias": False},
     defaults={"norm_eps": 1e-6},
-    written={"use_sliding_window": False},
+    layers=LATE_WINDOWS,
     inert={"hidden_dropout": (0.0,)},
-    check=no_windows,
     # HF configs of Qwen/Qwen2.5-*.
     presets={
         "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, **_SMALL),

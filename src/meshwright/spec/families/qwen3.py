@@ -9,10 +9,10 @@ from meshwright.spec.families.base import (
     Key,
     llama_keys,
     llama_modules,
-    no_windows,
     preset,
     sizes_of,
 )
+from meshwright.spec.families.layers import LATE_WINDOWS
 
 
 def _qwen3(dim: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> dict[str, Any]:
@@ -32,12 +32,11 @@ QWEN3: Final = Family(
         *llama_keys(kv_heads=32, head_dim=128),
         Key("attention_bias", "attention_bias", "flag", False),
     ),
-    free=frozenset({"attention_bias"}),
+    free=frozenset({"attention_bias", "layer_pattern"}),
     fixed={"qk_norm": "head"},
     defaults={"norm_eps": 1e-6},
-    written={"use_sliding_window": False},
+    layers=LATE_WINDOWS,
     inert={"hidden_dropout": (0.0,)},
-    check=no_windows,
     # arXiv:2505.09388, table 1, and the HF configs of Qwen/Qwen3-*.
     presets={
         "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tie_embeddings=True),

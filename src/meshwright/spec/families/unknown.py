@@ -10,18 +10,14 @@ from meshwright.errors import nearest, refusal
 # Model types of transformers: the family that is nearest, and how it differs from that.
 _DIFFERS: Final = {
     "deepseek_v3": ("llama", "latent attention and experts"),
-    "gemma": ("llama", "norm weights of 1 + w and an embedding times sqrt(dim)"),
-    "gemma2": ("llama", "norms after each sublayer too, soft caps, windows"),
-    "gemma3_text": ("qwen3", "norms after each sublayer too, windows, two rotary bases"),
-    "gpt_oss": ("llama", "experts, attention sinks, windows"),
+    "gemma": ("gemma2", "norms before each sublayer alone, no caps, no windows"),
+    "gemma3": ("gemma3", "images; its text model alone is gemma3_text"),
+    "gpt_oss": ("llama", "experts and attention sinks"),
     "mixtral": ("mistral", "experts"),
-    "olmo2": ("llama", "norms after each sublayer, not before; a norm over all heads"),
-    "olmo3": ("llama", "norms after each sublayer, not before; a norm over all heads; windows"),
-    "olmoe": ("llama", "experts, a norm over all heads"),
+    "olmoe": ("olmo2", "experts"),
     "qwen2_moe": ("qwen2", "experts"),
     "qwen3_moe": ("qwen3", "experts"),
     "qwen3_next": ("qwen3", "linear attention, experts"),
-    "smollm3": ("llama", "layers without rotation"),
 }
 
 

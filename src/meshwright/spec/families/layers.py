@@ -1,0 +1,142 @@
+"""How `config.json` says what each layer sees, and whether it rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeVar
+
+from meshwright.errors import ConfigError, refusal
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+_KINDS: Final = (FULL, SLIDING)
+_ROTATES: Final = "no_rope_layers"
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Layer(NamedTuple):
+    """What a layer sees, in tokens (None: all), and whether it rotates."""
+
+    window: int | None = None
+    rotary: bool = True
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """The keys of a family that say what its layers see and rotate.
+
+    `window` is what `sliding_window` is where a file leaves it out. `is_windowed(config, layer)` is
+    the rule where a file has no `layer_types`; None: the family has no such key, and a window is of
+    all layers. `switch` is a key without which there is no window. With `rotates` the key
+    `no_rope_layers` has a 1 for each layer that rotates.
+    """
+
+    window: int | None = None
+    is_windowed: Callable[[Mapping[str, Any], int], bool] | None = None
+    switch: str = ""
+    rotates: bool = False
+
+    def read(self, config: Mapping[str, Any], count: int) -> tuple[Layer, ...]:
+        """Return what each of so many layers sees and rotates.
+
+        Raises `ConfigError` for a kind of layer that is not known and lists of another length.
+        """
+        window = self._window(config)
+        kinds = self._kinds(config, count, window)
+        if window is None and SLIDING in kinds:
+            what = f"layer_types has {SLIDING}, but sliding_window sets no window"
+            raise ConfigError(refusal(what, legal=[FULL]))
+        rotates = self._rotates(config, count)
+        return tuple(
+            Layer(window if kind == SLIDING else None, rotary)
+            for kind, rotary in zip(kinds, rotates, strict=True)
+        )
+
+    def write(self, layers: Sequence[Layer], family: str) -> dict[str, Any]:
+        """Return the keys of layers; raises `ConfigError` for what a family has none for."""
+        windows = {layer.window for layer in layers}
+        sizes = sorted(size for size in windows if size is not None)
+        what = f"model.layer_pattern cannot be written as {family}:"
+        if len(sizes) > 1:
+            raise ConfigError(f"{what} its windows have one size, but these have {sizes}")
+        if not self.rotates and not all(layer.rotary for layer in layers):
+            raise ConfigError(f"{what} all of its layers rotate")
+        found: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
+        if self.switch:
+            found[self.switch] = bool(sizes)
+        if self.is_windowed is not None:
+            found["layer_types"] = [SLIDING if one.window else FULL for one in layers]
+        elif len(windows) > 1:
+            raise ConfigError(f"{what} a window is of all of its layers")
+        if self.switch and self.is_windowed is not None:
+            # Where transformers 4 begins with windows.
+            kinds = found["layer_types"]
+            found["max_window_layers"] = kinds.index(SLIDING) if sizes else len(kinds)
+        if self.rotates:
+            found[_ROTATES] = [int(one.rotary) for one in layers]
+        return found
+
+    def _window(self, config: Mapping[str, Any]) -> int | None:
+        value = config.get("sliding_window", self.window)
+        if self.switch and not config.get(self.switch, False):
+            return None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"sliding_window = {value!r} must be a whole number of at least 1")
+        if value is not None and value < 1:
+            raise ConfigError(f"sliding_window = {value} must be at least 1")
+        return value
+
+    def _kinds(self, config: Mapping[str, Any], count: int, window: int | None) -> Sequence[str]:
+        if self.is_windowed is None:
+            return [FULL if window is None else SLIDING] * count
+        given = config.get("layer_types")
+        if given is None:
+            rule = self.is_windowed
+            is_there = window is not None
+            return [SLIDING if is_there and rule(config, one) else FULL for one in range(count)]
+        kinds = _of_length(given, "layer_types", count)
+        if others := sorted({str(one) for one in kinds} - set(_KINDS)):
+            raise ConfigError(refusal(f"layer_types has {others}: not supported", legal=_KINDS))
+        return [str(one) for one in kinds]
+
+    def _rotates(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
+        if not self.rotates:
+            return [True] * count
+        given = config.get(_ROTATES)
+        if given is None:
+            every = config.get("no_rope_layer_interval", 4)
+            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+                raise ConfigError(f"no_rope_layer_interval = {every!r} must be at least 1")
+            return [(layer + 1) % every != 0 for layer in range(count)]
+        found = _of_length(given, _ROTATES, count)
+        if not all(one in (0, 1) for one in found):
+            raise ConfigError(f"{_ROTATES} = {given!r} must be a list of 1 (rotates) and 0")
+        return [bool(one) for one in found]
+
+
+def _is_late(config: Mapping[str, Any], layer: int) -> bool:
+    first = config.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise ConfigError(f"max_window_layers = {first!r} must be a whole number")
+    return layer >= first
+
+
+# Of Qwen: windows from a layer on, where a switch turns them on.
+LATE_WINDOWS: Final = LayerKeys(window=4096, is_windowed=_is_late, switch="use_sliding_window")
+
+
+def shortest_pattern(every: Sequence[T]) -> tuple[T, ...]:
+    """Return the shortest beginning that, begun anew where it ends, gives all of a sequence."""
+    for size in range(1, len(every)):
+        if all(one == every[at % size] for at, one in enumerate(every)):
+            return tuple(every[:size])
+    return tuple(every)
+
+
+def _of_length(given: object, key: str, count: int) -> Sequence[Any]:
+    if not isinstance(given, list) or len(given) < count:
+        size = len(given) if isinstance(given, list) else repr(given)
+        raise ConfigError(f"{key} must be a list with one of each of {count} layers, not {size}")
+    return given[:count]
