@@ -6,46 +6,49 @@ its scores stay in a core's cache, and each product is one batched call. Queries
 of keys are rows of one matrix, token by token, so that those after a key are a slice of it. What
 is kept for the backward is the kernel's: q, k, v, the result and the log-sum-exp.
 arXiv:2205.14135, algorithms 1 and 4, with all keys of a query, or all queries of a key, in one
-block. Exponentials are powers of two, which PyTorch computes faster on a CPU.
+block: within a sliding window (arXiv:2004.05150, section 3.1), no others are read. Exponentials are
+powers of two, which PyTorch computes faster on a CPU.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from meshwright.program.attention import BLOCK, Cut, by_blocks
+from meshwright.models.planned_cut import FactorMemory, Hidden, PlannedCut, shaped
+from meshwright.program.attention import ALL_SCORES, BLOCK, Scores, by_blocks
 
 # Where torch.ops has the two operators.
 SPACE: Final = "meshwright"
-_LOG2_E: Final = 1 / math.log(2)
 _PRECISIONS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-def takes(q: Tensor, k: Tensor) -> bool:
+def takes(q: Tensor, k: Tensor, scores: Scores = ALL_SCORES) -> bool:
     """Whether this is faster than PyTorch's kernel; q and k as for `attention`.
 
-    In bf16 and fp32 on a CPU, of rows that are not too long, nor short in fp32.
+    In bf16 and fp32 on a CPU, as `by_blocks` says.
     """
     precision = _PRECISIONS.get(q.dtype, "")
     if q.device.type != "cpu" or q.shape[-2] != k.shape[-2]:
         return False
-    return by_blocks(q.shape[1], k.shape[1], q.shape[-2], precision)
+    return by_blocks(q.shape[1], k.shape[1], q.shape[-2], precision, scores)
 
 
 @torch.library.custom_op(f"{SPACE}::attention", mutates_args=(), device_types="cpu")
-def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int = 0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return causal attention and the log-sum-exp of its scores, in powers of two.
 
     query `[batch, heads, seq, head_dim]`, key and value `[batch, kv_heads, seq, head_dim]`, fp32 or
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
     Scores are in fp32; exponentials are rounded before the second product, as the kernel does.
+    `window` and `cap` are those of `Scores`, 0 for none.
     """
-    cut = _PlannedCut.of_call(query, key)
+    cut = PlannedCut.of_call(query, key, window, cap)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     queries, keys = cut.queries(), cut.keys()
     values = cut.keys(dtype=query.dtype)
@@ -65,13 +68,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op(f"{SPACE}::attention_backward", mutates_args=(), device_types="cpu")
 def attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; arguments as `attention` has and gives them."""
-    cut = _PlannedCut.of_call(query, key)
+    cut = PlannedCut.of_call(query, key, window, cap)
     q_grad, k_grad, v_grad = by_token(query), by_token(key), by_token(value)
-    queries, came = (_FactorMemory.of(cut.queries, query.dtype) for _ in range(2))
-    keys, values = (_FactorMemory.of(cut.keys, query.dtype) for _ in range(2))
+    queries, came = (FactorMemory.of(cut.queries, query.dtype) for _ in range(2))
+    keys, values = (FactorMemory.of(cut.keys, query.dtype) for _ in range(2))
     total, sums, rests = cut.queries(), cut.queries(1), cut.queries(1)
     blocks = _key_blocks(cut, queries, came, keys, values, total, sums, rests)
     spread, grads, outs = (cut.by_key(x) for x in (query, grad, out))
@@ -92,25 +102,28 @@ def attention_backward(
 
 
 def _query_blocks(
-    cut: _PlannedCut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
+    cut: PlannedCut, queries: Tensor, keys: Tensor, values: Tensor, tops: Tensor, totals: Tensor
 ) -> list[Callable[[Tensor], None]]:
-    """Return what writes blocks of a part's result, each of all keys up to its last query."""
-    scores = _FactorMemory.of(cut.room, values.dtype)
+    """Return what writes blocks of a part's result, each of all keys that its queries see."""
+    scores = FactorMemory.of(cut.room, values.dtype)
     results = torch.empty(queries[:, : BLOCK * cut.shared].shape, dtype=values.dtype).flatten()
-    later = cut.hidden().transpose(0, 1)
+    hidden = Hidden.of(cut)
 
-    def block(at: slice, size: int) -> Callable[[Tensor], None]:
-        rows = slice(at.start * cut.shared, at.stop * cut.shared)
-        q, k, v = queries[:, rows], keys[:, : at.stop].transpose(1, 2), values[:, : at.stop]
+    def block(at: slice) -> Callable[[Tensor], None]:
+        rows, seen = cut.of_tokens(at), cut.seen_by(at)
+        q, k, v = queries[:, rows], keys[:, seen].transpose(1, 2), values[:, seen]
         top, total = tops[:, rows], totals[:, rows]
-        wide, shares = scores.shaped(*q.shape[:2], at.stop)
-        corner, hidden = wide[..., at], later[: q.shape[1], :size]
-        mixed = _shaped(results, *q.shape)
+        wide, shares = scores.shaped(*q.shape[:2], k.shape[2])
+        corners = hidden.corners(wide.transpose(1, 2), seen, at)
+        mixed = shaped(results, *q.shape)
         ratio = cut.as_queries(mixed), cut.as_queries(total)
 
         def run(into: Tensor) -> None:
-            torch.baddbmm(wide, q, k, beta=0, alpha=cut.scale * _LOG2_E, out=wide)
-            corner.add_(hidden)
+            torch.baddbmm(wide, q, k, beta=0, alpha=cut.factor, out=wide)
+            if cut.cap:
+                wide.tanh_().mul_(cut.cap)
+            for corner, minus in corners:
+                corner.add_(minus)
             torch.amax(wide, -1, keepdim=True, out=top)
             torch.sum(wide.sub_(top).exp2_(), -1, keepdim=True, out=total)
             if shares is not wide:
@@ -120,49 +133,56 @@ def _query_blocks(
 
         return run
 
-    return [block(at, size) for at, size in cut.blocks()]
+    return [block(at) for at in cut.blocks()]
 
 
 def _key_blocks(
-    cut: _PlannedCut,
-    queries: _FactorMemory,
-    came: _FactorMemory,
-    keys: _FactorMemory,
-    values: _FactorMemory,
+    cut: PlannedCut,
+    queries: FactorMemory,
+    came: FactorMemory,
+    keys: FactorMemory,
+    values: FactorMemory,
     total: Tensor,
     sums: Tensor,
     rests: Tensor,
 ) -> list[Callable[[Tensor, Tensor], None]]:
-    """Return what does blocks of a part's keys, each with all queries from its first key on.
+    """Return what does blocks of a part's keys, each with all queries that see any of them.
 
     They write their gradients, and add to `total`, that of the queries.
     """
     dtype = queries.narrow.dtype
-    first, second = (_FactorMemory.of(cut.room, dtype) for _ in range(2))
+    first, second = (FactorMemory.of(cut.room, dtype) for _ in range(2))
+    third = cut.room() if cut.cap else None
     grads = torch.empty(keys.narrow[:, :BLOCK].shape, dtype=dtype).flatten()
-    parts = torch.empty(queries.narrow.shape, dtype=dtype).flatten()
-    earlier = cut.hidden()
+    parts = torch.empty(queries.narrow[:, : cut.span * cut.shared].shape, dtype=dtype).flatten()
+    hidden = Hidden.of(cut)
 
-    def block(at: slice, size: int) -> Callable[[Tensor, Tensor], None]:
-        rows = slice(at.start * cut.shared, None)
+    def block(at: slice) -> Callable[[Tensor, Tensor], None]:
+        seeing = cut.seeing(at)
+        rows = cut.of_tokens(seeing)
         k, v = keys.wide[:, at], values.wide[:, at]
         q, g = queries.wide[:, rows].transpose(1, 2), came.wide[:, rows].transpose(1, 2)
         own_k, own_q, own_g = keys.narrow[:, at], queries.narrow[:, rows], came.narrow[:, rows]
         shape = (*k.shape[:2], q.shape[2])
         (shares, own_shares), (scores, own_scores) = first.shaped(*shape), second.shaped(*shape)
-        flipped = own_scores.transpose(1, 2)
-        wide = size * cut.shared
-        corner, hidden = shares[..., :wide], earlier[:size, :wide]
+        slopes = None if third is None else shaped(third, *shape)
+        corners = hidden.corners(shares, at, seeing)
         sum_, rest = sums[:, rows].transpose(1, 2), rests[:, rows].transpose(1, 2)
-        mixed, back, part = _shaped(grads, *k.shape), _shaped(parts, *own_q.shape), total[:, rows]
-        result = cut.as_keys(mixed)
+        mixed, back = shaped(grads, *k.shape), shaped(parts, *own_q.shape)
+        result, add = cut.as_keys(mixed), cut.adding(back, total, at)
 
         def run(to_keys: Tensor, to_values: Tensor) -> None:
-            torch.baddbmm(shares, k, q, beta=0, alpha=cut.scale * _LOG2_E, out=shares)
-            corner.add_(hidden)
+            torch.baddbmm(shares, k, q, beta=0, alpha=cut.factor, out=shares)
+            if slopes is not None:
+                torch.square(shares.tanh_(), out=slopes)
+                shares.mul_(cut.cap)
+            for corner, minus in corners:
+                corner.add_(minus)
             shares.sub_(sum_).exp2_()
             torch.bmm(v, g, out=scores)
             scores.sub_(rest).mul_(shares)
+            if slopes is not None:
+                scores.addcmul_(scores, slopes, value=-1)
             if own_scores is not scores:
                 own_shares.copy_(shares)
                 own_scores.copy_(scores)
@@ -170,103 +190,12 @@ def _key_blocks(
             to_values[:, :, at] = result
             torch.baddbmm(mixed, own_scores, own_q, beta=0, alpha=cut.scale, out=mixed)
             to_keys[:, :, at] = result
-            torch.bmm(flipped, own_k, out=back)
-            if at.start:
-                part.add_(back)
-            else:
-                part.copy_(back)
+            torch.bmm(own_scores.transpose(1, 2), own_k, out=back)
+            add()
 
         return run
 
-    return [block(at, size) for at, size in cut.blocks()]
-
-
-class _FactorMemory(NamedTuple):
-    """Memory for a factor in fp32 and in the dtype of products: the same if that is fp32."""
-
-    wide: Tensor
-    narrow: Tensor
-
-    @classmethod
-    def of(cls, make: Callable[..., Tensor], dtype: torch.dtype) -> _FactorMemory:
-        """Return new memory."""
-        wide = make()
-        return cls(wide, wide if dtype == wide.dtype else make(dtype=dtype))
-
-    def fill(self, view: Callable[[Tensor], Tensor], source: Tensor) -> None:
-        """Copy `source` into what `view` makes of both."""
-        view(self.narrow).copy_(source)
-        if self.wide is not self.narrow:
-            self.wide.copy_(self.narrow)
-
-    def shaped(self, *shape: int) -> _FactorMemory:
-        """Return the start of both, flat memory, in a shape."""
-        wide = _shaped(self.wide, *shape)
-        same = self.wide is self.narrow
-        return _FactorMemory(wide, wide if same else _shaped(self.narrow, *shape))
-
-
-class _PlannedCut(Cut):
-    """A cut with its memory and the views of tensors that follow from it."""
-
-    @classmethod
-    def of_call(cls, query: Tensor, key: Tensor) -> _PlannedCut:
-        """Return that of a call."""
-        batch, kv_heads, length, dim = key.shape
-        return cls(*Cut.of(batch, query.shape[1], kv_heads, length, dim))
-
-    @property
-    def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
-        return 1 / math.sqrt(self.dim)
-
-    def parts(self, batch: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
-        """Yield slices of rows and of heads of keys."""
-        for row in range(0, batch, self.rows):
-            for head in range(0, kv_heads, self.heads):
-                yield slice(row, row + self.rows), slice(head, head + self.heads)
-
-    def blocks(self) -> Iterator[tuple[slice, int]]:
-        """Yield slices of tokens, and how many they are."""
-        for start in range(0, self.length, BLOCK):
-            stop = min(start + BLOCK, self.length)
-            yield slice(start, stop), stop - start
-
-    def queries(self, dim: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory for a part's queries `[heads, seq * shared, dim]`."""
-        size = self.length * self.shared
-        return torch.empty(self.rows * self.heads, size, dim or self.dim, dtype=dtype)
-
-    def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory for a part's keys `[heads, seq, dim]`."""
-        return torch.empty(self.rows * self.heads, self.length, self.dim, dtype=dtype)
-
-    def room(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory for a block's scores."""
-        return torch.empty(self.scores, dtype=dtype)
-
-    def hidden(self) -> Tensor:
-        """Return `[keys, queries]` of a block on the diagonal: -inf where a key comes later."""
-        later = torch.full((BLOCK, BLOCK), -math.inf).tril_(-1)
-        return later.repeat_interleave(self.shared, 1)
-
-    def by_key(self, x: Tensor) -> Tensor:
-        """Return x `[batch, heads, seq, dim]` seen as `[batch, kv_heads, seq, shared, dim]`."""
-        out: Tensor = x.unflatten(1, (-1, self.shared))  # type: ignore[no-untyped-call]
-        return out.transpose(2, 3)
-
-    def as_queries(self, x: Tensor) -> Tensor:
-        """Return queries `[heads, tokens * shared, dim]` as a part of what `by_key` gives."""
-        return x.view(self.rows, self.heads, -1, self.shared, x.shape[-1])
-
-    def as_keys(self, x: Tensor) -> Tensor:
-        """Return keys `[heads, tokens, dim]` as a part of `[batch, kv_heads, seq, dim]`."""
-        return x.view(self.rows, self.heads, *x.shape[1:])
-
-
-def _shaped(memory: Tensor, *shape: int) -> Tensor:
-    """Return the start of flat memory in a shape."""
-    return memory[: math.prod(shape)].view(shape)
+    return [block(at) for at in cut.blocks()]
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -275,25 +204,35 @@ def by_token(x: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, window: int = 0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     return by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return by_token(query), by_token(key), by_token(value)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.cap = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = attention_backward(grad, *ctx.saved_tensors)
-    return found
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.cap)
+    return *found, None, None
 
 
 attention.register_autograd(_backward, setup_context=_keep)

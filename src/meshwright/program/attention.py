@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
 
     All parts have one shape. `shared` queries share a head of keys; `length` is in tokens, `dim` of
-    a head.
+    a head. `sees` says what a query sees.
     """
 
     rows: int
@@ -48,37 +48,66 @@ class Cut(NamedTuple):
     shared: int
     length: int
     dim: int
+    sees: Scores = ALL_SCORES
 
     @classmethod
-    def of(cls, batch: int, heads: int, kv_heads: int, length: int, dim: int) -> Cut:
+    def of(
+        cls,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        length: int,
+        dim: int,
+        sees: Scores = ALL_SCORES,
+    ) -> Cut:
         """Return that whose scores stay in cache."""
         shared = heads // kv_heads
-        most = max(1, SCORES // (_WIDE * shared * min(BLOCK, length) * length))
+        one = cls(1, 1, shared, length, dim, sees)
+        most = max(1, SCORES // (_WIDE * one.scores))
         parts = max(size for size in divisors(kv_heads) if size <= most)
         fits = [size for size in divisors(batch) if size <= most // parts]
         rows = max(fits) if parts == kv_heads else 1
-        return cls(rows, parts, shared, length, dim)
+        return one._replace(rows=rows, heads=parts)
+
+    @property
+    def span(self) -> int:
+        """Most keys that a block of queries sees, and most queries that see a block of keys."""
+        return _span(self.length, self.sees.window)
 
     @property
     def scores(self) -> int:
         """Elements of a block's scores."""
-        return self.rows * self.heads * self.shared * min(BLOCK, self.length) * self.length
+        return self.rows * self.heads * self.shared * min(BLOCK, self.length) * self.span
 
     def backward_bytes(self, element: int) -> int:
         """Return the bytes that the backward needs for itself; `element` is in bytes."""
         both = _WIDE + (element if element != _WIDE else 0)  # in fp32, and as products take it
-        keys = self.rows * self.heads * self.length
+        heads = self.rows * self.heads
+        keys = heads * self.length
         queries = keys * self.shared
-        # Queries and their gradient in both, the sum of gradients, what a block adds to it.
-        found = queries * self.dim * (2 * both + _WIDE + element)
+        # Queries and their gradient in both, the sum of gradients, and what a block adds to it.
+        found = queries * self.dim * (2 * both + _WIDE)
+        found += heads * self.span * self.shared * self.dim * element
         # Keys and values in both, gradients of a block's keys; two scores; log-sum-exp and rest.
-        block = keys // self.length * min(BLOCK, self.length)
+        block = heads * min(BLOCK, self.length)
         found += keys * self.dim * 2 * both + block * self.dim * element
-        return found + 2 * self.scores * both + 2 * queries * _WIDE
+        found += 2 * self.scores * both + 2 * queries * _WIDE
+        return found + (0 if self.sees.cap is None else self.scores * _WIDE)  # the cap's slopes
 
 
-def by_blocks(heads: int, kv_heads: int, length: int, precision: str) -> bool:
-    """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32."""
+def by_blocks(
+    heads: int, kv_heads: int, length: int, precision: str, sees: Scores = ALL_SCORES
+) -> bool:
+    """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32.
+
+    With a cap always, as PyTorch has no kernel for that.
+    """
+    shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision)
+    if shortest is None or sees.cap is not None:
+        return shortest is not None
     is_small = _WIDE * heads // kv_heads * BLOCK * length <= SCORES
-    shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision, LONGEST + 1)
     return is_small and shortest <= length <= LONGEST
+
+
+def _span(length: int, window: int | None) -> int:
+    return length if window is None else min(length, window + BLOCK - 1)
