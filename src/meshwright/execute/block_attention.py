@@ -13,10 +13,13 @@ only spares work.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from meshwright.program.ring import Piece
 
 # Added to a masked score. Not -inf: a query that sees no key of a block would get a log-sum-exp of
 # 0 from the CPU kernel and NaN elsewhere; with this it gets about -1e30, which weighs nothing.
@@ -39,8 +42,13 @@ class BlockAttention(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool], Grads]
 
 
-def choose(q: Tensor, masked: bool) -> BlockAttention:
-    """Return the fastest block that serves q's device and dtype, with a mask or without."""
+def choose(q: Tensor, masked: bool, cap: float | None = None) -> BlockAttention:
+    """Return the fastest block that serves q's device and dtype, with a mask or without.
+
+    A cap on the scores is served by plain operations alone.
+    """
+    if cap is not None:
+        return plain(cap)
     if q.device.type == "cpu" and not (masked and q.dtype == torch.float16):
         # The kernel's fp16 mask cannot hold MASKED.
         return cpu_flash()
@@ -62,12 +70,29 @@ def cuda_flash() -> BlockAttention:
     return BlockAttention(_cuda_forward, _cuda_backward)
 
 
-def plain() -> BlockAttention:
+def plain(cap: float | None = None) -> BlockAttention:
     """Return the block in plain operations, in fp32 at least: any device, dtype and mask.
 
-    It holds all scores at once, `[batch, heads, queries, keys]`.
+    It holds all scores at once, `[batch, heads, queries, keys]`. With a cap a score x becomes
+    `cap * tanh(x / cap)`.
     """
-    return BlockAttention(_plain_forward, _plain_backward)
+    if cap is None:
+        return BlockAttention(_plain_forward, _plain_backward)
+    return BlockAttention(partial(_capped_forward, cap), partial(_plain_backward, cap=cap))
+
+
+def visible(piece: Piece, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask of a piece by its positions, bool `[1, 1, queries, keys]`.
+
+    A query sees its own position and those before it, in a window itself and the `window - 1`
+    before.
+    """
+    queries = torch.arange(piece.ahead, piece.ahead + piece.rows, device=device)
+    back = queries[:, None] - torch.arange(piece.columns, device=device)
+    seen = back >= 0
+    if window is not None:
+        seen &= back < window
+    return seen[None, None]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -170,14 +195,46 @@ def _cuda_backward(
 
 
 def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, mask, causal)
+    scores = _scores(q, k, mask, causal, cap)
     lse = scores.logsumexp(-1)
     # Not in place: a selective recompute keeps the product as it was.
     weights = (scores - lse.unsqueeze(-1)).exp_()
     mixed = _grouped(weights, k) @ v.to(weights.dtype)
     return mixed.view(q.shape).to(q.dtype), lse
+
+
+# One operation, so that selective recomputation keeps what it gives, as of a kernel, and no scores.
+@torch.library.custom_op(
+    "meshwright::capped_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float cap)"
+    " -> (Tensor, Tensor)",
+)
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, cap: float
+) -> tuple[Tensor, Tensor]:
+    return _plain_forward(query, key, value, mask, causal, cap)
+
+
+@_capped.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, cap: float
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+
+
+def _capped_forward(
+    cap: float, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = torch.ops.meshwright.capped_attention(q, k, v, mask, causal, cap)
+    return found
 
 
 def _plain_backward(
@@ -189,25 +246,33 @@ def _plain_backward(
     lse: Tensor,
     mask: Tensor | None,
     causal: bool,
+    cap: float | None = None,
 ) -> Grads:
     dtype = wide(q.dtype)
     grad, out = grad.to(dtype), out.to(dtype)
-    weights = _scores(q, k, mask, causal).sub_(lse.unsqueeze(-1)).exp_()
+    scores = _scores(q, k, mask, causal, cap)
+    slope = None
+    if cap is not None:  # of cap * tanh(x / cap), 1 - tanh^2; a masked score weighs nothing anyway
+        slope = 1 - (scores / cap).clamp_(-1).square_()
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     along = (grad * out).sum(-1, keepdim=True)
     grad = _grouped(grad, k)
     grad_v = _grouped(weights, k).mT @ grad
     inner = (grad @ v.to(dtype).mT).view(weights.shape)
-    inner = _grouped(inner.sub_(along).mul_(weights).mul_(q.shape[-1] ** -0.5), k)
+    inner = inner.sub_(along).mul_(weights).mul_(q.shape[-1] ** -0.5)
+    inner = _grouped(inner if slope is None else inner.mul_(slope), k)
     grad_q = (inner @ k.to(dtype)).view(q.shape)
     grad_k = inner.mT @ _grouped(q.to(dtype), k)
     return grad_q, grad_k, grad_v
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Return the masked scores, `[batch, heads, queries, keys]` in fp32 at least."""
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, cap: float | None) -> Tensor:
+    """Return the capped and masked scores, `[batch, heads, queries, keys]` in fp32 at least."""
     dtype = wide(q.dtype)
     scores = _grouped(q.to(dtype) * q.shape[-1] ** -0.5, k) @ k.to(dtype).mT
     scores = scores.view(*q.shape[:3], k.shape[2])
+    if cap is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     if causal and mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
     return scores if mask is None else scores.masked_fill(~mask, MASKED)

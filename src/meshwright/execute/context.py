@@ -7,9 +7,9 @@ lists, of q, k and v alike. `Ring` passes keys and values round and merges what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.block_attention import BlockAttention, choose, wide
+from meshwright.execute.block_attention import BlockAttention, Grads, choose, visible, wide
 from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
 from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.ring import ring_pieces
 
 
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
@@ -81,10 +82,10 @@ class Ring:
         ranks: a query sees keys of its own segment only.
         """
         assert q.shape[2] % 2 == 0, "the ring holds two chunks on each rank"
-        block = self.block or choose(q, masked=segments is not None)
-        out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, segments, self.place, block
-        )
+        assert self.block is None or scores.cap is None, "a block of one's own knows no cap"
+        blocks = [self.block or choose(q, masked, scores.cap) for masked in (False, True)]
+        work = _RingWork(self.place, scores, *blocks)
+        out: Tensor = _RingAttention.apply(q, k, v, segments, work)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -233,35 +234,56 @@ class _RingPlace:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """What this rank's queries see of one rank's keys: the only part that is computed."""
+class _RingWork:
+    """What a call of the ring computes, and by which blocks: without a mask, and with one."""
 
+    place: _RingPlace
+    scores: Scores
+    bare: BlockAttention
+    masked: BlockAttention
+
+    def pieces(self, step: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
+        """Yield what this rank's queries see of the keys that are here in a step.
+
+        `segments` is in ring order, `[batch or 1, cp, length]`.
+        """
+        place = self.place
+        owner = place.owner(step)
+        for piece in ring_pieces(q.shape[2], place.size, place.rank, owner, self.scores):
+            mask = visible(piece, self.scores.window, q.device) if piece.masked else None
+            if segments is not None:
+                mine = segments[:, place.rank, piece.queries]
+                theirs = segments[:, owner, piece.keys]
+                same = mine[:, None, :, None] == theirs[:, None, None, :]
+                if mask is not None:
+                    same &= mask
+                elif piece.causal:
+                    same.tril_()
+                mask = same
+            block = self.bare if mask is None else self.masked
+            yield _Piece(block, piece.queries, piece.keys, piece.causal, mask)
+
+
+class _Piece(NamedTuple):
+    """Some of this rank's queries and some keys of one rank, and how they are computed."""
+
+    block: BlockAttention
     queries: slice
     keys: slice
     causal: bool
     mask: Tensor | None
 
+    def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention of its queries over its keys, and the log-sum-exp."""
+        keys, values = kv[:, :, :, self.keys]
+        return self.block.forward(q[:, :, self.queries], keys, values, self.mask, self.causal)
 
-def _piece(place: _RingPlace, owner: int, length: int, segments: Tensor | None) -> _Piece:
-    """Return what rank `place.rank` sees of rank `owner`'s keys, `length` of them.
-
-    Of two ranks the lower one's first chunk precedes, and its second chunk follows, both chunks of
-    the other. So half of the scores are needed whichever is here. `segments` is in ring order,
-    `[batch or 1, cp, length]`.
-    """
-    everything, half = slice(None), length // 2
-    queries, keys, causal = everything, everything, False
-    if owner == place.rank:
-        causal = True
-    elif owner < place.rank:
-        keys = slice(0, half)
-    else:
-        queries = slice(half, None)
-    if segments is None:
-        return _Piece(queries, keys, causal, None)
-    mine, theirs = segments[:, place.rank, queries], segments[:, owner, keys]
-    mask = mine[:, None, :, None] == theirs[:, None, None, :]
-    return _Piece(queries, keys, causal, mask.tril_() if causal else mask)
+    def backward(self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> Grads:
+        """Return the gradients of its queries, keys and values."""
+        keys, values = kv[:, :, :, self.keys]
+        at = self.queries
+        mine = (grad[:, :, at], q[:, :, at], keys, values, out[:, :, at], lse[:, :, at])
+        return self.block.backward(*mine, self.mask, self.causal)
 
 
 def _in_ring_order(segments: Tensor, cp: int) -> Tensor:
@@ -284,77 +306,78 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        segments: Tensor | None,
-        place: _RingPlace,
-        block: BlockAttention,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, work: _RingWork
     ) -> Tensor:
+        place = work.place
         if segments is not None:
             segments = _in_ring_order(segments, place.size)
         kv = torch.stack((k, v))
-        out = lse = kv  # both are set in step 0
+        begun: tuple[Tensor, Tensor] | None = None  # the result and its log-sum-exp
         for step in range(place.size):
             last = step == place.size - 1
             arrived = None if last else place.pass_on(kv, tag=0)
-            piece = _piece(place, place.owner(step), q.shape[2], segments)
-            keys, values = kv[:, :, :, piece.keys]
-            part, part_lse = block.forward(
-                q[:, :, piece.queries], keys, values, piece.mask, piece.causal
-            )
-            if step == 0:  # its own keys: no query is without one
-                # Copies, since a selective recompute keeps what the block gave as it was.
-                out = part.to(wide(q.dtype), copy=True)
-                lse = part_lse.clone(memory_format=torch.contiguous_format)
-            else:
-                _merge(out[:, :, piece.queries], lse[:, :, piece.queries], part, part_lse)
+            for piece in work.pieces(step, q, segments):
+                part, part_lse = piece.forward(q, kv)
+                if begun is None and part.shape == q.shape:
+                    # Copies, since a selective recompute keeps what the block gave as it was.
+                    lse = part_lse.clone(memory_format=torch.contiguous_format)
+                    begun = part.to(wide(q.dtype), copy=True), lse
+                    continue
+                begun = begun or _unseen(q)
+                out, lse = (x[:, :, piece.queries] for x in begun)
+                _merge(out, lse, part, part_lse)
             if arrived is not None:
                 kv = arrived()
-        out = out.to(q.dtype)
+        assert begun is not None, "a query sees its own key"
+        out, lse = begun[0].to(q.dtype), begun[1]
         ctx.save_for_backward(q, k, v, out, lse, segments)
-        ctx.place, ctx.block = place, block
+        ctx.work = work
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, segments = ctx.saved_tensors
-        place: _RingPlace = ctx.place
-        block: BlockAttention = ctx.block
+        work: _RingWork = ctx.work
+        place = work.place
         kv = torch.stack((k, v))
-        grad_q = own_k = own_v = q  # set in step 0
+        own: tuple[Tensor, ...] = ()  # set in step 0: of its queries, and what these give its keys
         sums: Callable[[], Tensor] | None = None
         for step in range(place.size):
             last = step == place.size - 1
             arrived = None if last else place.pass_on(kv, tag=0)
-            piece = _piece(place, place.owner(step), q.shape[2], segments)
-            keys, values = kv[:, :, :, piece.keys]
-            parts = block.backward(
-                grad[:, :, piece.queries],
-                q[:, :, piece.queries],
-                keys,
-                values,
-                out[:, :, piece.queries],
-                lse[:, :, piece.queries],
-                piece.mask,
-                piece.causal,
-            )
-            if step == 0:  # what its own queries give its keys stays
-                grad_q, own_k, own_v = (part.to(wide(q.dtype)) for part in parts)
-            else:
-                grad_q[:, :, piece.queries] += parts[0]
-                # The sum of the other ranks' follows the keys, one step behind.
-                total = torch.zeros_like(kv, dtype=wide(q.dtype)) if sums is None else sums()
-                total[0, :, :, piece.keys] += parts[1]
-                total[1, :, :, piece.keys] += parts[2]
-                sums = place.pass_on(total, tag=1)
+            # The sum of what the others' queries give keys follows them, one step behind.
+            total: Tensor | None = None
+            for piece in work.pieces(step, q, segments):
+                parts = piece.backward(grad, q, kv, out, lse)
+                if not own and parts[0].shape == q.shape:
+                    own = tuple(part.to(wide(q.dtype)) for part in parts)
+                    continue
+                own = own or tuple(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, k, v))
+                if step and total is None:
+                    total = _total(sums, kv)
+                at = (own[1], own[2]) if total is None else (total[0], total[1])
+                own[0][:, :, piece.queries] += parts[0]
+                at[0][:, :, piece.keys] += parts[1]
+                at[1][:, :, piece.keys] += parts[2]
+            if step:
+                sums = place.pass_on(_total(sums, kv) if total is None else total, tag=1)
             if arrived is not None:
                 kv = arrived()
         if sums is not None:
             back = sums()
-            own_k += back[0]
-            own_v += back[1]
-        grads = (one.to(q.dtype) for one in (grad_q, own_k, own_v))
-        return *grads, None, None, None
+            own[1].add_(back[0])
+            own[2].add_(back[1])
+        return *(one.to(q.dtype) for one in own), None, None
+
+
+def _unseen(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention of queries over no keys, and its log-sum-exp, to merge others into."""
+    batch, heads, tokens, dim = q.shape
+    out = q.new_zeros(batch, tokens, heads, dim, dtype=wide(q.dtype)).transpose(1, 2)
+    return out, out.new_full(q.shape[:3], -torch.inf)
+
+
+def _total(sums: Callable[[], Tensor] | None, kv: Tensor) -> Tensor:
+    """Return the gradients of keys and values that have arrived with them, or zeros."""
+    return torch.zeros_like(kv, dtype=wide(kv.dtype)) if sums is None else sums()

@@ -2,8 +2,8 @@
 
 A mask `[batch, 1, seq, seq]` costs memory by the square of the length in each layer, the whole
 square of scores instead of the half below the diagonal, and the fastest kernels. Here each document
-is a causal sequence of its own: one call of the kernel for each on a CPU, one call for all of them
-on a GPU.
+is a causal sequence of its own: one call of the kernel for each on a CPU, or a few where a window
+is shorter or scores are capped, and one call for all of them on a GPU.
 
 Where documents begin and end is `bounds`, int32 `[batch, n + 1]`, ascending: document i of a row
 lies from `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with empty ones.
@@ -11,23 +11,25 @@ lies from `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from meshwright.execute.block_attention import cpu_flash, has_cuda_flash, wide
+from meshwright.execute.block_attention import BlockAttention, choose, has_cuda_flash, visible, wide
 from meshwright.models.attention import attend
 from meshwright.models.blockwise import by_token
 from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.ring import Piece, causal_pieces
 
 # Few different sizes, since compiled code is made anew for each.
 _MULTIPLE: Final = 8
 
 _HAS_WORD: Final = torch.__version__ >= (2, 12)  # type: ignore[operator]
 _QKV: Final = "Tensor query, Tensor key, Tensor value"
+_SCORES: Final = "int? window=None, float? cap=None"
 
 
 def bounds_of(segments: Tensor) -> Tensor:
@@ -47,9 +49,14 @@ def bounds_of(segments: Tensor) -> Tensor:
     return bounds
 
 
-def takes_bounds(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention on a device goes by documents; otherwise it needs a mask."""
-    return device.type == "cpu" or has_cuda_flash(device, dtype, head_dim)
+def takes_bounds(
+    device: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None
+) -> bool:
+    """Whether attention on a device goes by documents; otherwise it needs a mask.
+
+    The kernel of a GPU does not cap scores.
+    """
+    return device.type == "cpu" or (cap is None and has_cuda_flash(device, dtype, head_dim))
 
 
 def attend_documents(
@@ -63,12 +70,15 @@ def attend_documents(
     if bounds is None or bounds.dtype == torch.bool:
         return attend(q, k, v, bounds, scores)
     if q.device.type == "cuda":
-        return _by_varlen(q, k, v, bounds)
-    out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds)[0]
+        assert scores.cap is None, "the kernel does not cap scores: takes_bounds says so"
+        return _by_varlen(q, k, v, bounds, scores.window)
+    out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds, *scores)[0]
     return out
 
 
-def _by_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+def _by_varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None = None
+) -> Tensor:
     """Return the attention of all documents from one call of FlashAttention; arXiv:2307.08691.
 
     The rows follow each other as one. How long documents are, the host need not know.
@@ -83,7 +93,8 @@ def _by_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     more: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_WORD else {}
     rows, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     ends: Any = (begins, begins, seq, seq)
-    out: Any = varlen_attn(rows, keys, values, *ends, window_size=(-1, 0), **more)
+    before = -1 if window is None else window - 1  # -1: all
+    out: Any = varlen_attn(rows, keys, values, *ends, window_size=(before, 0), **more)
     found: Tensor = out.unflatten(0, (batch, seq)).transpose(1, 2)
     return found
 
@@ -105,20 +116,44 @@ def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
     "meshwright::attend_documents",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_QKV}, Tensor bounds) -> (Tensor, Tensor)",
+    schema=f"({_QKV}, Tensor bounds, {_SCORES}) -> (Tensor, Tensor)",
 )
-def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the attention and its log-sum-exp `[batch, heads, seq]`."""
-    out, sums = _empty(query, key, value, bounds)
+    out, sums = _empty(query, key, value, bounds, window, cap)
     for rows, places in _documents(bounds, query.shape[2]):
         q, k, v = (x[rows, :, places] for x in (query, key, value))
-        part, part_sums = cpu_flash().forward(q, k, v, None, True)
-        out[rows, :, places], sums[rows, :, places] = part, part_sums
+        into, into_sums = out[rows, :, places], sums[rows, :, places]
+        for piece, block, mask in _pieces(q, Scores(window, cap)):
+            at, of = piece.queries, piece.keys
+            found = block.forward(q[:, :, at], k[:, :, of], v[:, :, of], mask, piece.causal)
+            into[:, :, at], into_sums[:, :, at] = found
     return out, sums
 
 
+def _pieces(q: Tensor, scores: Scores) -> Iterator[tuple[Piece, BlockAttention, Tensor | None]]:
+    """Yield what is computed of a document, each query once: which of it, by what, its mask."""
+    for piece in causal_pieces(q.shape[2], scores):
+        mask = visible(piece, scores.window, q.device) if piece.masked else None
+        yield piece, choose(q, piece.masked, scores.cap), mask
+
+
 @_forward.register_fake
-def _empty(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     return by_token(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
 
 
@@ -126,7 +161,7 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> tuple[T
     "meshwright::attend_documents_backward",
     mutates_args=(),
     device_types="cpu",
-    schema=f"(Tensor grad, {_QKV}, Tensor out, Tensor sums, Tensor bounds)"
+    schema=f"(Tensor grad, {_QKV}, Tensor out, Tensor sums, Tensor bounds, {_SCORES})"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
@@ -137,16 +172,38 @@ def _backward(
     out: Tensor,
     sums: Tensor,
     bounds: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     found = (by_token(query), by_token(key), by_token(value))
     for rows, places in _documents(bounds, query.shape[2]):
         mine = [x[rows, :, places] for x in (grad, query, key, value, out, sums)]
-        g, q, k, v, o, lse = mine
-        parts = cpu_flash().backward(g, q, k, v, o, lse, None, True)
+        parts = _document_grads(mine, Scores(window, cap))
         for whole, part in zip(found, parts, strict=True):
             whole[rows, :, places] = part
     return found
+
+
+def _document_grads(tensors: list[Tensor], scores: Scores) -> Sequence[Tensor]:
+    """Return the gradients of one document's queries, keys and values.
+
+    `tensors` are the result's gradient, those three, the result and its log-sum-exp.
+    """
+    grad, q, k, v, out, sums = tensors
+    totals: tuple[Tensor, ...] = ()
+    for piece, block, mask in _pieces(q, scores):
+        at, of = piece.queries, piece.keys
+        mine, theirs = (grad[:, :, at], q[:, :, at]), (k[:, :, of], v[:, :, of])
+        ends = (out[:, :, at], sums[:, :, at])
+        parts = block.backward(*mine, *theirs, *ends, mask, piece.causal)
+        if piece.rows == q.shape[2]:
+            return parts
+        # A key is seen from several pieces.
+        totals = totals or tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
+        for total, places, part in zip(totals, (at, of, of), parts, strict=True):
+            total[:, :, places] += part
+    return totals
 
 
 @_backward.register_fake
@@ -158,18 +215,21 @@ def _empty_grads(
     out: Tensor,
     sums: Tensor,
     bounds: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return by_token(query), by_token(key), by_token(value)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    *qkv, bounds = inputs
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *qkv, bounds, window, cap = inputs
     ctx.save_for_backward(*qkv, *output, bounds)
+    ctx.scores = window, cap
 
 
 def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = torch.ops.meshwright.attend_documents_backward(grad, *ctx.saved_tensors)
-    return *found, None
+    found = torch.ops.meshwright.attend_documents_backward(grad, *ctx.saved_tensors, *ctx.scores)
+    return *found, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

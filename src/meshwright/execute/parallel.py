@@ -105,10 +105,11 @@ class Parallel:
 
     def _documents(self, batch: Batch) -> Tensor | None:
         """Return what attention gets of documents: segments, their bounds, or else a mask."""
-        layout, train = self.program.layout, self.program.train
+        layout, train, model = self.program.layout, self.program.train, self.program.model
         if batch.segments is None or (layout.cp > 1 and layout.cp_kind == "ring"):
             return batch.segments
-        if takes_bounds(self.device, DTYPES[train.precision], self.program.model.head_dim):
+        dtype, cap = DTYPES[train.precision], model.attention_softcap
+        if takes_bounds(self.device, dtype, model.head_dim, cap):
             assert batch.bounds is not None
             return batch.bounds
         return causal_mask(batch.segments, batch.segments, None)

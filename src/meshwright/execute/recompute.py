@@ -39,9 +39,11 @@ KEPT = frozenset(
 )
 
 
-# By name, as they are registered later: attention by documents, on CPUs and GPUs, and channels.
+# By name, as they are registered later: attention by documents, on CPUs and GPUs, with a cap in
+# plain operations, and channels.
 _LATER = (
     "meshwright::attend_documents",
+    "meshwright::capped_attention",
     "torch_attn::_varlen_attn",
     f"{shared.SPACE}::all_reduce",
     f"{shared.SPACE}::reduce_scatter_tensor",

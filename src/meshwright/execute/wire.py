@@ -187,6 +187,7 @@ _PRODUCTS: Final[Mapping[str, int]] = {
 _BATCHED: Final[Mapping[str, int]] = {"aten::bmm": 0, "aten::baddbmm": 1}
 # PyTorch's kernels and our own operators: causal attention, and attention inside documents.
 _ATTENTION: Final = "aten::_scaled_dot_product_"
+_CAPPED: Final = f"{blockwise.SPACE}::capped_attention"  # all pairs, as the products it is made of
 _OURS: Final = (f"{blockwise.SPACE}::attention", f"{blockwise.SPACE}::attend_documents")
 # Products of the forward and of the backward for each pair of query and key.
 _FORWARD, _BACKWARD = 2, 5
@@ -214,7 +215,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products += _product(name, args, _PRODUCTS[name])
         elif name in _BATCHED:
             self.attention += _product(name, args, _BATCHED[name])
-        elif name.startswith((_ATTENTION, *_OURS)):
+        elif name.startswith((_ATTENTION, _CAPPED, *_OURS)):
             self.attention += _attention(name, _bound(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
