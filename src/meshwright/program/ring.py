@@ -65,9 +65,10 @@ def causal_pieces(length: int, scores: Scores) -> tuple[Piece, ...]:
     found = []
     for start in range(0, length, size):
         stop, first = min(start + size, length), max(0, start - window + 1)
-        causal = first == start
-        masked = not causal or stop - start > window
-        found.append(Piece(slice(start, stop), slice(first, stop), causal, masked, start - first))
+        rows, ahead = stop - start, start - first
+        causal = ahead == 0
+        masked = (rows > 1 and not causal) or ahead + rows > window
+        found.append(Piece(slice(start, stop), slice(first, stop), causal, masked, ahead))
     return tuple(found)
 
 
