@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from meshwright.execute import block_attention, context, documents, recompute
 from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.documents import attend_documents, bounds_of, takes_bounds
+from meshwright.execute.wire import WorkCounter
 from meshwright.program import ring
 from meshwright.program.attention import ALL_SCORES, Scores
 from meshwright.program.ring import ring_pairs
@@ -179,6 +180,10 @@ def test_what_is_computed_is_what_is_counted(world):
         assert again.shapes == []
         for one, other in zip((out, *found), plain(tensors, scores), strict=True):
             assert off(one, other[:, :, at], other) < 1e-13
+        with WorkCounter() as work:
+            torch.autograd.grad(core(q, k, v, None, scores).sum(), (q, k, v))
+        pairs = sum(p.pairs(scores.cap is not None) for pieces in steps for p in pieces)
+        assert work.attention == 2 * (2 + 5) * q.shape[1] * q.shape[3] * pairs
 
 
 @ranks(4)

@@ -11,14 +11,21 @@ lies from `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from meshwright.execute.block_attention import BlockAttention, choose, has_cuda_flash, visible, wide
+from meshwright.execute.block_attention import (
+    BlockAttention,
+    Grads,
+    choose,
+    has_cuda_flash,
+    visible,
+    wide,
+)
 from meshwright.models.attention import attend
 from meshwright.models.blockwise import by_token
 from meshwright.program.attention import ALL_SCORES, Scores
@@ -128,21 +135,26 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and its log-sum-exp `[batch, heads, seq]`."""
     out, sums = _empty(query, key, value, bounds, window, cap)
+    scores = Scores(window, cap)
+    bare, masked = (choose(query, is_masked, cap) for is_masked in (False, True))
     for rows, places in _documents(bounds, query.shape[2]):
         q, k, v = (x[rows, :, places] for x in (query, key, value))
+        pieces = causal_pieces(q.shape[2], scores)
+        if len(pieces) == 1 and not pieces[0].masked:
+            part, part_sums = bare.forward(q, k, v, None, True)
+            out[rows, :, places], sums[rows, :, places] = part, part_sums
+            continue
         into, into_sums = out[rows, :, places], sums[rows, :, places]
-        for piece, block, mask in _pieces(q, Scores(window, cap)):
-            at, of = piece.queries, piece.keys
+        for piece in pieces:
+            at, of, mask = piece.queries, piece.keys, _mask(piece, window, q)
+            block = bare if mask is None else masked
             found = block.forward(q[:, :, at], k[:, :, of], v[:, :, of], mask, piece.causal)
             into[:, :, at], into_sums[:, :, at] = found
     return out, sums
 
 
-def _pieces(q: Tensor, scores: Scores) -> Iterator[tuple[Piece, BlockAttention, Tensor | None]]:
-    """Yield what is computed of a document, each query once: which of it, by what, its mask."""
-    for piece in causal_pieces(q.shape[2], scores):
-        mask = visible(piece, scores.window, q.device) if piece.masked else None
-        yield piece, choose(q, piece.masked, scores.cap), mask
+def _mask(piece: Piece, window: int | None, q: Tensor) -> Tensor | None:
+    return visible(piece, window, q.device) if piece.masked else None
 
 
 @_forward.register_fake
@@ -177,33 +189,43 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     found = (by_token(query), by_token(key), by_token(value))
+    scores = Scores(window, cap)
+    blocks = choose(query, False, cap), choose(query, True, cap)
     for rows, places in _documents(bounds, query.shape[2]):
         mine = [x[rows, :, places] for x in (grad, query, key, value, out, sums)]
-        parts = _document_grads(mine, Scores(window, cap))
+        pieces = causal_pieces(mine[1].shape[2], scores)
+        if len(pieces) == 1 and not pieces[0].masked:
+            g, q, k, v, o, lse = mine
+            parts = blocks[0].backward(g, q, k, v, o, lse, None, True)
+        else:
+            parts = _summed(mine, pieces, window, *blocks)
         for whole, part in zip(found, parts, strict=True):
             whole[rows, :, places] = part
     return found
 
 
-def _document_grads(tensors: list[Tensor], scores: Scores) -> Sequence[Tensor]:
-    """Return the gradients of one document's queries, keys and values.
+def _summed(
+    tensors: list[Tensor],
+    pieces: tuple[Piece, ...],
+    window: int | None,
+    bare: BlockAttention,
+    masked: BlockAttention,
+) -> Grads:
+    """Return the gradients of a document's queries, keys and values, in fp32 at least.
 
     `tensors` are the result's gradient, those three, the result and its log-sum-exp.
     """
     grad, q, k, v, out, sums = tensors
-    totals: tuple[Tensor, ...] = ()
-    for piece, block, mask in _pieces(q, scores):
-        at, of = piece.queries, piece.keys
-        mine, theirs = (grad[:, :, at], q[:, :, at]), (k[:, :, of], v[:, :, of])
-        ends = (out[:, :, at], sums[:, :, at])
-        parts = block.backward(*mine, *theirs, *ends, mask, piece.causal)
-        if piece.rows == q.shape[2]:
-            return parts
-        # A key is seen from several pieces.
-        totals = totals or tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
-        for total, places, part in zip(totals, (at, of, of), parts, strict=True):
-            total[:, :, places] += part
-    return totals
+    q_grad, k_grad, v_grad = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
+    for piece in pieces:
+        at, of, mask = piece.queries, piece.keys, _mask(piece, window, q)
+        block = bare if mask is None else masked
+        given = (grad[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of])
+        parts = block.backward(*given, out[:, :, at], sums[:, :, at], mask, piece.causal)
+        q_grad[:, :, at] = parts[0]
+        k_grad[:, :, of] += parts[1]
+        v_grad[:, :, of] += parts[2]
+    return q_grad, k_grad, v_grad
 
 
 @_backward.register_fake
