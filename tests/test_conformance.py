@@ -222,7 +222,7 @@ def attended(world, case):
     parallel = build(program, groups, world.device, seeded(case.model, 0))
     with WorkCounter() as work:
         gradients(parallel, mine(make_batch(case, 0), program, world), world, case.loss_scale)
-    return attention_flops(program, groups.at["pp"]), work.attention
+    return attention_flops(program, groups.at["pp"], groups.at["cp"]), work.attention
 
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -234,7 +234,7 @@ def _work(
     messages: tuple[Message, ...],
 ) -> Work:
     products = tuple(_product(program, sizes, op.name) for op in ops if op.kind == "product")
-    attention = sum(op.flops for op in ops if op.kind == "attention")
+    attention = _attention_flops(program) if any(op.kind == "attention" for op in ops) else 0.0
     scores = 0
     if any(op.kind == "attention" for op in ops):
         scores = sizes.rows * sizes.heads * program.sequence * program.train.seq_len
@@ -254,6 +254,17 @@ def _work(
         waits = float(sum(need.deferred for need in needs))
     return Work(
         products, attention, scores, moved, norms, loss, tuple(kept.items()), waits, messages
+    )
+
+
+def _attention_flops(program: Program) -> float:
+    """Return those of the layer's attention on the rank of cp that has most."""
+    ranks = range(program.layout.cp) if program.model.layer(0).window is not None else range(1)
+    return max(
+        op.flops
+        for rank in ranks
+        for op in operations(program, program.stages[0], cp_rank=rank)
+        if op.kind == "attention"
     )
 
 

@@ -40,7 +40,7 @@ def matmul_flops(program: Program, pp_rank: int) -> float:
     return total * program.microbatches
 
 
-def attention_flops(program: Program, pp_rank: int) -> float:
+def attention_flops(program: Program, pp_rank: int, cp_rank: int = 0) -> float:
     """Return the FLOPs of a rank's attention in one step, as its kernels execute them.
 
     Two products forward and five backward, `2 head_dim` for each pair of query and key and each
@@ -50,6 +50,6 @@ def attention_flops(program: Program, pp_rank: int) -> float:
     return program.microbatches * sum(
         op.flops * op.count * times
         for stage in program.held(pp_rank)
-        for op in operations(program, stage)
+        for op in operations(program, stage, cp_rank=cp_rank)
         if op.kind == "attention"
     )

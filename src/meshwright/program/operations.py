@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.program.attention import causal_scores
+from meshwright.program.attention import Scores, causal_scores
 from meshwright.program.lower import Program
 from meshwright.program.stages import Stage
+from meshwright.program.ring import Piece, causal_pieces, ring_pairs
 from meshwright.program.target import Route, Target
 from meshwright.spec.model import LayerSpec
 
@@ -155,8 +156,8 @@ def operations(
 ) -> tuple[Operation, ...]:
     """Return the operations of a stage, in order, for one microbatch on one rank.
 
-    Every rank of tp has the same. `packed` says that rows hold several documents. `cp_rank` matters
-    under ring attention with selective recomputation alone, which keeps every step's result.
+    Every rank of tp has the same. `cp_rank` matters under ring attention: with a window ranks
+    compute unlike numbers of pairs, and selective recomputation keeps every step's result.
     `recomputed`: what layers keep is what a second forward makes anew, for one block at a time.
     """
     sizes = Sizes.of(program)
@@ -240,13 +241,13 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
         yield _Op("attn.rope", "rotation", saved=tables)
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
     saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
-    if program.target.packed and layout.cp > 1 and layout.cp_kind == "ring":
+    if program.target.packed and _is_ring(program):
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
     steps = _ring_steps(program, kind, cp_rank)
     yield _Op(
         "attn.core",
         "attention",
-        flops=4.0 * heads * sizes.rows * _pairs(program, kind) / _head_ranks(program),
+        flops=4.0 * heads * sizes.rows * _pairs(program, kind, cp_rank) / _head_ranks(program),
         saved=saved,
         kept=int((of_heads + sums) * steps),
     )
@@ -335,34 +336,39 @@ def _head_ranks(program: Program) -> int:
     return program.layout.cp if program.layout.cp_kind == "ulysses" else 1
 
 
-def _pairs(program: Program, kind: LayerSpec) -> float:
+def _pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """Return how many pairs of query and key the attention of one row and head computes here.
 
-    Half of a square, since a kernel is told that it is causal. Packed rows cost that at most, where
-    each is one document; how much less is up to the data. The ring, which has a mask instead, has a
-    causal square of its own keys, and half of a square for each other rank's: as much on every
-    rank, since each holds a chunk of the beginning and one of the end.
+    Half of a square and what a window leaves of it, since a kernel is told that it is causal.
+    Packed rows cost at most as much as where each is one document; how much less is up to the data.
+    The ring computes pieces of its own and the other ranks' keys, as `program.ring` cuts them.
     """
-    own, span = program.sequence, program.train.seq_len
-    if program.layout.cp > 1 and program.layout.cp_kind == "ring":
-        halves = program.layout.cp + _is_plain(program)
-        return own * own / 2 * halves
+    scores, span = Scores(kind.window, program.model.attention_softcap), program.train.seq_len
+    if _is_ring(program):
+        plain = _is_plain(program) or scores.cap is not None
+        return sum(piece.pairs(plain) for piece in _ring(program, scores, cp_rank))
+    if program.target.packed and program.target.on_cpu:
+        return sum(piece.pairs(scores.cap is not None) for piece in causal_pieces(span, scores))
     return causal_scores(span, kind.window)
+
+
+def _is_ring(program: Program) -> bool:
+    return program.layout.cp > 1 and program.layout.cp_kind == "ring"
+
+
+def _ring(program: Program, scores: Scores, cp_rank: int) -> list[Piece]:
+    steps = ring_pairs(program.train.seq_len, program.layout.cp, cp_rank, scores)
+    return [piece for step in steps for piece in step]
 
 
 def _is_plain(program: Program) -> bool:
     """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
-    layout = program.layout
-    is_ring = layout.cp > 1 and layout.cp_kind == "ring"
-    return is_ring and program.target.packed and program.train.precision == "fp16"
+    return _is_ring(program) and program.target.packed and program.train.precision == "fp16"
 
 
 def _ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return how many results of a block the ring computes, in those of all of its queries.
-
-    Of a later rank's keys only the second half of the queries sees any.
-    """
-    layout = program.layout
-    if layout.cp == 1 or layout.cp_kind != "ring":
+    """Return how many results of a block the ring computes, in those of all of its queries."""
+    if not _is_ring(program):
         return 1.0
-    return 1 + cp_rank + (layout.cp - 1 - cp_rank) / 2
+    scores = Scores(kind.window, program.model.attention_softcap)
+    return sum(piece.rows for piece in _ring(program, scores, cp_rank)) / program.sequence

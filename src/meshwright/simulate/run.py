@@ -196,7 +196,7 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
         predicted_memory(setting, layout, done.pp_rank),
         timeline(program, rank).peak,
         matmul_flops(program, done.pp_rank),
-        attention_flops(program, done.pp_rank),
+        attention_flops(program, done.pp_rank, layout.mesh.coordinates(rank)["cp"]),
         beside(done.worst.total),
         device.memory,
     )
