@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.models import blockwise
+from meshwright.models import blockwise, flex
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.norms import RMSNorm, head_norm, norm_pair
 from meshwright.models.ops import rotate
+from meshwright.models.plain_attention import band, capped
 from meshwright.models.rope import Rope
 from meshwright.program.attention import ALL_SCORES, Scores
 from meshwright.spec.model import ModelSpec
@@ -31,19 +32,47 @@ def each(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores = ALL_SCORES
 ) -> Tensor:
-    """Return causal attention, or attention where `mask` (bool, broadcast) is true."""
-    grouped = q.shape[1] != k.shape[1]
-    causal = False
+    """Return causal attention, or attention where `mask` (bool, broadcast) is true.
+
+    The last query is at the position of the last key. Of the window and the cap in `scores`, a mask
+    says nothing: they bound what it lets through.
+    """
+    queries, keys = q.shape[-2], k.shape[-2]
+    scores = scores.within(keys)
     # A single query is the newest position: it sees all keys. A branch, as there is no plain
     # bool here in code that is compiled for any length.
-    if mask is None and q.shape[-2] > 1:
-        if blockwise.takes(q, k):
-            out: Tensor = blockwise.attention(q, k, v)[0]
-            return out
-        causal = True
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-    )
+    if mask is None and queries > 1 and queries == keys:
+        return _causal(q, k, v, scores)
+    window = scores.window
+    if window is not None and queries + window <= keys:
+        seen = queries + window - 1  # by any of the queries: the last keys
+        k, v = k[:, :, -seen:], v[:, :, -seen:]
+        mask = None if mask is None else mask[..., -seen:]
+    if queries > 1 and (mask is None or window is not None):
+        near = band(q, k.shape[-2], window)
+        mask = near if mask is None else mask & near
+    return _masked(q, k, v, mask, scores.cap)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Return causal attention of as many queries as keys."""
+    if blockwise.takes(q, k, scores):
+        out: Tensor = blockwise.attention(q, k, v, scores.window or 0, scores.cap or 0.0)[0]
+        return out
+    if scores == ALL_SCORES:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if flex.takes(q):
+        return flex.attention(q, k, v, scores)
+    return _masked(q, k, v, band(q, k.shape[-2], scores.window), scores.cap)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
+    """Return attention where `mask` is true, everywhere without one."""
+    if cap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return capped(q, k, v, mask, cap)
 
 
 class Attention(nn.Module):

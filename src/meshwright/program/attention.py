@@ -26,6 +26,11 @@ class Scores(NamedTuple):
     window: int | None = None
     cap: float | None = None
 
+    def within(self, keys: int) -> Scores:
+        """Return this without a window that no row of `keys` tokens exceeds."""
+        is_bounded = self.window is not None and self.window < keys
+        return self if is_bounded else Scores(None, self.cap)
+
 
 ALL_SCORES: Final = Scores()
 
@@ -100,11 +105,14 @@ def by_blocks(
 ) -> bool:
     """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32.
 
-    With a cap always, as PyTorch has no kernel for that.
+    Within a window long rows too, as PyTorch's kernel computes a whole square where it has a mask;
+    with a cap all, as PyTorch has no kernel for it.
     """
     shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision)
     if shortest is None or sees.cap is not None:
         return shortest is not None
+    if sees.within(length).window is not None:
+        return shortest <= length
     is_small = _WIDE * heads // kv_heads * BLOCK * length <= SCORES
     return is_small and shortest <= length <= LONGEST
 

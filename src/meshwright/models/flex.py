@@ -1,0 +1,62 @@
+"""Causal attention with a sliding window or a soft cap on a GPU: FlexAttention, arXiv:2412.05496.
+
+It is compiled with what bounds the scores, skips blocks outside the window, and holds no square.
+PyTorch's module is imported where it is used, since that takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.program.attention import Scores
+
+# What attends, what bounds a score, and which blocks of keys those of queries see.
+_Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
+
+
+def takes(q: Tensor) -> bool:
+    """Whether it computes with tensors such as q."""
+    return q.device.type == "cuda" and q.dtype != torch.float64
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Return the attention of as many queries as keys; shapes as `blockwise.attention` has."""
+    # Inside code that is compiled it is part of that.
+    make = _parts if torch.compiler.is_compiling() else _compiled_parts
+    attend, bound, blocks = make(scores, q.shape[-2], q.device)
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = attend(q, k, v, score_mod=bound, block_mask=blocks, enable_gqa=grouped)
+    return out
+
+
+@lru_cache(maxsize=16)
+def _compiled_parts(scores: Scores, length: int, device: torch.device) -> _Parts:
+    """Return the parts of a call, the same ones for the same call, as it is compiled for them."""
+    attend, bound, blocks = _parts(scores, length, device)
+    return torch.compile(attend), bound, blocks
+
+
+def _parts(scores: Scores, length: int, device: torch.device) -> _Parts:
+    """Return the parts of a call."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    window = scores.window
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_past = query >= key
+        return is_past if window is None else is_past & (query - key < window)
+
+    blocks = create_block_mask(sees, None, None, length, length, device=device)
+    return flex_attention, None if scores.cap is None else _bound(scores.cap), blocks
+
+
+def _bound(cap: float) -> Callable[..., Tensor]:
+    def bound(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return bound
