@@ -190,13 +190,12 @@ GEMMA3S = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     },
-    "caps": {
+    "capped logits": {
         **GEMMA,
         "num_key_value_heads": 4,
         "head_dim": 12,
         "sliding_window": 5,
         "layer_types": WINDOWED,
-        "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
 }
@@ -237,7 +236,7 @@ OLMO3S = {
     },
     "tied": {
         **OLMO,
-        "sliding_window": 1,
+        "sliding_window": 3,
         "layer_types": WINDOWED,
         "tie_word_embeddings": True,
     },

@@ -15,8 +15,8 @@ from typing import Final, Literal, NamedTuple
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.attention import Scores, causal_scores
 from meshwright.program.lower import Program
-from meshwright.program.stages import Stage
 from meshwright.program.ring import Piece, causal_pieces, ring_pairs
+from meshwright.program.stages import Stage
 from meshwright.program.target import Route, Target
 from meshwright.spec.model import LayerSpec
 

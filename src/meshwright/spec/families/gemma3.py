@@ -69,14 +69,12 @@ GEMMA3: Final = Family(
         *llama_keys(kv_heads=4, head_dim=256),
         Key("attention_bias", "attention_bias", "flag", False),
         Key("attention_scale", "query_pre_attn_scalar", "inverse root", 256),
-        Key("attention_softcap", "attn_logit_softcapping", "optional", None),
         Key("logits_softcap", "final_logit_softcapping", "optional", None),
     ),
     free=frozenset(
         {
             "attention_bias",
             "attention_scale",
-            "attention_softcap",
             "logits_softcap",
             "layer_pattern",
         }
@@ -100,7 +98,12 @@ GEMMA3: Final = Family(
     sliding_theta_key="rope_local_base_freq",
     layers=LayerKeys(window=4096, is_windowed=_is_windowed),
     written={"pad_token_id": 0},
-    inert={"use_bidirectional_attention": (False,), "hidden_dropout": (0.0,)},
+    # transformers reads the cap of scores and applies none.
+    inert={
+        "attn_logit_softcapping": (),
+        "use_bidirectional_attention": (False,),
+        "hidden_dropout": (0.0,),
+    },
     # arXiv:2503.19786, tables 1 and 2, and the HF configs of google/gemma-3-*: of the larger ones
     # the text model alone.
     presets={
