@@ -18,7 +18,7 @@ from meshwright.layout.rules import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case, Optimizer
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec, RopeScaling
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 
@@ -39,7 +39,20 @@ _OFFLOADS: Final = ("none", "none", "none", "optimizer", "params")
 _OPTIMIZERS: Final[tuple[Optimizer, ...]] = ("adamw", "adamw", "sgd")
 _PRECISIONS: Final = ("fp32", "fp32", "fp32", "bf16", "fp16")
 _ROTARY_PCTS: Final = (0.0, 0.25, 0.5, 1.0)
-_FAMILIES: Final = ("llama", "neox", "qwen2", "qwen3", "granite", "phi3")
+_FAMILIES: Final = (
+    *("llama", "neox", "qwen2", "qwen3", "granite", "phi3"),
+    *("gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
+)
+_LOCAL: Final = LayerSpec(window=9, rope_theta=50.0)
+# Windows shorter than any row, some of them at the seams of chunks, and layers that do not rotate.
+_PATTERNS: Final = (
+    (),
+    (LayerSpec(window=5), PLAIN_LAYER),
+    (_LOCAL, _LOCAL, PLAIN_LAYER),
+    (PLAIN_LAYER, LayerSpec(rotary=False)),
+    (LayerSpec(window=1),),
+    (LayerSpec(window=17, rotary=False), PLAIN_LAYER, LayerSpec(window=4)),
+)
 # What the models of a family may choose.
 _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "parallel_residual": _BOOLS,
@@ -49,6 +62,9 @@ _FREE: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_scale": (0.6, None),
     "residual_scale": (0.7, 1.0),
     "logits_divisor": (1.5, 1.0),
+    "attention_softcap": (1.5, None),
+    "logits_softcap": (3.0, None),
+    "layer_pattern": _PATTERNS,
 }
 _YARN: Final = RopeScaling(kind="yarn", factor=4.0, original_context=16)
 _SCALINGS: Final = (

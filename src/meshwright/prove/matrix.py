@@ -53,6 +53,14 @@ _MULTIPLIED: Final = {
 _BIASED: Final = {"attention_bias": True, "mlp_bias": True}
 # Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty.
 _ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 144}
+# Windows that end in the middle of a rank's share, and tight caps.
+_CAPPED: Final = {
+    "layer_pattern": [{"window": 7}, {}],
+    "attention_softcap": 2.0,
+    "logits_softcap": 4.0,
+}
+_LOCAL: Final = {"layer_pattern": [{"window": 11, "rope_theta": 50.0}, {}]}
+_YARN: Final = {"kind": "yarn", "factor": 4.0, "original_context": 16}
 _KINDS: Final = (
     _Kind("llama"),
     _Kind("neox", flags=_NEOX),
@@ -71,6 +79,17 @@ _KINDS: Final = (
     _Kind("qwen2", flags={"tie_embeddings": True, "dropout": 0.1}),
     _Kind("phi3", packed=True, flags=_ODD),
     _Kind("mistral", packed=True, flags={"tie_embeddings": True}),
+    _Kind("gemma2", flags=_CAPPED),
+    _Kind("olmo2"),
+    _Kind("gemma3", packed=True, flags={**_LOCAL, **_ODD}),
+    _Kind("olmo3", flags={**_LOCAL, "rope_scaling": _YARN}),
+    _Kind("smollm3", flags={"dropout": 0.1}),
+    _Kind("mistral", flags={"layer_pattern": [{"window": 9}]}),
+    _Kind("gemma2", packed=True, flags=_CAPPED),
+    _Kind("olmo2", packed=True, flags={"tie_embeddings": True, **_ODD}),
+    _Kind("gemma3", flags=_LOCAL),
+    _Kind("olmo3", packed=True, flags=_LOCAL),
+    _Kind("smollm3", packed=True, flags=_ODD),
 )
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
