@@ -21,6 +21,30 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SHORT, LONG = [1.0, 1.05, 1.1, 1.3, 1.5, 2.0], [1.0, 1.5, 2.5, 4.0, 6.0, 8.0]
+
+
+def longrope(original, pairs=6, **more):
+    return {
+        "pad_token_id": None,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1000.0,
+            "short_factor": SHORT[:pairs],
+            "long_factor": LONG[:pairs],
+            "original_max_position_embeddings": original,
+            **more,
+        },
+    }
+
+
 LLAMAS = {
     "mha": {},
     "gqa": {"num_key_value_heads": 2},
@@ -29,6 +53,12 @@ LLAMAS = {
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "llama3": {"rope_parameters": LLAMA3, "num_key_value_heads": 2},
+    "yarn": {"rope_parameters": YARN},
+    "yarn, mscale, real bounds": {
+        "rope_parameters": YARN
+        | {"mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False, "beta_fast": 8.0}
+    },
+    "longrope": longrope(16, factor=3.0),
     "biases": {"attention_bias": True, "mlp_bias": True},
     "wide heads": {"head_dim": 24, "num_key_value_heads": 2},
     "gelu": {"hidden_act": "gelu"},
@@ -110,6 +140,9 @@ PHI3S = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "longrope, longer rows": longrope(16),
+    "longrope, rows that fit": longrope(50),
+    "longrope, half rotary": longrope(39, 3, partial_rotary_factor=0.5, attention_factor=1.3),
 }
 WINDOWED = ["sliding_attention", "full_attention"]
 MISTRALS |= {"window": {"num_key_value_heads": 2, "sliding_window": 7}}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any, Final
 
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.training import TrainSpec
 from meshwright.units import round_up
 
@@ -37,8 +38,9 @@ def shrink(
     cases = []
     for degrees in _degrees(layout):
         small = _with_policies(layout, degrees)
-        small_model = _small_model(model, small, is_uneven=is_uneven)
         small_train = _small_train(train, small, microbatches)
+        scaling = partial(_small_scaling, model, train, small_train)
+        small_model = _small_model(model, small, scaling, is_uneven=is_uneven)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
         cases.append(Case(small_model, small_train, small, packed))
@@ -95,12 +97,19 @@ def _microbatches(layout: Layout, asked: int) -> int:
     return next(n for n in tries if microbatch_rule(*stages, n) is None)
 
 
-def _small_model(model: ModelSpec, layout: Layout, *, is_uneven: bool) -> ModelSpec:
+def _small_model(
+    model: ModelSpec,
+    layout: Layout,
+    scaling: Callable[[int], RopeScaling | None],
+    *,
+    is_uneven: bool,
+) -> ModelSpec:
     """Return a small model with the family and flags of a given one, which the layout divides."""
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
     group = min(model.n_heads // model.n_kv_heads, 4)
     layers = max(2, layout.stages + (is_uneven and layout.is_pipelined))
+    head_dim = _head_dim(model, (8, 16, 32, 64, 128))
     sizes = {
         "preset": None,
         "init_from": None,
@@ -109,10 +118,29 @@ def _small_model(model: ModelSpec, layout: Layout, *, is_uneven: bool) -> ModelS
         "n_layers": layers,
         "n_heads": group * kv_heads,
         "n_kv_heads": kv_heads,
-        "head_dim": _head_dim(model, (8, 16, 32, 64, 128)),
+        "head_dim": head_dim,
+        "rope_scaling": scaling(head_dim),
         "ffn_dim": round_up(2 * _DIM, layout.tp),
     }
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
+
+
+def _small_scaling(
+    model: ModelSpec, train: TrainSpec, small: TrainSpec, head_dim: int
+) -> RopeScaling | None:
+    """Return the scaling for small heads and rows, which are as long for longrope as they were."""
+    scaling, pairs = model.rope_scaling, int(head_dim * model.rotary_pct) // 2
+    if scaling is None or scaling.kind != "longrope" or pairs == 0:
+        return scaling
+    original = scaling.original_context
+    is_long, most = train.seq_len > original, small.seq_len
+    update: dict[str, Any] = {
+        "original_context": min(original, most // 2) if is_long else max(original, most)
+    }
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(scaling, name)
+        update[name] = tuple(factors[pair * len(factors) // pairs] for pair in range(pairs))
+    return scaling.model_copy(update=update)
 
 
 def _head_dim(model: ModelSpec, sizes: Sequence[int]) -> int:
