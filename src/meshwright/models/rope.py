@@ -82,7 +82,7 @@ class Rope:
         """Return cos and sin `[seq, rotary_dim]`, fp32, of positions `start` to `stop`.
 
         With `positions` (int64 `[seq]`) of those instead. They must be within `reach`: blocks only
-        look up, so that they can be compiled. `index`: whose, as the method of this name says.
+        look up, so that they can be compiled. `index` is which table, as the layer asked for it.
         """
         assert self._tables is not None, "reach() comes first"
         cos, sin = self._tables[index]
