@@ -6,24 +6,26 @@ from unittest import mock
 import pytest
 import torch
 
+from meshwright.models import KVCache, blockwise, build_model, flex, init_model
 from meshwright.models import attention as models_attention
-from meshwright.models import blockwise, flex
-from meshwright.models.attention import attend
+from meshwright.models.attention import Attention, attend
 from meshwright.program import attention as program_attention
 from meshwright.program.attention import (
     ALL_SCORES,
     BLOCK,
     LONGEST,
+    QUERIES,
     SHORTEST,
     Cut,
     Scores,
     by_blocks,
     pairs,
 )
+from meshwright.spec.resolve import model_spec
 
 # rows, heads, heads of keys, length, dim of a head
 SHAPES = [(3, 4, 2, 100, 8), (1, 6, 1, 200, 16), (2, 2, 2, 1, 8), (1, 2, 1, 2 * BLOCK + 1, 4)]
-WINDOWS = [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 100, 130, 1000]
+WINDOWS = [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 100, 1000]
 # Of scores that are about 4 in size: one that bounds most of them, one that bends few.
 CAPS = [None, 1.5, 30.0]
 
@@ -173,6 +175,27 @@ def test_fewer_queries_than_keys_are_the_last(scores, queries, masked):
     assert error(found, expected[:, :, -queries:]) < 5e-6
 
 
+def test_a_models_cached_logits_are_the_uncached():
+    sizes = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2}
+    spec = model_spec(**sizes, context=40, init_std=0.3)
+    model = init_model(build_model(spec, device="cpu"), spec, seed=0)
+    ids = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = model(ids)
+        # Of what layers see, one differs; a cap is the same in all.
+        attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        for at, attention in enumerate(attentions):
+            attention.scores = Scores(4 if at % 2 == 0 else None, 2.0)
+        whole = model(ids)
+        cache, found, start = KVCache(20), [], 0
+        for cut in (7, 1, 1, 2, 9):
+            found.append(model(ids[:, start : start + cut], cache=cache))
+            start += cut
+    assert len(attentions) == 3
+    assert not torch.allclose(plain, whole, atol=1e-2)  # the bounds do bound
+    torch.testing.assert_close(torch.cat(found, 1), whole, atol=1e-5, rtol=0)
+
+
 def test_a_kept_key_before_the_window_is_not_read():
     (q, k, v), _ = inputs((1, 2, 2, 100, 8), torch.float32)
     with torch.no_grad():
@@ -215,8 +238,15 @@ def test_memory_of_scores_does_not_grow_with_a_row_beyond_the_window():
         return Cut.of(1, 8, 8, length, 64, Scores(window))._replace(heads=1).scores
 
     assert scores(8192, 256) == scores(1024, 256) < scores(1024, None)
-    # Keys in whole blocks of queries, and a key more with each key of the window.
+    # A key more for each query of a block with each key of the window.
     assert scores(8192, 257) - scores(8192, 256) == BLOCK
+
+
+def test_copies_of_queries_do_not_grow_with_heads():
+    """All heads of a short window's scores fit in the cache; their queries are still bounded."""
+    few, many = (Cut.of(1, heads, heads, 16384, 64, Scores(8)) for heads in (2, 16))
+    assert few == many
+    assert many.heads * many.shared * many.length == QUERIES
 
 
 def test_blocks_serve_where_they_are_faster_or_alone():

@@ -13,6 +13,8 @@ LONGEST: Final = 2048
 # Tokens in a block, and the bytes that its scores may have: a core's second-level cache.
 BLOCK: Final = 64
 SCORES: Final = 1 << 20
+# Queries of a part, at most, where a window keeps scores small: they are held in fp32 too.
+QUERIES: Final = 1 << 15
 _WIDE: Final = 4
 
 
@@ -65,10 +67,13 @@ class Cut(NamedTuple):
         dim: int,
         sees: Scores = ALL_SCORES,
     ) -> Cut:
-        """Return that whose scores stay in cache."""
+        """Return that whose scores stay in cache, and whose copies of queries are not many."""
         shared = heads // kv_heads
         one = cls(1, 1, shared, length, dim, sees)
-        most = max(1, SCORES // (_WIDE * one.scores))
+        most = SCORES // (_WIDE * one.scores)
+        if sees.within(length).window is not None:
+            most = min(most, QUERIES // (shared * length))
+        most = max(1, most)
         parts = max(size for size in divisors(kv_heads) if size <= most)
         fits = [size for size in divisors(batch) if size <= most // parts]
         rows = max(fits) if parts == kv_heads else 1
