@@ -21,13 +21,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {
+LLAMA_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-SHORT, LONG = [1.0, 1.05, 1.1, 1.3, 1.5, 2.0], [1.0, 1.5, 2.5, 4.0, 6.0, 8.0]
 
 
 def longrope(original, pairs=6, **more):
@@ -37,8 +36,8 @@ def longrope(original, pairs=6, **more):
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 1000.0,
-            "short_factor": SHORT[:pairs],
-            "long_factor": LONG[:pairs],
+            "short_factor": [1.0, 1.05, 1.1, 1.3, 1.5, 2.0][:pairs],
+            "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0][:pairs],
             "original_max_position_embeddings": original,
             **more,
         },
@@ -53,9 +52,9 @@ LLAMAS = {
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "llama3": {"rope_parameters": LLAMA3, "num_key_value_heads": 2},
-    "yarn": {"rope_parameters": YARN},
+    "yarn": {"rope_parameters": LLAMA_YARN},
     "yarn, mscale, real bounds": {
-        "rope_parameters": YARN
+        "rope_parameters": LLAMA_YARN
         | {"mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False, "beta_fast": 8.0}
     },
     "longrope": longrope(16, factor=3.0),

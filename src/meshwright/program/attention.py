@@ -82,7 +82,8 @@ class Cut(NamedTuple):
     @property
     def span(self) -> int:
         """Most keys that a block of queries sees, and most queries that see a block of keys."""
-        return _span(self.length, self.sees.window)
+        window = self.sees.within(self.length).window
+        return self.length if window is None else min(self.length, window + BLOCK - 1)
 
     @property
     def scores(self) -> int:
@@ -120,7 +121,3 @@ def by_blocks(
         return shortest <= length
     is_small = _WIDE * heads // kv_heads * BLOCK * length <= SCORES
     return is_small and shortest <= length <= LONGEST
-
-
-def _span(length: int, window: int | None) -> int:
-    return length if window is None else min(length, window + BLOCK - 1)
