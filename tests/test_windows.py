@@ -19,15 +19,7 @@ from ranks import on_ranks, ranks
 from test_context import draw, of_lengths
 from test_documents import by_loop
 
-<<<<<<< HEAD
 NAMES = ("out", "grad q", "grad k", "grad v")
-=======
-# rows, heads, heads of keys, length, dim of a head
-SHAPES = [(3, 4, 2, 100, 8), (1, 6, 1, 200, 16), (2, 2, 2, 1, 8), (1, 2, 1, 2 * BLOCK + 1, 4)]
-WINDOWS = [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 100, 1000]
-# Of scores that are about 4 in size: one that bounds most of them, one that bends few.
-CAPS = [None, 1.5, 30.0]
->>>>>>> e628dc2 (Mutants and the tour follow attention's files)
 
 
 def plain(tensors, scores, segments=None):
