@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import causal_pieces, ring_pairs, ring_pieces
 
 
@@ -55,7 +55,7 @@ def test_every_visible_pair_is_computed_once(cp, cap):
         seq_len = 2 * cp * chunk
         near = {w + d for w in range(0, seq_len + 1, chunk) for d in (-1, 0, 1)}
         for window in (None, *sorted(w for w in (near | {2, chunk // 2}) if w > 0)):
-            scores = Scores(window, cap)
+            scores = ScoreBounds(window, cap)
             for rank in range(cp):
                 steps = ring_pairs(seq_len, cp, rank, scores)
                 assert len(steps) == cp
@@ -68,7 +68,7 @@ def test_every_visible_pair_is_computed_once(cp, cap):
 def test_a_causal_sequence_is_cut_by_its_queries(length):
     for window in (1, 2, 64, 100, length - 1, length, length + 1):
         for cap in (None, 5.0):
-            pieces = causal_pieces(length, Scores(window or None, cap))
+            pieces = causal_pieces(length, ScoreBounds(window or None, cap))
             assert len(pieces) <= 8
             assert [p.queries.start for p in pieces[1:]] == [p.queries.stop for p in pieces[:-1]]
             check(pieces, np.arange(length), np.arange(length), window or None)
@@ -79,11 +79,11 @@ def test_the_comparison_catches_a_window_that_is_off_by_one():
     for window in (2, CHUNK // 2, CHUNK):
         for wrong in (window - 1, window + 1):
             with pytest.raises(AssertionError):
-                check(ring_pieces(2 * CHUNK, 3, 1, 0, Scores(wrong)), queries, keys, window)
+                check(ring_pieces(2 * CHUNK, 3, 1, 0, ScoreBounds(wrong)), queries, keys, window)
 
 
 def test_without_a_window_each_step_is_half_a_square():
-    for scores in (ALL_SCORES, Scores(8 * CHUNK)):
+    for scores in (UNBOUNDED, ScoreBounds(8 * CHUNK)):
         for rank in range(4):
             steps = ring_pairs(8 * CHUNK, 4, rank, scores)
             assert [len(pieces) for pieces in steps] == [1] * 4
@@ -93,7 +93,7 @@ def test_without_a_window_each_step_is_half_a_square():
 
 def test_a_short_window_skips_steps():
     """With a window of a chunk a rank sees its own and the two that precede these."""
-    steps = ring_pairs(16 * CHUNK, 8, 3, Scores(CHUNK))
+    steps = ring_pairs(16 * CHUNK, 8, 3, ScoreBounds(CHUNK))
     assert [bool(pieces) for pieces in steps] == [
         True,
         True,
@@ -106,7 +106,7 @@ def test_a_short_window_skips_steps():
     ]
     whole, cut = (
         sum(p.pairs(plain=False) for pieces in ring_pairs(65536, 8, 3, s) for p in pieces)
-        for s in (ALL_SCORES, Scores(1024))
+        for s in (UNBOUNDED, ScoreBounds(1024))
     )
     # Tokens see 1024 keys each, computed in blocks of 512 queries and all their keys.
     assert 8192 * 1024 < cut < 8192 * (1024 + 512 + 256)

@@ -11,13 +11,13 @@ from meshwright.models import attention as models_attention
 from meshwright.models.attention import Attention, attend
 from meshwright.program import attention as program_attention
 from meshwright.program.attention import (
-    ALL_SCORES,
     BLOCK,
     LONGEST,
     QUERIES,
     SHORTEST,
+    UNBOUNDED,
     Cut,
-    Scores,
+    ScoreBounds,
     by_blocks,
     pairs,
 )
@@ -82,7 +82,7 @@ def by_blocks_of(leaves, grad, scores):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_are_exact_in_fp32(shape, window, cap):
     leaves, grad = inputs(shape, torch.float32)
-    scores = Scores(window, cap)
+    scores = ScoreBounds(window, cap)
     expected, sums = exact(leaves, grad, scores)
     for room in (1 << 20, 1):  # all heads at once, and one
         with mock.patch.object(program_attention, "SCORES", room):
@@ -91,16 +91,16 @@ def test_blocks_are_exact_in_fp32(shape, window, cap):
         assert torch.allclose(lse.double() * math.log(2), sums, atol=1e-5)
 
 
-@pytest.mark.parametrize("scores", [Scores(50), Scores(50, 3.0), Scores(None, 3.0)])
+@pytest.mark.parametrize("scores", [ScoreBounds(50), ScoreBounds(50, 3.0), ScoreBounds(None, 3.0)])
 def test_in_bf16_blocks_err_as_without_bounds(scores):
     """What bf16 costs is the rounding of inputs, results and shares, whatever bounds scores."""
     leaves, grad = inputs((2, 4, 2, 200, 16), torch.bfloat16)
     errors = {}
-    for which in (ALL_SCORES, scores):
+    for which in (UNBOUNDED, scores):
         found, _ = by_blocks_of(leaves, grad, which)
         expected, _ = exact(leaves, grad, which)
         errors[which] = [error(*both) for both in zip(found, expected, strict=True)]
-    plain = errors.pop(ALL_SCORES)
+    plain = errors.pop(UNBOUNDED)
     (bounded,) = errors.values()
     assert all(a < 1.5 * b for a, b in zip(bounded, plain, strict=True)), (bounded, plain)
 
@@ -108,8 +108,8 @@ def test_in_bf16_blocks_err_as_without_bounds(scores):
 def test_without_bounds_the_result_is_the_same_to_the_bit():
     """A window as long as the row hides nothing, and is computed as if there were none."""
     leaves, grad = inputs((2, 4, 2, 200, 16), torch.float32)
-    plain, _ = by_blocks_of(leaves, grad, ALL_SCORES)
-    whole, _ = by_blocks_of(leaves, grad, Scores(200))
+    plain, _ = by_blocks_of(leaves, grad, UNBOUNDED)
+    whole, _ = by_blocks_of(leaves, grad, ScoreBounds(200))
     assert all(torch.equal(x, y) for x, y in zip(plain, whole, strict=True))
 
 
@@ -141,7 +141,7 @@ def test_only_queries_that_see_a_block_of_keys_are_read(at, is_after):
 
 @pytest.mark.parametrize("length", [100, 200])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("scores", [Scores(40), Scores(None, 3.0), Scores(40, 3.0)])
+@pytest.mark.parametrize("scores", [ScoreBounds(40), ScoreBounds(None, 3.0), ScoreBounds(40, 3.0)])
 def test_attention_is_exact_in_any_precision(scores, dtype, length):
     leaves, grad = inputs((2, 4, 2, length, 16), dtype)
     expected, _ = exact(leaves, grad, scores)
@@ -151,7 +151,9 @@ def test_attention_is_exact_in_any_precision(scores, dtype, length):
     check((out, *torch.autograd.grad(out, leaves, grad)), expected, bound)
 
 
-@pytest.mark.parametrize("scores", [ALL_SCORES, Scores(40), Scores(None, 3.0), Scores(40, 3.0)])
+@pytest.mark.parametrize(
+    "scores", [UNBOUNDED, ScoreBounds(40), ScoreBounds(None, 3.0), ScoreBounds(40, 3.0)]
+)
 def test_a_mask_is_bounded_too(scores):
     """Documents of 120 and 80 tokens, and of 30 and 170, whose mask knows of no window."""
     leaves, grad = inputs((2, 4, 2, 200, 16), torch.float32)
@@ -165,7 +167,9 @@ def test_a_mask_is_bounded_too(scores):
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("queries", [1, 2, 30, 90])
-@pytest.mark.parametrize("scores", [ALL_SCORES, Scores(1), Scores(40), Scores(40, 3.0)])
+@pytest.mark.parametrize(
+    "scores", [UNBOUNDED, ScoreBounds(1), ScoreBounds(40), ScoreBounds(40, 3.0)]
+)
 def test_fewer_queries_than_keys_are_the_last(scores, queries, masked):
     """As generation has them beside kept keys: those of the whole row, bounded alike."""
     (q, k, v), grad = inputs((2, 4, 2, 100, 16), torch.float32)
@@ -185,7 +189,7 @@ def test_a_models_cached_logits_are_the_uncached():
         # Of what layers see, one differs; a cap is the same in all.
         attentions = [module for module in model.modules() if isinstance(module, Attention)]
         for at, attention in enumerate(attentions):
-            attention.scores = Scores(4 if at % 2 == 0 else None, 2.0)
+            attention.scores = ScoreBounds(4 if at % 2 == 0 else None, 2.0)
         whole = model(ids)
         cache, found, start = KVCache(20), [], 0
         for cut in (7, 1, 1, 2, 9):
@@ -199,9 +203,9 @@ def test_a_models_cached_logits_are_the_uncached():
 def test_a_kept_key_before_the_window_is_not_read():
     (q, k, v), _ = inputs((1, 2, 2, 100, 8), torch.float32)
     with torch.no_grad():
-        expected = attend(q, k, v, None, Scores(16))
+        expected = attend(q, k, v, None, ScoreBounds(16))
         k[:, :, : 100 - 16 - 3] = v[:, :, : 100 - 16 - 3] = math.nan
-        found = attend(q[:, :, -4:], k, v, None, Scores(16))
+        found = attend(q[:, :, -4:], k, v, None, ScoreBounds(16))
     assert error(found, expected[:, :, -4:].double()) < 5e-6
 
 
@@ -229,13 +233,13 @@ def test_what_the_backward_takes_for_itself_is_predicted(shape, dtype, window, c
 
     with mock.patch.object(torch, "empty", counted):
         blockwise.attention_backward(out, *plain, out, lse, *bounds)
-    expected = Cut.of(*shape, Scores(window, cap)).backward_bytes(dtype.itemsize)
+    expected = Cut.of(*shape, ScoreBounds(window, cap)).backward_bytes(dtype.itemsize)
     assert sum(x.numel() * x.element_size() for x in made) == expected
 
 
 def test_memory_of_scores_does_not_grow_with_a_row_beyond_the_window():
     def scores(length, window):
-        return Cut.of(1, 8, 8, length, 64, Scores(window))._replace(heads=1).scores
+        return Cut.of(1, 8, 8, length, 64, ScoreBounds(window))._replace(heads=1).scores
 
     assert scores(8192, 256) == scores(1024, 256) < scores(1024, None)
     # A key more for each query of a block with each key of the window.
@@ -244,28 +248,30 @@ def test_memory_of_scores_does_not_grow_with_a_row_beyond_the_window():
 
 def test_copies_of_queries_do_not_grow_with_heads():
     """All heads of a short window's scores fit in the cache; their queries are still bounded."""
-    few, many = (Cut.of(1, heads, heads, 16384, 64, Scores(8)) for heads in (2, 16))
+    few, many = (Cut.of(1, heads, heads, 16384, 64, ScoreBounds(8)) for heads in (2, 16))
     assert few == many
     assert many.heads * many.shared * many.length == QUERIES
 
 
 def test_blocks_serve_where_they_are_faster_or_alone():
-    window, cap = Scores(256), Scores(None, 50.0)
+    window, cap = ScoreBounds(256), ScoreBounds(None, 50.0)
     for precision in ("bf16", "fp32"):
         assert not by_blocks(8, 8, 4 * LONGEST, precision)
         assert by_blocks(8, 8, 4 * LONGEST, precision, window)
         assert by_blocks(8, 1, 4 * LONGEST, precision, cap)
         # A window that no row exceeds is none.
-        assert not by_blocks(8, 8, 4 * LONGEST, precision, Scores(4 * LONGEST))
-    assert by_blocks(8, 8, SHORTEST - 1, "bf16", Scores(8))
-    assert not by_blocks(8, 8, SHORTEST - 1, "fp32", Scores(8))
+        assert not by_blocks(8, 8, 4 * LONGEST, precision, ScoreBounds(4 * LONGEST))
+    assert by_blocks(8, 8, SHORTEST - 1, "bf16", ScoreBounds(8))
+    assert not by_blocks(8, 8, SHORTEST - 1, "fp32", ScoreBounds(8))
     assert by_blocks(8, 8, SHORTEST - 1, "fp32", cap)
     for bounds in (window, cap):
         assert not by_blocks(8, 8, 1024, "fp16", bounds)
         assert not by_blocks(8, 8, 1024, "fp64", bounds)
 
 
-@pytest.mark.parametrize("scores", [Scores(256), Scores(None, 50.0), Scores(256, 50.0)])
+@pytest.mark.parametrize(
+    "scores", [ScoreBounds(256), ScoreBounds(None, 50.0), ScoreBounds(256, 50.0)]
+)
 def test_attention_takes_blocks_for_long_rows(scores):
     leaves, _ = inputs((1, 1, 1, LONGEST + BLOCK, 4), torch.float32)
     with mock.patch.object(blockwise, "attention", wraps=blockwise.attention) as seen:
@@ -283,7 +289,7 @@ def test_the_pairs_of_a_window_are_counted():
             assert pairs(length, window) == int(seen.sum())
 
 
-@pytest.mark.parametrize("scores", [Scores(50), Scores(None, 2.0), Scores(50, 2.0)])
+@pytest.mark.parametrize("scores", [ScoreBounds(50), ScoreBounds(None, 2.0), ScoreBounds(50, 2.0)])
 def test_what_a_gpu_is_told_is_the_same_attention(scores):
     """FlexAttention without its compiler computes on a CPU what a GPU compiles."""
     leaves, grad = inputs((2, 4, 2, 200, 16), torch.float32)
@@ -303,7 +309,13 @@ def test_what_a_gpu_is_told_is_the_same_attention(scores):
 @pytest.mark.parametrize("dynamic", [False, None])
 def test_it_is_compiled_whole(dynamic):
     """Layers that see differently, in rows of two lengths, without a break."""
-    kinds = (ALL_SCORES, Scores(40), Scores(70), Scores(40, 3.0), Scores(None, 30.0))
+    kinds = (
+        UNBOUNDED,
+        ScoreBounds(40),
+        ScoreBounds(70),
+        ScoreBounds(40, 3.0),
+        ScoreBounds(None, 30.0),
+    )
 
     def layers(q, k, v):
         for scores in kinds:

@@ -13,7 +13,7 @@ from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.execute.wire import WorkCounter
 from meshwright.program import ring
-from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import ring_pairs
 from ranks import on_ranks, ranks
 from test_context import draw, of_lengths
@@ -86,7 +86,7 @@ def ring_equals_plain(world, cap, packed):
     shortest, kv_heads = (ring.SHORTEST_BLOCK, 1) if packed else (3, 2)
     tensors = draw(1, heads=4, kv_heads=kv_heads, seq=seq, head_dim=8, dtype=torch.float64)
     for window in (*WINDOWS, seq - 1, seq, None):
-        scores = Scores(window, cap)
+        scores = ScoreBounds(window, cap)
         expected = plain(tensors, scores, segments)
         with mock.patch.object(ring, "SHORTEST_BLOCK", shortest):
             found = errors(core, at, tensors, segments, scores, expected)
@@ -104,13 +104,13 @@ def in_less_precision(world, dtype):
     tensors = draw(3, dtype=dtype)
     core = Ring(dist.group.WORLD)
     for segments in (None, documents_of(64)):
-        bare = errors(core, at, tensors, segments, ALL_SCORES, plain(tensors, ALL_SCORES, segments))
-        for scores in (Scores(11), Scores(30, 2.0), Scores(None, 2.0)):
+        bare = errors(core, at, tensors, segments, UNBOUNDED, plain(tensors, UNBOUNDED, segments))
+        for scores in (ScoreBounds(11), ScoreBounds(30, 2.0), ScoreBounds(None, 2.0)):
             found = errors(core, at, tensors, segments, scores, plain(tensors, scores, segments))
             for name, one, other in zip(NAMES, found, bare, strict=True):
                 assert one < 2 * other + 2 * torch.finfo(dtype).eps, (name, scores)
         q, k, v = (x[:, :, at] for x in tensors[:3])
-        assert core(q, k, v, segments, Scores(11, 2.0)).dtype == dtype
+        assert core(q, k, v, segments, ScoreBounds(11, 2.0)).dtype == dtype
 
 
 @ranks(3)
@@ -121,10 +121,10 @@ def test_the_comparison_catches_what_is_wrong(world):
     core, right = Ring(dist.group.WORLD), ring.ring_pieces
     see = block_attention.visible
     for window in (1, 7, 8, 9, 17, 24):
-        expected = plain(tensors, Scores(window))
-        assert max(errors(core, at, tensors, None, Scores(window), expected)) < 1e-13
+        expected = plain(tensors, ScoreBounds(window))
+        assert max(errors(core, at, tensors, None, ScoreBounds(window), expected)) < 1e-13
         for more in (-1, 1) if window > 1 else (1,):
-            wrong = Scores(window + more)
+            wrong = ScoreBounds(window + more)
             assert min(errors(core, at, tensors, None, wrong, expected)) > 1e-3
             off_pieces = mock.patch.object(
                 context, "ring_pieces", lambda *place, w=wrong: right(*place[:-1], w)
@@ -134,13 +134,15 @@ def test_the_comparison_catches_what_is_wrong(world):
             )
             # Of a chunk exactly, own chunks have no mask, nor has what a wider window skips.
             with off_masks:
-                assert max(errors(core, at, tensors, None, Scores(window), expected)) > 1e-3
+                assert max(errors(core, at, tensors, None, ScoreBounds(window), expected)) > 1e-3
             if more < 0:
                 with off_pieces:
-                    assert max(errors(core, at, tensors, None, Scores(window), expected)) > 1e-3
-    expected = plain(tensors, Scores(9, 1.0))
-    assert min(errors(core, at, tensors, None, Scores(9), expected)) > 1e-3
-    assert min(errors(core, at, tensors, None, Scores(9, 1.05), expected)) > 1e-3
+                    assert (
+                        max(errors(core, at, tensors, None, ScoreBounds(window), expected)) > 1e-3
+                    )
+    expected = plain(tensors, ScoreBounds(9, 1.0))
+    assert min(errors(core, at, tensors, None, ScoreBounds(9), expected)) > 1e-3
+    assert min(errors(core, at, tensors, None, ScoreBounds(9, 1.05), expected)) > 1e-3
 
 
 class Calls(TorchDispatchMode):
@@ -164,7 +166,7 @@ def test_what_is_computed_is_what_is_counted(world):
     at = positions("ring", seq, 3, world.rank)
     tensors = draw(7, batch=1, heads=2, kv_heads=1, seq=seq, head_dim=8, dtype=torch.float64)
     core = Ring(dist.group.WORLD)
-    for scores in (ALL_SCORES, Scores(30), Scores(250), Scores(30, 2.0)):
+    for scores in (UNBOUNDED, ScoreBounds(30), ScoreBounds(250), ScoreBounds(30, 2.0)):
         steps = ring_pairs(seq, 3, world.rank, scores)
         q, k, v = (x.detach()[:, :, at].requires_grad_() for x in tensors[:3])
 
@@ -196,7 +198,7 @@ def test_the_keys_travel_past_ranks_that_see_none(world):
         sent[-1].append([(tuple(op.tensor.shape), op.tensor.dtype, op.tag) for op in ops])
         return real(ops)
 
-    for scores in (ALL_SCORES, Scores(1), Scores(9, 2.0)):
+    for scores in (UNBOUNDED, ScoreBounds(1), ScoreBounds(9, 2.0)):
         sent.append([])
         q, k, v = (x.detach()[:, :, at].requires_grad_() for x in draw(12)[:3])
         with mock.patch.object(dist, "batch_isend_irecv", counted):
@@ -211,10 +213,10 @@ def test_ulysses_hands_them_on(world):
     segments = documents_of(64)
     at = positions("ulysses", 64, 2, world.rank)
     core = Ulysses(dist.group.WORLD, attend_documents)
-    for scores in (Scores(1), Scores(20), Scores(None, 2.0), Scores(33, 2.0)):
+    for scores in (ScoreBounds(1), ScoreBounds(20), ScoreBounds(None, 2.0), ScoreBounds(33, 2.0)):
         expected = plain(tensors, scores, segments)
         assert max(errors(core, at, tensors, bounds_of(segments), scores, expected)) < 1e-13
-        less = plain(tensors, ALL_SCORES, segments)
+        less = plain(tensors, UNBOUNDED, segments)
         assert min(errors(core, at, tensors, bounds_of(segments), scores, less)) > 1e-3
 
 
@@ -234,13 +236,13 @@ def test_documents_equal_plain_attention(cap, kv_heads, rows):
     tensors = draw(2, batch=3, heads=4, kv_heads=kv_heads, seq=200, dtype=torch.float64)
     tensors, segments = [x[rows] for x in tensors], SEGMENTS[rows]
     for window in (1, 2, 64, 65, 129, 130, 300, None):
-        scores = Scores(window, cap)
+        scores = ScoreBounds(window, cap)
         wanted = plain(tensors, scores, segments)
         found = in_documents(attend_documents, tensors, bounds_of(segments), scores)
         for name, one, other in zip(NAMES, found, wanted, strict=True):
             assert off(one, other, other) < 1e-13, (name, scores)
         if window is not None and window < 129:
-            wider = Scores(window + 1, cap)
+            wider = ScoreBounds(window + 1, cap)
             wrong = in_documents(attend_documents, tensors, bounds_of(segments), wider)
             assert all(off(a, b, b) > 1e-3 for a, b in zip(wrong, wanted, strict=True))
 
@@ -248,7 +250,7 @@ def test_documents_equal_plain_attention(cap, kv_heads, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_documents_in_less_precision(dtype):
     tensors = draw(4, batch=3, seq=200, dtype=dtype)
-    for scores in (Scores(30), Scores(70, 2.0), Scores(None, 2.0)):
+    for scores in (ScoreBounds(30), ScoreBounds(70, 2.0), ScoreBounds(None, 2.0)):
         wanted = plain(tensors, scores, SEGMENTS)
         found = in_documents(attend_documents, tensors, bounds_of(SEGMENTS), scores)
         for one, other in zip(found, wanted, strict=True):
@@ -260,7 +262,7 @@ def test_documents_in_less_precision(dtype):
 def test_torch_finds_nothing_wrong_with_the_operations():
     q, k, v = (x.requires_grad_() for x in draw(6, batch=1, seq=200)[:3])
     op = torch.ops.meshwright.attend_documents.default
-    for scores in (Scores(3), Scores(None, 2.0), Scores(70, 2.0)):
+    for scores in (ScoreBounds(3), ScoreBounds(None, 2.0), ScoreBounds(70, 2.0)):
         torch.library.opcheck(op, (q, k, v, bounds_of(SEGMENTS[:1]), *scores))
     mask = torch.ones(200, 200).bool().tril()[None, None]
     capped = torch.ops.meshwright.capped_attention.default

@@ -21,7 +21,7 @@ from meshwright.execute.block_attention import BlockAttention, Grads, choose, vi
 from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
-from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import ring_pieces
 
 
@@ -73,7 +73,7 @@ class Ring:
         k: Tensor,
         v: Tensor,
         segments: Tensor | None = None,
-        scores: Scores = ALL_SCORES,
+        scores: ScoreBounds = UNBOUNDED,
     ) -> Tensor:
         """Return the attention of this rank's queries, of their shape and dtype.
 
@@ -107,7 +107,7 @@ class Ulysses:
         k: Tensor,
         v: Tensor,
         documents: Tensor | None = None,
-        scores: Scores = ALL_SCORES,
+        scores: ScoreBounds = UNBOUNDED,
     ) -> Tensor:
         """Return the attention of this rank's queries; shapes as in `Ring`."""
         assert k.shape[1] % self.size == 0, "each rank gets whole heads of keys"
@@ -118,7 +118,7 @@ class Ulysses:
 
 
 def _by_mask(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scores: Scores = ALL_SCORES
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scores: ScoreBounds = UNBOUNDED
 ) -> Tensor:
     return attend(q, k, v, causal_mask(q, segments, None), scores)
 
@@ -238,7 +238,7 @@ class _RingWork:
     """What a call of the ring computes, and by which blocks: without a mask, and with one."""
 
     place: _RingPlace
-    scores: Scores
+    scores: ScoreBounds
     bare: BlockAttention
     masked: BlockAttention
 

@@ -28,7 +28,7 @@ from meshwright.execute.block_attention import (
 )
 from meshwright.models.attention import attend
 from meshwright.models.blockwise import by_token
-from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import Piece, causal_pieces
 
 # Few different sizes, since compiled code is made anew for each.
@@ -67,7 +67,7 @@ def takes_bounds(
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scores: Scores = ALL_SCORES
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scores: ScoreBounds = UNBOUNDED
 ) -> Tensor:
     """Return causal attention inside documents, or in whole rows without bounds.
 
@@ -135,7 +135,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and its log-sum-exp `[batch, heads, seq]`."""
     out, sums = _empty(query, key, value, bounds, window, cap)
-    scores = Scores(window, cap)
+    scores = ScoreBounds(window, cap)
     bare, masked = (choose(query, is_masked, cap) for is_masked in (False, True))
     for rows, places in _documents(bounds, query.shape[2]):
         q, k, v = (x[rows, :, places] for x in (query, key, value))
@@ -189,7 +189,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     found = (by_token(query), by_token(key), by_token(value))
-    scores = Scores(window, cap)
+    scores = ScoreBounds(window, cap)
     blocks = choose(query, False, cap), choose(query, True, cap)
     for rows, places in _documents(bounds, query.shape[2]):
         mine = [x[rows, :, places] for x in (grad, query, key, value, out, sums)]

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 from meshwright.execute import shared
 from meshwright.execute.groups import Groups
 from meshwright.models import blockwise
+from meshwright.program.attention import ScoreBounds, causal_scores
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
+from meshwright.program.ring import causal_pieces
 
 # Axes in the order in which a group's name is looked for.
 _AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
@@ -188,7 +190,8 @@ _BATCHED: Final[Mapping[str, int]] = {"aten::bmm": 0, "aten::baddbmm": 1}
 # PyTorch's kernels and our own operators: causal attention, and attention inside documents.
 _ATTENTION: Final = "aten::_scaled_dot_product_"
 _CAPPED: Final = f"{blockwise.SPACE}::capped_attention"  # all pairs, as the products it is made of
-_OURS: Final = (f"{blockwise.SPACE}::attention", f"{blockwise.SPACE}::attend_documents")
+_BLOCKS: Final = f"{blockwise.SPACE}::attention"
+_DOCUMENTS: Final = f"{blockwise.SPACE}::attend_documents"
 # Products of the forward and of the backward for each pair of query and key.
 _FORWARD, _BACKWARD = 2, 5
 
@@ -197,8 +200,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of this rank's matrix products, `2 m n k` each, and those of its attention.
 
     Attention's are two products forward and five backward over the pairs of query and key: half of
-    them where the kernel is told that it is causal, all of them else. Rows of several documents
-    count as if each were one, which is the most that it can be.
+    them where the kernel is told that it is causal, what a window leaves where it is told of that,
+    all of them else. Rows of several documents count as if each were one, which is the most that it
+    can be.
     """
 
     def __init__(self) -> None:
@@ -215,7 +219,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products += _product(name, args, _PRODUCTS[name])
         elif name in _BATCHED:
             self.attention += _product(name, args, _BATCHED[name])
-        elif name.startswith((_ATTENTION, _CAPPED, *_OURS)):
+        elif name.startswith((_ATTENTION, _CAPPED, _BLOCKS, _DOCUMENTS)):
             self.attention += _attention(name, _bound(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -229,6 +233,13 @@ def _product(name: str, args: tuple[Any, ...], at: int) -> float:
 def _attention(name: str, values: Mapping[str, Any]) -> float:
     q, k = values["query"], values["key"]
     products = _BACKWARD if name.endswith("_backward") else _FORWARD
-    share = 0.5 if values.get("is_causal") or name.startswith(_OURS) else 1.0
-    # [batch, heads, queries, head_dim] times the keys
-    return 2.0 * share * products * int(q.numel()) * int(k.shape[2])
+    queries, keys = int(q.shape[2]), int(k.shape[2])
+    bounds = ScoreBounds(values.get("window") or None, values.get("cap") or None)
+    if name.startswith(_DOCUMENTS):
+        pieces = causal_pieces(keys, bounds)
+        pairs = sum(piece.pairs(bounds.cap is not None) for piece in pieces)
+    elif name.startswith(_BLOCKS):
+        pairs = causal_scores(keys, bounds.window)
+    else:
+        pairs = queries * keys * (0.5 if values.get("is_causal") else 1.0)
+    return 2.0 * products * pairs * int(q.numel()) / queries

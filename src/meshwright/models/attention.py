@@ -13,11 +13,11 @@ from meshwright.models.norms import RMSNorm, head_norm, norm_pair
 from meshwright.models.ops import rotate
 from meshwright.models.plain_attention import band, capped
 from meshwright.models.rope import Rope
-from meshwright.program.attention import ALL_SCORES, Scores
+from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.spec.model import ModelSpec
 
 # q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None -> as q
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, ScoreBounds], Tensor]
 # x [..., in] and linear layers that all take it -> their results
 Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
 # q and k [batch, seq, heads * head_dim], their norms over all heads -> both
@@ -30,7 +30,7 @@ def each(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores = ALL_SCORES
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreBounds = UNBOUNDED
 ) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true.
 
@@ -54,12 +54,12 @@ def attend(
     return _masked(q, k, v, mask, scores.cap)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds) -> Tensor:
     """Return causal attention of as many queries as keys."""
     if blockwise.takes(q, k, scores):
         out: Tensor = blockwise.attention(q, k, v, scores.window or 0, scores.cap or 0.0)[0]
         return out
-    if scores == ALL_SCORES:
+    if scores == UNBOUNDED:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if flex.takes(q):
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.query_scale = spec.query_scale
         own = spec.layer(int(layer))
-        self.scores = Scores(own.window, spec.attention_softcap)
+        self.scores = ScoreBounds(own.window, spec.attention_softcap)
         self.rope = rope
         self.table = rope.index(int(layer))
         self.layer = layer

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from meshwright.models.planned_cut import FactorMemory, Hidden, PlannedCut, shaped
-from meshwright.program.attention import ALL_SCORES, BLOCK, Scores, by_blocks
+from meshwright.program.attention import BLOCK, UNBOUNDED, ScoreBounds, by_blocks
 
 # Where torch.ops has the two operators.
 SPACE: Final = "meshwright"
 _PRECISIONS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-def takes(q: Tensor, k: Tensor, scores: Scores = ALL_SCORES) -> bool:
+def takes(q: Tensor, k: Tensor, scores: ScoreBounds = UNBOUNDED) -> bool:
     """Whether this is faster than PyTorch's kernel; q and k as for `attention`.
 
     In bf16 and fp32 on a CPU, as `by_blocks` says.
@@ -45,8 +45,8 @@ def attention(
 
     query `[batch, heads, seq, head_dim]`, key and value `[batch, kv_heads, seq, head_dim]`, fp32 or
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
-    Scores are in fp32; exponentials are rounded before the second product, as the kernel does.
-    `window` and `cap` are those of `Scores`, 0 for none.
+    ScoreBounds are in fp32; exponentials are rounded before the second product, as the kernel does.
+    `window` and `cap` are those of `ScoreBounds`, 0 for none.
     """
     cut = PlannedCut.of_call(query, key, window, cap)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.program.attention import Scores
+from meshwright.program.attention import ScoreBounds
 
 # What attends, what bounds a score, and which blocks of keys those of queries see.
 _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
@@ -24,7 +24,7 @@ def takes(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype != torch.float64
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds) -> Tensor:
     """Return the attention of as many queries as keys; shapes as `blockwise.attention` has."""
     # Inside code that is compiled it is part of that.
     make = _parts if torch.compiler.is_compiling() else _compiled_parts
@@ -35,13 +35,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _compiled_parts(scores: Scores, length: int, device: torch.device) -> _Parts:
+def _compiled_parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
     """Return the parts of a call, the same ones for the same call, as it is compiled for them."""
     attend, bound, blocks = _parts(scores, length, device)
     return torch.compile(attend), bound, blocks
 
 
-def _parts(scores: Scores, length: int, device: torch.device) -> _Parts:
+def _parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
     """Return the parts of a call."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.program.attention import BLOCK, Cut, Scores
+from meshwright.program.attention import BLOCK, Cut, ScoreBounds
 
 _LOG2_E: Final = 1 / math.log(2)
 
@@ -21,7 +21,7 @@ class PlannedCut(Cut):
     def of_call(cls, query: Tensor, key: Tensor, window: int, cap: float) -> PlannedCut:
         """Return that of a call."""
         batch, kv_heads, length, dim = key.shape
-        sees = Scores(window or None, cap or None)
+        sees = ScoreBounds(window or None, cap or None)
         return cls(*Cut.of(batch, query.shape[1], kv_heads, length, dim, sees))
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from meshwright.program.attention import Cut, Scores, by_blocks
+from meshwright.program.attention import Cut, ScoreBounds, by_blocks
 from meshwright.program.lower import Program
 from meshwright.program.operations import Sizes, gathers_again, is_joint
 from meshwright.spec.model import LayerSpec
@@ -85,7 +85,7 @@ def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     model, train = program.model, program.train
     length = sizes.tokens // sizes.rows
     is_whole = program.layout.cp == 1
-    sees = Scores(kind.window, model.attention_softcap)
+    sees = ScoreBounds(kind.window, model.attention_softcap)
     if not (is_whole and by_blocks(sizes.heads, sizes.kv_heads, length, train.precision, sees)):
         return 0
     cut = Cut.of(sizes.rows, sizes.heads, sizes.kv_heads, length, model.head_dim, sees)

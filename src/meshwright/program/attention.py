@@ -18,7 +18,7 @@ QUERIES: Final = 1 << 15
 _WIDE: Final = 4
 
 
-class Scores(NamedTuple):
+class ScoreBounds(NamedTuple):
     """Which scores a query has, and how they are bounded.
 
     It sees its own position and the `window - 1` before it; None: all before it. A score x becomes
@@ -28,13 +28,13 @@ class Scores(NamedTuple):
     window: int | None = None
     cap: float | None = None
 
-    def within(self, keys: int) -> Scores:
+    def within(self, keys: int) -> ScoreBounds:
         """Return this without a window that no row of `keys` tokens exceeds."""
         is_bounded = self.window is not None and self.window < keys
-        return self if is_bounded else Scores(None, self.cap)
+        return self if is_bounded else ScoreBounds(None, self.cap)
 
 
-ALL_SCORES: Final = Scores()
+UNBOUNDED: Final = ScoreBounds()
 
 
 def causal_scores(length: int, window: int | None) -> float:
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
     shared: int
     length: int
     dim: int
-    sees: Scores = ALL_SCORES
+    sees: ScoreBounds = UNBOUNDED
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class Cut(NamedTuple):
         kv_heads: int,
         length: int,
         dim: int,
-        sees: Scores = ALL_SCORES,
+        sees: ScoreBounds = UNBOUNDED,
     ) -> Cut:
         """Return that whose scores stay in cache, and whose copies of queries are not many."""
         shared = heads // kv_heads
@@ -107,7 +107,7 @@ class Cut(NamedTuple):
 
 
 def by_blocks(
-    heads: int, kv_heads: int, length: int, precision: str, sees: Scores = ALL_SCORES
+    heads: int, kv_heads: int, length: int, precision: str, sees: ScoreBounds = UNBOUNDED
 ) -> bool:
     """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.program.attention import Scores, causal_scores
+from meshwright.program.attention import UNBOUNDED, ScoreBounds, by_blocks, causal_scores
 from meshwright.program.lower import Program
 from meshwright.program.ring import Piece, causal_pieces, ring_pairs
 from meshwright.program.stages import Stage
@@ -343,20 +343,25 @@ def _pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     Packed rows cost at most as much as where each is one document; how much less is up to the data.
     The ring computes pieces of its own and the other ranks' keys, as `program.ring` cuts them.
     """
-    scores, span = Scores(kind.window, program.model.attention_softcap), program.train.seq_len
+    bounds, span = ScoreBounds(kind.window, program.model.attention_softcap), program.train.seq_len
     if _is_ring(program):
-        plain = _is_plain(program) or scores.cap is not None
-        return sum(piece.pairs(plain) for piece in _ring(program, scores, cp_rank))
+        plain = _is_plain(program) or bounds.cap is not None
+        return sum(piece.pairs(plain) for piece in _ring(program, bounds, cp_rank))
     if program.target.packed and program.target.on_cpu:
-        return sum(piece.pairs(scores.cap is not None) for piece in causal_pieces(span, scores))
-    return causal_scores(span, kind.window)
+        return sum(piece.pairs(bounds.cap is not None) for piece in causal_pieces(span, bounds))
+    bounds, target = bounds.within(span), program.target
+    is_masked = target.on_cpu and bounds != UNBOUNDED
+    shape = program.model.n_heads, program.model.n_kv_heads, span, program.train.precision
+    if is_masked and not by_blocks(*shape, bounds):
+        return float(span * span)
+    return causal_scores(span, bounds.window)
 
 
 def _is_ring(program: Program) -> bool:
     return program.layout.cp > 1 and program.layout.cp_kind == "ring"
 
 
-def _ring(program: Program, scores: Scores, cp_rank: int) -> list[Piece]:
+def _ring(program: Program, scores: ScoreBounds, cp_rank: int) -> list[Piece]:
     steps = ring_pairs(program.train.seq_len, program.layout.cp, cp_rank, scores)
     return [piece for step in steps for piece in step]
 
@@ -370,5 +375,5 @@ def _ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """Return how many results of a block the ring computes, in those of all of its queries."""
     if not _is_ring(program):
         return 1.0
-    scores = Scores(kind.window, program.model.attention_softcap)
+    scores = ScoreBounds(kind.window, program.model.attention_softcap)
     return sum(piece.rows for piece in _ring(program, scores, cp_rank)) / program.sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from meshwright.program.attention import Scores
+from meshwright.program.attention import ScoreBounds
 
 # A causal square whose window is shorter, or whose scores are all held at once, is cut into this
 # many blocks of queries, but into none of fewer tokens: a call has its own cost.
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
         return self._replace(queries=queries, keys=keys)
 
 
-def causal_pieces(length: int, scores: Scores) -> tuple[Piece, ...]:
+def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
     """Return the pieces of causal attention inside `length` tokens: each query is in one of them.
 
     One piece, where every query sees all before it and a kernel does not hold the scores.
@@ -72,7 +72,9 @@ def causal_pieces(length: int, scores: Scores) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def ring_pieces(length: int, cp: int, rank: int, owner: int, scores: Scores) -> tuple[Piece, ...]:
+def ring_pieces(
+    length: int, cp: int, rank: int, owner: int, scores: ScoreBounds
+) -> tuple[Piece, ...]:
     """Return what rank `rank` computes with rank `owner`'s keys, `length` of them, or nothing.
 
     Of its own keys, what comes first has each query once. Of two ranks the lower one's first chunk
@@ -96,7 +98,7 @@ def ring_pieces(length: int, cp: int, rank: int, owner: int, scores: Scores) -> 
 
 
 def _of_chunks(
-    chunk: int, apart: int, query_chunk: int, key_chunk: int, scores: Scores
+    chunk: int, apart: int, query_chunk: int, key_chunk: int, scores: ScoreBounds
 ) -> list[Piece]:
     """Return what a chunk of queries sees of one of keys that begins `apart` chunks before it."""
     far = apart * chunk
@@ -111,7 +113,9 @@ def _of_chunks(
     return [Piece(queries, keys, masked=ahead + rows > window, ahead=ahead)]
 
 
-def ring_pairs(seq_len: int, cp: int, rank: int, scores: Scores) -> tuple[tuple[Piece, ...], ...]:
+def ring_pairs(
+    seq_len: int, cp: int, rank: int, scores: ScoreBounds
+) -> tuple[tuple[Piece, ...], ...]:
     """Return what a rank computes in each step of the ring; in a step without pieces, nothing.
 
     In step s it has the keys of the s-th rank before it.
