@@ -27,6 +27,25 @@ MODELS = {
         "logits_divisor": 1.5,
     },
     "sequential neox": {"family": "neox", "rotary_pct": 0.0, "tie_embeddings": True},
+    # Norms on both sides, caps, every other layer with a window.
+    "gemma2": {
+        "family": "gemma2",
+        "n_kv_heads": 4,
+        "ffn_dim": 128,
+        "layer_pattern": [{"window": 7}, {}],
+        "attention_softcap": 2.0,
+        "logits_softcap": 4.0,
+    },
+    # Norms of heads, windows, two bases.
+    "gemma3": {
+        "family": "gemma3",
+        "n_kv_heads": 2,
+        "ffn_dim": 96,
+        "layer_pattern": [{"window": 11, "rope_theta": 50.0}, {}],
+    },
+    # Norms after sublayers and over all heads.
+    "olmo2": {"family": "olmo2", "n_kv_heads": 4, "ffn_dim": 128},
+    "smollm3": {"family": "smollm3", "n_kv_heads": 2, "ffn_dim": 128},
 }
 
 
@@ -49,6 +68,10 @@ CASES = [
     make("zero3 mb4", "tied", "fp16"),
     make("mb2 recompute-selective", "qwen3", "bf16"),
     make("mb2", "granite", packed=True),
+    make("mb4", "gemma2"),
+    make("mb4 recompute-full", "gemma2", "bf16", packed=True),
+    make("mb2 recompute-selective", "gemma3", packed=True),
+    make("mb4 recompute-full", "olmo2"),
     # Data.
     make("dp2 mb2", "neox"),
     make("dp2 mb1", "tied", "bf16", reduce_dtype="same"),
@@ -73,6 +96,13 @@ CASES = [
     make("tp2 sp mb4 recompute-full", "neox", "bf16"),
     make("tp2 sp mb1 recompute-selective", "tied"),
     make("tp4 sp mb4 recompute-full", "dropout", "fp16"),
+    make("tp2 mb4", "gemma2", "bf16"),
+    make("tp2 sp mb4 recompute-full", "gemma2"),
+    make("tp2 mb4", "olmo2"),
+    make("tp2 sp mb4", "olmo2", "bf16"),
+    make("tp2 mb4 recompute-full", "olmo2"),
+    make("tp4 sp mb2 recompute-selective", "olmo2", "bf16"),
+    make("tp2 sp mb2", "gemma3"),
     # Logits in several rounds, which need not be alike.
     make("mb2", "tied", "bf16", seq_len=257),
     make("tp2 mb3", batch=9, seq_len=171),
@@ -88,7 +118,17 @@ CASES = [
     make("cp2-ulysses mb4 recompute-selective"),
     make("cp2-ring mb4", "qwen3"),
     make("cp2-ulysses tp2 mb4 recompute-selective", "qwen3"),
+    make("cp2-ring mb4", "gemma3"),
+    make("cp2-ring mb4 recompute-selective", "gemma3", "bf16"),
+    make("cp4-ring mb4 recompute-full", "gemma3", packed=True),
+    make("cp2-ring mb4", "gemma2", packed=True),
+    make("cp2-ulysses mb4", "gemma2", "bf16"),
+    make("cp2-ring tp2 mb4", "olmo2"),
+    make("cp2-ring mb4", "smollm3"),
     # Pipelines.
+    make("pp2 1f1b mb2", "gemma2"),
+    make("pp2 zbv v2 mb1", "olmo2", "bf16"),
+    make("pp2 interleaved_1f1b v2 mb2 recompute-full", "smollm3"),
     make("pp2 interleaved_zero_bubble v2 mb1", "qwen3", "bf16"),
     make("pp2 naive mb4", "neox"),
     make("pp2 gpipe mb2", "tied", "bf16"),

@@ -19,7 +19,7 @@ from meshwright.program.attention import (
     Cut,
     ScoreBounds,
     by_blocks,
-    pairs,
+    causal_scores,
 )
 from meshwright.spec.resolve import model_spec
 
@@ -281,12 +281,14 @@ def test_attention_takes_blocks_for_long_rows(scores):
         assert seen.call_count == 1
 
 
-def test_the_pairs_of_a_window_are_counted():
+def test_the_scores_of_a_window_are_counted():
     for length in (1, 2, 5, 70):
         behind = torch.arange(length)[:, None] - torch.arange(length)
         for window in (None, 1, 2, 5, 69, 70, 71):
             seen = (behind >= 0) & (behind < (length if window is None else window))
-            assert pairs(length, window) == int(seen.sum())
+            # A token's score with itself counts half, of as many as the window has.
+            own = min(length, window or length) / 2
+            assert causal_scores(length, window) + own == int(seen.sum())
 
 
 @pytest.mark.parametrize("scores", [ScoreBounds(50), ScoreBounds(None, 2.0), ScoreBounds(50, 2.0)])
