@@ -262,7 +262,8 @@ def test_blocks_serve_where_they_are_faster_or_alone():
         # A window that no row exceeds is none.
         assert not by_blocks(8, 8, 4 * LONGEST, precision, ScoreBounds(4 * LONGEST))
     assert by_blocks(8, 8, SHORTEST - 1, "bf16", ScoreBounds(8))
-    assert not by_blocks(8, 8, SHORTEST - 1, "fp32", ScoreBounds(8))
+    assert by_blocks(8, 8, SHORTEST - 1, "fp32", ScoreBounds(8))
+    assert not by_blocks(8, 8, SHORTEST - 1, "fp32", ScoreBounds(SHORTEST))
     assert by_blocks(8, 8, SHORTEST - 1, "fp32", cap)
     for bounds in (window, cap):
         assert not by_blocks(8, 8, 1024, "fp16", bounds)

@@ -119,9 +119,10 @@ class _NormOverRanks(torch.autograd.Function):
         link: Link,
     ) -> tuple[Tensor, Tensor]:
         sizes = [x.shape[-1] * link.size for x in (q, k)]
-        squares = torch.stack([widened(x).square().sum(-1) for x in (q, k)])
-        scales = all_reduce(squares, link)
-        scales = (scales / scales.new_tensor(sizes)[:, None, None]).add_(eps).rsqrt_()
+        means = [
+            widened(x).square().sum(-1) / size for x, size in zip((q, k), sizes, strict=True)
+        ]
+        scales = (all_reduce(torch.stack(means), link) + eps).rsqrt_()  # selective keeps the sum
         ctx.save_for_backward(q, k, q_weight, k_weight, scales)
         ctx.plus_one, ctx.link, ctx.sizes = plus_one, link, sizes
         q_out, k_out = (

@@ -111,13 +111,11 @@ def by_blocks(
 ) -> bool:
     """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32.
 
-    Within a window long rows too, as PyTorch's kernel computes a whole square where it has a mask;
-    with a cap all, as PyTorch has no kernel for it.
+    Within a window or with a cap all rows, as PyTorch's kernel takes a mask for the one, with which
+    it computes and keeps a whole square, and has nothing for the other.
     """
     shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision)
-    if shortest is None or sees.cap is not None:
+    if shortest is None or sees.within(length) != UNBOUNDED:
         return shortest is not None
-    if sees.within(length).window is not None:
-        return shortest <= length
     is_small = _WIDE * heads // kv_heads * BLOCK * length <= SCORES
     return is_small and shortest <= length <= LONGEST
