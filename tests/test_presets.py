@@ -10,7 +10,8 @@ from meshwright.spec.resolve import model_spec
 
 # Parameters as published: `num_parameters` of the safetensors metadata of the HF repositories
 # (meta-llama/*, TinyLlama/TinyLlama_v1.1, HuggingFaceTB/SmolLM2-135M, Qwen/*, mistralai/*,
-# ibm-granite/*, microsoft/phi-4; of Qwen3-0.6B without the tied head, which its file has twice),
+# ibm-granite/*, microsoft/*, google/gemma-*, allenai/*, HuggingFaceTB/SmolLM3-3B; of Qwen3-0.6B
+# without the tied head, which its file has twice),
 # the "Total Params" of the model cards of EleutherAI/pythia-*, and arXiv:2204.06745, table 1, for
 # GPT-NeoX-20B.
 PUBLISHED = {
@@ -52,8 +53,22 @@ PUBLISHED = {
     "phi-4": 14_659_507_200,
     "granite-3.3-2b": 2_533_539_840,
     "granite-3.3-8b": 8_170_864_640,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "phi-3-mini": 3_821_079_552,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "smollm3-3b": 3_075_098_624,
 }
-UNPUBLISHED = {"demo", "gpt3-175b"}  # ours, and not the learned positions of the paper
+# Ours, one without the learned positions of the paper, and the text models of ones with images.
+UNPUBLISHED = {"demo", "gpt3-175b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
 
 
 def named_shapes(model):

@@ -119,9 +119,7 @@ class _NormOverRanks(torch.autograd.Function):
         link: Link,
     ) -> tuple[Tensor, Tensor]:
         sizes = [x.shape[-1] * link.size for x in (q, k)]
-        means = [
-            widened(x).square().sum(-1) / size for x, size in zip((q, k), sizes, strict=True)
-        ]
+        means = [widened(x).square().sum(-1) / size for x, size in zip((q, k), sizes, strict=True)]
         scales = (all_reduce(torch.stack(means), link) + eps).rsqrt_()  # selective keeps the sum
         ctx.save_for_backward(q, k, q_weight, k_weight, scales)
         ctx.plus_one, ctx.link, ctx.sizes = plus_one, link, sizes

@@ -50,7 +50,7 @@ _PATTERNS: Final = (
     (LayerSpec(window=5), PLAIN_LAYER),
     (_LOCAL, _LOCAL, PLAIN_LAYER),
     (PLAIN_LAYER, LayerSpec(rotary=False)),
-    (LayerSpec(window=1),),
+    (LayerSpec(window=2),),
     (LayerSpec(window=17, rotary=False), PLAIN_LAYER, LayerSpec(window=4)),
 )
 # What the models of a family may choose.

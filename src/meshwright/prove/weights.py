@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.execute.build import Source, cut
-from meshwright.models.init import parameter_seed
+from meshwright.models.init import norm_adds_one, parameter_seed
 from meshwright.program.parts import parts
 from meshwright.program.shards import Region
 from meshwright.spec.model import ModelSpec
@@ -29,7 +29,7 @@ def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) 
     """Return the whole of a parameter, fp32 on the CPU, from a seed of its own.
 
     Matrices keep the size of their input; those of queries and keys enlarge it, and those that
-    write to the residual stream halve it. No bias is zero, no norm's weight is one.
+    write to the residual stream halve it. No bias is zero, no norm multiplies by one.
     """
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, f"{name}:telling"))
     values = torch.empty(*shape, dtype=torch.float32, device="cpu")
@@ -37,7 +37,7 @@ def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) 
     if name.endswith(".bias"):
         return values.mul_(0.2)
     if len(shape) == 1:
-        return values.mul_(0.2).exp_()
+        return values.mul_(0.2).exp_().sub_(1 if norm_adds_one(name, spec) else 0)
     return values.mul_(_std(name, shape))
 
 

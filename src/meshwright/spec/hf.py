@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from meshwright.errors import ConfigError, refusal
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import Family, Key
-from meshwright.spec.families.layers import Layer, shortest_pattern
+from meshwright.spec.families.layers import StoredLayer, shortest_pattern
 from meshwright.spec.families.unknown import refuse_model_type
 from meshwright.spec.hf_rotary import read_rotary, rotary_keys, sliding_base
 from meshwright.spec.hf_values import flag, number, optional, size
@@ -122,7 +122,9 @@ def hf_config(
         **family.written,
     }
     if family.layers is not None:
-        layers = [Layer(one.window, one.rotary) for one in map(spec.layer, range(spec.n_layers))]
+        layers = [
+            StoredLayer(one.window, one.rotary) for one in map(spec.layer, range(spec.n_layers))
+        ]
         config |= family.layers.write(layers, family.name)
     return config | rotary_keys(spec, family)
 

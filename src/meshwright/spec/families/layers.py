@@ -16,7 +16,7 @@ _ROTATES: Final = "no_rope_layers"
 T = TypeVar("T", bound=Hashable)
 
 
-class Layer(NamedTuple):
+class StoredLayer(NamedTuple):
     """What a layer sees, in tokens (None: all), and whether it rotates."""
 
     window: int | None = None
@@ -38,7 +38,7 @@ class LayerKeys:
     switch: str = ""
     rotates: bool = False
 
-    def read(self, config: Mapping[str, Any], count: int) -> tuple[Layer, ...]:
+    def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
         """Return what each of so many layers sees and rotates.
 
         Raises `ConfigError` for a kind of layer that is not known and lists of another length.
@@ -50,11 +50,11 @@ class LayerKeys:
             raise ConfigError(refusal(what, legal=[FULL]))
         rotates = self._rotates(config, count)
         return tuple(
-            Layer(window if kind == SLIDING else None, rotary)
+            StoredLayer(window if kind == SLIDING else None, rotary)
             for kind, rotary in zip(kinds, rotates, strict=True)
         )
 
-    def write(self, layers: Sequence[Layer], family: str) -> dict[str, Any]:
+    def write(self, layers: Sequence[StoredLayer], family: str) -> dict[str, Any]:
         """Return the keys of layers; raises `ConfigError` for what a family has none for."""
         windows = {layer.window for layer in layers}
         sizes = sorted(size for size in windows if size is not None)
