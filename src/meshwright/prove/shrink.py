@@ -11,7 +11,8 @@ from typing import Any, Final
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.model import LayerSpec, ModelSpec, RopeScaling
 from meshwright.spec.training import TrainSpec
 from meshwright.units import round_up
 
@@ -40,7 +41,8 @@ def shrink(
         small = _with_policies(layout, degrees)
         small_train = _small_train(train, small, microbatches)
         scaling = partial(_small_scaling, model, train, small_train)
-        small_model = _small_model(model, small, scaling, is_uneven=is_uneven)
+        kinds = _small_kinds(model, train, small_train)
+        small_model = _small_model(model, small, scaling, kinds, is_uneven=is_uneven)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
         cases.append(Case(small_model, small_train, small, packed))
@@ -101,6 +103,7 @@ def _small_model(
     model: ModelSpec,
     layout: Layout,
     scaling: Callable[[int], RopeScaling | None],
+    kinds: tuple[LayerSpec, ...],
     *,
     is_uneven: bool,
 ) -> ModelSpec:
@@ -108,9 +111,9 @@ def _small_model(
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
     group = min(model.n_heads // model.n_kv_heads, 4)
-    layers = max(2, layout.stages + (is_uneven and layout.is_pipelined))
+    layers = max(2, len(kinds), layout.stages + (is_uneven and layout.is_pipelined))
     head_dim = _head_dim(model, (8, 16, 32, 64, 128))
-    sizes = {
+    sizes: dict[str, Any] = {
         "preset": None,
         "init_from": None,
         "vocab_size": round_up(128, layout.tp),
@@ -121,8 +124,24 @@ def _small_model(
         "head_dim": head_dim,
         "rope_scaling": scaling(head_dim),
         "ffn_dim": round_up(2 * _DIM, layout.tp),
+        "layer_pattern": kinds if model.layer_pattern else (),
+        **FAMILIES[model.family].of_width(_DIM),
     }
+    if model.attention_scale is not None:  # scores as large as they were
+        scale = model.attention_scale * math.sqrt(model.head_dim / head_dim)
+        sizes["attention_scale"] = scale
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
+
+
+def _small_kinds(model: ModelSpec, train: TrainSpec, small: TrainSpec) -> tuple[LayerSpec, ...]:
+    """Return a layer of each kind, with windows that hide as large a share of small rows."""
+    found = []
+    for kind in model.layer_kinds:
+        window = kind.window
+        if window is not None and window < train.seq_len:
+            window = max(2, window * small.seq_len // train.seq_len)
+        found.append(kind.model_copy(update={"window": window}))
+    return tuple(found)
 
 
 def _small_scaling(

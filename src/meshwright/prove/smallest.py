@@ -123,6 +123,7 @@ def _updated(case: Case, update: _Update) -> Case | None:
     batch = layout.dp * layout.microbatch * microbatches
     train = case.train.model_copy(update={**own.pop("train", {}), "batch": batch})
     model = case.model.model_copy(update=own.pop("model", {}))
+    model = model.model_copy(update=FAMILIES[model.family].of_width(model.dim))
     try:
         ModelSpec.model_validate_json(model.model_dump_json())
     except ValidationError:
