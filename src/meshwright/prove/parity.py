@@ -13,6 +13,7 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.world import World
 from meshwright.prove.case import OPTIMIZERS, Case
 from meshwright.prove.compare import (
+    MARGIN,
     Difference,
     Expected,
     Fault,
@@ -104,6 +105,7 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     evaluation = trial.evaluation()
     batch = make_batch(case, 0)
     bound = loss_tolerance(case.train, case.model, batch, exact.losses[0])
+    bound += MARGIN * reference.drift
     losses, norms = [one.loss for one in numbers], [one.norm for one in numbers]
     yield _numbers(case, "loss", exact.losses, losses, bound)
     yield _tensors(case, "gradients", worst[0], "gradient")

@@ -76,6 +76,19 @@ class Reference:
     exact: Steps
     noises: tuple[float, ...]
 
+    @property
+    def drift(self) -> float:
+        """The largest error of a loss after an update, relative to it: of weights that noise moves.
+
+        With a layout's roundings, of the steps after the first and of the evaluation.
+        """
+        pairs = zip(self._later(self.rounded), self._later(self.exact), strict=True)
+        return max(abs(a - b) / b for a, b in pairs)
+
+    @staticmethod
+    def _later(steps: Steps) -> tuple[float, ...]:
+        return (*steps.losses[1:], steps.evaluation)
+
 
 def make_batch(case: Case, step: int) -> Batch:
     """Return the global batch of a step: random tokens, rows with very uneven numbers of targets.
