@@ -1,6 +1,11 @@
 """Configs of Hugging Face models, and what is accepted of unknown ones."""
 
+import pytest
+
 from meshwright.interop.importing import refusal_text
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.hf import hf_config
+from meshwright.spec.resolve import model_spec
 from test_interop import config_of, entry, imported
 
 HF = {
@@ -52,3 +57,33 @@ def test_what_is_accepted_leaves_the_rest_of_the_model(tmp_path):
     assert (model.dim, model.n_layers, model.n_kv_heads, model.vocab_size) == (64, 2, 2, 512)
     plain = config_of(imported(tmp_path, HF, "config.json")).model
     assert model == plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_a_family_writes_is_known(family, tmp_path):
+    more = {"attention_bias": True, "mlp_bias": True} if family == "neox" else {}
+    spec = model_spec(family=family, dim=64, n_layers=12, n_heads=4, vocab_size=96, **more)
+    found = imported(tmp_path, hf_config(spec), "config.json")
+    assert not found.report.refused
+    assert config_of(found).model == spec.model_copy(update={"dropout": 0.0})
+
+
+def test_keys_of_old_files_of_gemma_and_smollm(tmp_path):
+    sizes = {**HF, "num_hidden_layers": 4, "head_dim": 16}
+    old = {
+        "model_type": "gemma3_text",
+        "sliding_window": 512,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1e6,
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "cache_implementation": "hybrid",
+    }
+    found = imported(tmp_path, sizes | old, "config.json")
+    assert not found.report.refused
+    windows = [one.window for one in config_of(found).model.layer_pattern]
+    assert windows == [512, None]
+    own = {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "no_rope_layer_interval": 4}
+    found = imported(tmp_path, sizes | own | {"max_window_layers": 28}, "config.json")
+    assert [one.rotary for one in config_of(found).model.layer_pattern] == [True, False]

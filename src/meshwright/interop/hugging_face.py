@@ -28,6 +28,13 @@ _TARGETS = {
     "partial_rotary_factor": "rotary_pct",
     "rotary_pct": "rotary_pct",
     "rotary_emb_base": "rope_theta",
+    "hidden_activation": "activation",
+    "sliding_window": "layer_pattern",
+    "layer_types": "layer_pattern",
+    "sliding_window_pattern": "layer_pattern",
+    "rope_local_base_freq": "layer_pattern",
+    "no_rope_layers": "layer_pattern",
+    "no_rope_layer_interval": "layer_pattern",
     **{key.theirs: key.ours for family in FAMILIES.values() for key in family.keys},
 }
 _BY_RULE = KeyRow(by_rule=True)
@@ -69,8 +76,9 @@ def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:
     while True:
         try:
             spec = spec_from_hf(config)
-            of_family = FAMILIES[spec.family].features  # need not be said
-            return spec.model_dump(exclude={"preset", "init_from", *of_family})
+            family = FAMILIES[spec.family]
+            implied = {*family.features, *family.derived}  # need not be said
+            return spec.model_dump(exclude={"preset", "init_from", *implied})
         except ConfigError as error:
             named = next((key for key in config if str(error).startswith(f"{key} ")), None)
             is_final = named is None or named in _NEEDED
