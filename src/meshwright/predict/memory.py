@@ -143,6 +143,8 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
 
 def _averages(held: HeldLayers, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return what a layer of a rank keeps in the mean, of what each kind of layer keeps."""
+    if len(each) == 1:
+        return dict(each[0])
     names = dict.fromkeys(name for one in each for name in one)
     return {
         name: held.total(one.get(name, 0.0) for one in each) / max(held.layers, 1) for name in names

@@ -50,6 +50,13 @@ class MicrobatchTimes:
             seconds += getattr(self.last, cause)
         return seconds
 
+    def total(self, held: HeldLayers) -> float:
+        """Return the seconds of one microbatch on a pipeline rank, for all causes."""
+        seconds = held.total([layer.total for layer in self.layers])
+        if held.has_embedding:
+            seconds += self.first.total
+        return seconds + (self.last.total if held.has_head else 0.0)
+
     def room(self, held: HeldLayers) -> float:
         """Return the seconds of a microbatch that messages of data parallelism may hide behind."""
         return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
@@ -134,9 +141,7 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     parts = parts_of(setting, kernels, layout)
     ranks = held_by(setting, layout)
     gathers = gather_waits(setting, kernels, layout, parts)
-    whole = tuple(
-        sum(parts.of(held, cause) for cause in Seconds._fields) + gathers.of(held) for held in ranks
-    )
+    whole = tuple(parts.total(held) + gathers.of(held) for held in ranks)
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
     count = layout.microbatches(setting.train.batch)
     return ActionTimes(setting.model, parts, gathers, ranks, whole, transfer, count)

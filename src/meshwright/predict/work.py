@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.layout import Layout
@@ -114,7 +115,7 @@ class HeldLayers(NamedTuple):
 
     def total(self, each: Iterable[float]) -> float:
         """Return the sum over the layers of a number that each kind has."""
-        return sum(count * one for count, one in zip(self.kinds, each, strict=True))
+        return float(sum(map(mul, self.kinds, each)))
 
 
 class LayoutWork(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.attention import UNBOUNDED, ScoreBounds, by_blocks, causal_scores
 from meshwright.program.lower import Program
-from meshwright.program.ring import Piece, causal_pieces, ring_pairs
+from meshwright.program.ring import causal_pieces, ring_totals
 from meshwright.program.stages import Stage
 from meshwright.program.target import Route, Target
 from meshwright.spec.model import LayerSpec
@@ -346,7 +346,8 @@ def _pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     bounds, span = ScoreBounds(kind.window, program.model.attention_softcap), program.train.seq_len
     if _is_ring(program):
         plain = _is_plain(program) or bounds.cap is not None
-        return sum(piece.pairs(plain) for piece in _ring(program, bounds, cp_rank))
+        totals = ring_totals(span, program.layout.cp, cp_rank, bounds)
+        return totals.plain_pairs if plain else totals.pairs
     if program.target.packed and program.target.on_cpu:
         return sum(piece.pairs(bounds.cap is not None) for piece in causal_pieces(span, bounds))
     bounds, target = bounds.within(span), program.target
@@ -361,11 +362,6 @@ def _is_ring(program: Program) -> bool:
     return program.layout.cp > 1 and program.layout.cp_kind == "ring"
 
 
-def _ring(program: Program, scores: ScoreBounds, cp_rank: int) -> list[Piece]:
-    steps = ring_pairs(program.train.seq_len, program.layout.cp, cp_rank, scores)
-    return [piece for step in steps for piece in step]
-
-
 def _is_plain(program: Program) -> bool:
     """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
     return _is_ring(program) and program.target.packed and program.train.precision == "fp16"
@@ -375,5 +371,6 @@ def _ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """Return how many results of a block the ring computes, in those of all of its queries."""
     if not _is_ring(program):
         return 1.0
-    scores = ScoreBounds(kind.window, program.model.attention_softcap)
-    return sum(piece.rows for piece in _ring(program, scores, cp_rank)) / program.sequence
+    bounds = ScoreBounds(kind.window, program.model.attention_softcap)
+    totals = ring_totals(program.train.seq_len, program.layout.cp, cp_rank, bounds)
+    return totals.rows / program.sequence

@@ -7,6 +7,7 @@ document, so that what a window saves can be counted without either.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from meshwright.program.attention import ScoreBounds
@@ -122,3 +123,22 @@ def ring_pairs(
     """
     length = seq_len // cp
     return tuple(ring_pieces(length, cp, rank, (rank - step) % cp, scores) for step in range(cp))
+
+
+class RingTotals(NamedTuple):
+    """What a rank computes in all steps: pairs, those of plain operations, results of queries."""
+
+    pairs: float
+    plain_pairs: float
+    rows: int
+
+
+@lru_cache(maxsize=8192)
+def ring_totals(seq_len: int, cp: int, rank: int, scores: ScoreBounds) -> RingTotals:
+    """Return the sums over the pieces of `ring_pairs`; a search asks for the same ones often."""
+    pieces = [piece for step in ring_pairs(seq_len, cp, rank, scores) for piece in step]
+    return RingTotals(
+        sum(piece.pairs(plain=False) for piece in pieces),
+        sum(piece.pairs(plain=True) for piece in pieces),
+        sum(piece.rows for piece in pieces),
+    )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.predict.kernels import Seconds
 from meshwright.predict.memory import activations, model_states
 from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
@@ -257,7 +256,7 @@ class Search:
         if one.tp > 1 and SCHEDULES[schedule.name].splits_backward:  # hides fewer messages
             parts = parts_of(setting, kernels, layout)
         ranks = Counter(held_by(setting, layout))
-        base = {held: sum(parts.of(held, c) for c in Seconds._fields) for held in ranks}
+        base = {held: parts.total(held) for held in ranks}
         transfer = transfer_seconds(kernels, layout, work_of(setting, one))
         kept = self._activations(layout)
         found = []
