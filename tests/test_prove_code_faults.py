@@ -157,8 +157,8 @@ def norm_backward():
 
     def without(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        _, of_weight, _ = real(ctx, grad)
-        return (grad.float() * weight * scale).to(x.dtype), of_weight, None
+        _, of_weight, *rest = real(ctx, grad)
+        return (grad.float() * weight * scale).to(x.dtype), of_weight, *rest
 
     return patch.object(ops._RMSNorm, "backward", staticmethod(without))
 

@@ -166,7 +166,7 @@ def wrong_rotation(parallel):
     if parallel.groups.cp.rank == 1:
         rope = blocks(parallel)[0].attn.rope
         tables = rope.tables
-        rope.tables = lambda start, stop, positions: tables(start, stop, positions + 1)
+        rope.tables = lambda start, stop, at, *table: tables(start, stop, at + 1, *table)
 
 
 def stale_buffer(parallel):

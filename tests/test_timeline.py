@@ -15,6 +15,7 @@ from meshwright.program.target import Processor, Route, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.model import LayerSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
@@ -101,6 +102,16 @@ def test_the_peak_where_logits_are_made_in_rounds(label, precision, tied, matmul
 NEOX = {"family": "neox", "n_kv_heads": 4, "attention_bias": True, "mlp_bias": True}
 NEOX |= FAMILIES["neox"].fixed
 QWEN3 = {"family": "qwen3", **FAMILIES["qwen3"].fixed}
+# Two layers, the first within a window; norms on both sides, caps.
+GEMMA2 = {
+    "family": "gemma2",
+    "attention_softcap": 50.0,
+    "logits_softcap": 30.0,
+    **FAMILIES["gemma2"].fixed,
+    **FAMILIES["gemma2"].of_width(MODEL.dim),
+    "layer_pattern": (LayerSpec(window=48), LayerSpec()),
+}
+OLMO2 = {"family": "olmo2", **FAMILIES["olmo2"].fixed}
 
 
 @needs_onednn
@@ -111,6 +122,9 @@ QWEN3 = {"family": "qwen3", **FAMILIES["qwen3"].fixed}
         ("tp2 mb4", {}),
         ("dp1 mb4", NEOX),
         ("tp2 mb4", QWEN3),
+        ("dp1 mb4", GEMMA2),
+        ("tp2 mb4", OLMO2),
+        pytest.param("tp2 sp mb4", GEMMA2, marks=pytest.mark.slow),
         pytest.param("dp1 mb4", {}, marks=pytest.mark.slow),
         pytest.param("tp2 mb4", NEOX, marks=pytest.mark.slow),
     ],
