@@ -262,6 +262,18 @@ def test_a_missing_shard_is_named(model, tmp_path):
         load_hf(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a" * 300 + ".safetensors", "a" * 5000 + ".safetensors"])
+def test_an_index_that_names_what_no_system_can_open(model, tmp_path, name):
+    save_hf(model, tmp_path, max_shard_bytes=4000)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][next(iter(index["weight_map"]))] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"a{100}, which .* names, is missing") as caught:
+        load_hf(tmp_path)
+    assert "a" * 101 not in str(caught.value)
+
+
 def test_a_tensor_in_two_shards_is_refused(model, tmp_path):
     save_hf(model, tmp_path, max_shard_bytes=5000)
     first, second = sorted(tmp_path.glob("*.safetensors"))[:2]

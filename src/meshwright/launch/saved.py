@@ -51,8 +51,9 @@ def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
     if math.prod(shape) > _SPARSE * sum(chunk.size for _, chunk in chunks):
         raise ValueError(f"chunks that leave most of {shape} open")
     whole = np.full(shape, np.nan)
-    for (start, chunk), end in zip(chunks, ends, strict=True):
-        whole[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
+    with np.errstate(invalid="ignore"):  # damaged numbers are compared, not told of one by one
+        for (start, chunk), end in zip(chunks, ends, strict=True):
+            whole[tuple(slice(a, b) for a, b in zip(start, end, strict=True))] = chunk
     return whole
 
 

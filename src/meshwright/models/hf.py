@@ -24,6 +24,8 @@ from meshwright.spec.stored import read_object
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+# Characters of a name that messages show.
+_SHOWN: Final = 100
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -253,12 +255,13 @@ def _weight_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")
     names = list({str(name): name for name in weight_map.values()}.values())
+    there = {one.name for one in folder.iterdir() if one.is_file()}
     for name in names:
         plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
         if not plain or not name.endswith(".safetensors"):
             raise CheckpointError(f"{path} names the file {name!r}, which is not one of the folder")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}, which {INDEX} names, is missing")
+        if name not in there:  # asked of the folder: the system has no answer for any name
+            raise CheckpointError(f"{folder / name[:_SHOWN]}, which {INDEX} names, is missing")
     return [folder / name for name in names]
 
 
