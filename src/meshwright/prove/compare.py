@@ -2,7 +2,7 @@
 
 A tensor is compared with an exact one by their distance (the root of the summed squares). How large
 rounding may make it is measured: the reference makes all roundings of a layout, on one device, and
-its own distance from the exact tensor is the noise. A layout makes as many roundings in another
+its own distance from the exact tensor is the noise, the largest of a few samples. A layout makes as many roundings in another
 order, so its distance is another sample of that noise. `MARGIN` allows for chance, and for the few
 roundings that only a layout has: partial sums of ranks.
 """
@@ -10,7 +10,7 @@ roundings that only a layout has: partial sums of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import torch
@@ -104,13 +104,13 @@ class Difference(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Whole tensors by name, exact ones and as one device has them that rounds.
+    """Whole tensors by name, exact ones and as one device has them that rounds, in some samples.
 
     Where the tensors are updates, `added_to` has the fp32 weights that they are added to.
     """
 
     exact: Mapping[str, Tensor]
-    rounded: Mapping[str, Tensor]
+    rounded: Sequence[Mapping[str, Tensor]]
     added_to: Mapping[str, Tensor] | None = None
 
     def difference(
@@ -120,8 +120,9 @@ class Expected(NamedTuple):
 
         The distance is infinite where there is no tensor, or one with a NaN.
         """
-        exact, rounded = (part(of[name]).double() for of in (self.exact, self.rounded))
-        size, noise = exact.norm().item(), (rounded - exact).norm().item()
+        exact = part(self.exact[name]).double()
+        size = exact.norm().item()
+        noise = max((part(of[name]).double() - exact).norm().item() for of in self.rounded)
         margin = FEW_MARGIN if exact.numel() <= FEW else MARGIN
         if noise >= size:
             margin = VANISHING

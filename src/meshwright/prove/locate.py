@@ -38,8 +38,8 @@ from meshwright.prove.compare import (
 from meshwright.prove.reference import (
     make_batch,
     run_gradients,
-    run_reference,
     run_streams,
+    shared_reference,
 )
 from meshwright.prove.trial import Trial
 from meshwright.prove.verdict import Divergence, Quantity
@@ -136,7 +136,7 @@ def _wrong_output(search: _Search) -> Divergence | None:
     """Return the first microbatch and layer whose output is wrong, and the first rank of it."""
     batch = make_batch(search.case, 0)
     rounded, exact = run_streams(search.case, batch)
-    expected = Expected(exact, rounded)
+    expected = Expected(exact, [rounded])
     parallel, wrong = search.build(), list[_Output]()
     names = [f"layers.{layer}" for layer in range(search.program.model.n_layers)]
     depths = {name: depth for depth, name in enumerate(["embed", *names])}
@@ -232,7 +232,7 @@ def _gradient_of(search: _Search, batch: Batch) -> Difference | None:
     rounded, exact = run_gradients(search.case, batch)
     parallel = search.build()
     search.step(parallel, batch)
-    expected = Expected(exact, rounded)
+    expected = Expected(exact, [rounded])
     wrong = _wrong(search, parallel, lambda held: held.gradient, expected)
     return _first(wrong, [*reversed(search.program.shardings)], search.world)
 
@@ -257,15 +257,16 @@ def _wrong(
 
 def _wrong_step(search: _Search) -> Divergence | None:
     """Return the first wrong gradient or update of the first step that has one."""
-    reference = run_reference(search.case, keeps=True)
+    reference = shared_reference(search.case, search.world, keeps=True)
     trial = Trial(search.case, search.groups, search.world, reference, search.fault)
     for step in range(search.case.steps):
-        exact, rounded = (of.moments[step] for of in (reference.exact, reference.rounded))
-        gradients_of = Expected(exact.gradients, rounded.gradients)
+        exact = reference.exact.moments[step]
+        rounded = [one.moments[step] for one in reference.rounded]
+        gradients_of = Expected(exact.gradients, [one.gradients for one in rounded])
         wrong: list[Difference] = []
         look = partial(_look, search, trial, gradients_of, wrong)
         trial.step(step, look)
-        updates = Expected(exact.updates, rounded.updates, reference.start)
+        updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
         added = _wrong(search, trial.parallel, trial.added, updates)
         names = [*search.program.shardings]
         later: list[tuple[Quantity, list[Difference], list[str]]] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from meshwright.execute.groups import Groups
 from meshwright.execute.world import World
@@ -22,7 +23,7 @@ from meshwright.prove.compare import (
     norm_tolerance,
 )
 from meshwright.prove.locate import locate
-from meshwright.prove.reference import Reference, make_batch, run_reference
+from meshwright.prove.reference import Reference, make_batch, shared_reference
 from meshwright.prove.trial import StepNumbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
 from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts
@@ -32,7 +33,7 @@ def prove_parity(
     case: Case,
     groups: Groups,
     world: World,
-    reference_of: Callable[[Case], Reference] = run_reference,
+    reference_of: Callable[[Case], Reference] | None = None,
     fault: Fault | None = None,
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a case's steps; a collective, every rank returns the same.
@@ -41,6 +42,7 @@ def prove_parity(
     than they are. `reference_of` may save computing one again. `fault` breaks the parallel model,
     in tests.
     """
+    reference_of = reference_of or partial(shared_reference, world=world)
     verdicts = check(case, groups, world, reference_of(case), fault)
     if case.train.precision != "fp32":
         train = case.train.model_copy(update={"precision": "fp32", "fp8": False})
@@ -66,7 +68,7 @@ def check(
     fault: Fault | None = None,
 ) -> tuple[Verdict, ...]:
     """Return the verdicts without looking for the first divergence; a collective."""
-    reference = reference or run_reference(case)
+    reference = reference or shared_reference(case, world)
     trial = Trial(case, groups, world, reference, fault)
     verdicts = tuple(_verdicts(case, trial, world, reference))
     if case.train.precision == "fp32":
@@ -76,7 +78,7 @@ def check(
 
 def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> Iterator[Verdict]:
     exact, rounded = reference.exact, reference.rounded
-    gradients = Expected(exact.gradients, rounded.gradients)
+    gradients = Expected(exact.gradients, [one.gradients for one in rounded])
     worst, numbers, gathered = list[Difference](), list[StepNumbers](), list[float]()
     is_half = case.train.precision != "fp32"
 
@@ -89,13 +91,13 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
 
     for step in range(case.steps):
         numbers.append(trial.step(step, look))
-    updates = Expected(exact.updates, rounded.updates, reference.start)
+    updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
     added = compare(trial.parallel, trial.added, updates, world)
     states = [
         compare(
             trial.parallel,
             trial.state(key),
-            Expected(exact.state[key], rounded.state[key]),
+            Expected(exact.state[key], [one.state[key] for one in rounded]),
             world,
         )
         for key in exact.state

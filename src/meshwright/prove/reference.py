@@ -4,22 +4,28 @@ In half precision this rounds what a layout rounds: the weights in products, the
 operations, and each microbatch's gradients. Sums of gradients and updates are in fp32. The same
 steps are also taken in fp64, where only the weights in products are rounded. The difference of the
 two is the noise of the roundings, from which the tolerances follow.
+
+One difference is a sample of that noise. Where one ill-conditioned place (an RMSNorm of a token
+that is nearly zero, say) has most of it, samples of the same noise differ by factors of 40. So the
+rounded steps are taken several times, from weights of which some are one rounding off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES
 from meshwright.execute.documents import bounds_of
+from meshwright.execute.world import World
 from meshwright.models.dropout import row_keys
 from meshwright.prove.case import Case
 from meshwright.prove.oracle import loss_sum, streams
@@ -32,6 +38,10 @@ Tensors = Mapping[str, Tensor]
 _RATE: Final = 2e-3
 _DECAY: Final = 1.0
 _WARMUP: Final = 2
+# Samples of the noise. The first is from the weights themselves; for another, this part of them is
+# moved by one rounding of the case's precision, so that each operation rounds anew.
+SAMPLES: Final = 3
+_MOVED: Final = 1 / 16
 
 
 class AfterStep(NamedTuple):
@@ -62,17 +72,18 @@ class Steps:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a layout is compared with: one device's steps, with a layout's roundings and exact.
+    """What a layout is compared with: one device's steps, exact and with a layout's roundings.
 
     `start` are the weights before them, `optimizer` and `clip_norm` those of the steps. The latter
     is half of the first gradient's norm, if the case clips at all, so that every step is clipped.
-    `noises` are the errors of each step's whole gradient with a layout's roundings, over its norm.
+    `rounded` are samples of the same steps. `noises` are the errors of each step's whole gradient
+    in them, over its norm: the largest of all samples.
     """
 
     start: Tensors
     optimizer: OptimizerSpec
     clip_norm: float
-    rounded: Steps
+    rounded: tuple[Steps, ...]
     exact: Steps
     noises: tuple[float, ...]
 
@@ -82,12 +93,18 @@ class Reference:
 
         With a layout's roundings, of the steps after the first and of the evaluation.
         """
-        pairs = zip(self._later(self.rounded), self._later(self.exact), strict=True)
-        return max(abs(a - b) / b for a, b in pairs)
+        exact = self._later(self.exact)
+        each = [zip(self._later(sample), exact, strict=True) for sample in self.rounded]
+        return max(abs(a - b) / b for pairs in each for a, b in pairs)
 
     @staticmethod
     def _later(steps: Steps) -> tuple[float, ...]:
         return (*steps.losses[1:], steps.evaluation)
+
+    def with_samples(self, other: Reference) -> Reference:
+        """Return this one with the samples of another one of the same case, too."""
+        noises = tuple(map(max, zip(self.noises, other.noises, strict=True)))
+        return replace(self, rounded=self.rounded + other.rounded, noises=noises)
 
 
 def make_batch(case: Case, step: int) -> Batch:
@@ -119,8 +136,13 @@ def evaluated(case: Case) -> list[Batch]:
     return [make_batch(case, 0), make_batch(case, case.steps)]
 
 
-def run_reference(case: Case, *, keeps: bool = False) -> Reference:
-    """Return what one device computes; with `keeps` also the moments of each step."""
+def run_reference(
+    case: Case, *, keeps: bool = False, samples: Sequence[int] = range(SAMPLES)
+) -> Reference:
+    """Return what one device computes, with samples of its noise by their numbers.
+
+    With `keeps` also the moments of each step.
+    """
     first = _OneDevice(case, exact=True).gradients(make_batch(case, 0))[1]
     norm = _norm(first)
     clip_norm = norm / 2 if case.train.clip_norm else 0.0
@@ -136,17 +158,44 @@ def run_reference(case: Case, *, keeps: bool = False) -> Reference:
         schedule="cosine",
         warmup_steps=_WARMUP,
     )
-    rounded, exact = (_run(case, optimizer, clip_norm, exact=which) for which in (False, True))
-    noises = tuple(
-        _norm({name: a.gradients[name].double() - b for name, b in of_b.items()}) / size
-        for a, of_b, size in zip(
-            rounded.moments, (b.gradients for b in exact.moments), exact.norms, strict=True
-        )
+    exact = _run(_OneDevice(case, exact=True), optimizer, clip_norm)
+    rounded = tuple(
+        _run(_OneDevice(case, exact=False, sample=number), optimizer, clip_norm)
+        for number in samples
     )
+    noises = tuple(map(max, zip(*(_noises(one, exact) for one in rounded), strict=True)))
     if not keeps:
-        rounded, exact = (replace(steps, moments=()) for steps in (rounded, exact))
+        exact, *others = (replace(steps, moments=()) for steps in (exact, *rounded))
+        rounded = tuple(others)
     start = whole_weights(case.model, case.train.seed)
     return Reference(start, optimizer, clip_norm, rounded, exact, noises)
+
+
+def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Reference:
+    """Return the same on every rank: ranks 0 and 1 compute a part of the samples each.
+
+    A collective.
+    """
+    ranks = min(world.size, 2)
+    if ranks == 1:
+        return run_reference(case, keeps=keeps)
+    samples, found = (range(1), range(1, SAMPLES)), list[Reference]()
+    mine = run_reference(case, keeps=keeps, samples=samples[world.rank]) if world.rank < 2 else None
+    for source in range(ranks):
+        box = [mine if world.rank == source else None]
+        dist.broadcast_object_list(box, source)
+        assert box[0] is not None
+        found.append(box[0])
+    return found[0].with_samples(found[1])
+
+
+def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:
+    """Yield the error of each step's whole gradient, over its norm."""
+    for a, b, size in zip(rounded.moments, exact.moments, exact.norms, strict=True):
+        yield (
+            _norm({name: one.double() - b.gradients[name] for name, one in a.gradients.items()})
+            / size
+        )
 
 
 def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
@@ -168,8 +217,8 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
     return found[0], found[1]
 
 
-def _run(case: Case, optimizer: OptimizerSpec, clip_norm: float, *, exact: bool) -> Steps:
-    one = _OneDevice(case, exact=exact)
+def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
+    case = one.case
     step_of = _Optimizer(one.masters, optimizer, case.steps)
     losses, norms, moments = [], [], []
     first: Tensors = {}
@@ -194,12 +243,20 @@ def _run(case: Case, optimizer: OptimizerSpec, clip_norm: float, *, exact: bool)
 
 
 class _OneDevice:
-    """Masters, and what is computed with them."""
+    """Masters, and what is computed with them.
 
-    def __init__(self, case: Case, *, exact: bool) -> None:
+    A `sample` other than the first begins with weights of which some are one rounding off.
+    """
+
+    def __init__(self, case: Case, *, exact: bool, sample: int = 0) -> None:
         self.case, self._is_exact = case, exact
-        self._start = whole_weights(case.model, case.train.seed)
         self._half = DTYPES[case.train.precision]
+        self._start = whole_weights(case.model, case.train.seed)
+        if sample:
+            generator = torch.Generator().manual_seed(sample)
+            self._start = {
+                name: _moved(one, self._half, generator) for name, one in self._start.items()
+            }
         dtype = torch.float64 if exact else torch.float32
         self.masters = {name: one.to(dtype, copy=True) for name, one in self._start.items()}
         self.fp8 = case.train.fp8 and not exact
@@ -315,6 +372,13 @@ def comparable(key: str, state: Tensor) -> Tensor:
     squares of two samples differ by the square of such a factor.
     """
     return state.sqrt() if key == "exp_avg_sq" else state
+
+
+def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return a weight with some of its elements one rounding of a dtype away from where they are."""
+    draw = torch.rand(weight.shape, generator=generator)
+    sign = (draw < _MOVED / 2).to(weight) - (draw > 1 - _MOVED / 2).to(weight)
+    return weight * (1 + sign * torch.finfo(dtype).eps)
 
 
 def _narrow(tensors: Tensors) -> dict[str, Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from meshwright.execute.groups import open_groups
 from meshwright.execute.world import World
 from meshwright.layout import Layout
@@ -14,14 +12,14 @@ from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.order import prove_order
 from meshwright.prove.parity import prove_parity
-from meshwright.prove.reference import Reference, run_reference
+from meshwright.prove.reference import Reference, shared_reference
 from meshwright.prove.verdict import Verdict
 
 
 class Suite:
     """A rank's side of the proof of many cases.
 
-    What one device computes is computed once, on rank 0, for all cases of one model and batch.
+    What one device computes is computed once for all cases of one model and batch.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
@@ -42,15 +40,11 @@ class Suite:
         return verdicts + prove_conformance(case, groups, world)
 
     def _reference(self, case: Case) -> Reference:
-        """Return what one device computes, from rank 0."""
+        """Return what one device computes."""
         # All but the layout, of which only what is rounded at once matters to one device.
         is_fp32 = case.train.precision == "fp32"
         layout = Layout(microbatch=1 if is_fp32 else case.layout.microbatch)
         key = replace(case, layout=layout, refused=None)
         if key not in self._references:
-            found = [run_reference(case) if self._world.rank == 0 else None]
-            if self._world.size > 1:
-                dist.broadcast_object_list(found)
-            assert found[0] is not None
-            self._references[key] = found[0]
+            self._references[key] = shared_reference(case, self._world)
         return self._references[key]
