@@ -101,6 +101,11 @@ def test_each_family_has_its_layouts_in_the_table():
         own = [case.layout for case in cases if case.model.family == family]
         for axis in ("dp", "tp", "sp", "cp", "pp", "zero"):
             assert any(getattr(layout, axis) > (axis not in ("sp", "zero")) for layout in own), axis
+        assert any(sum(degree > 1 for degree in layout.mesh.shape) >= 3 for layout in own)
+        assert {layout.recompute for layout in own} == {"none", "full", "selective"}
+        alike = [case for case in cases if case.model.family == family]
+        assert {case.train.precision for case in alike} == {"fp32", "bf16", "fp16"}
+        assert {case.packed for case in alike} == {False, True}
 
 
 def test_the_table_has_the_layouts_that_are_asked_for():

@@ -32,6 +32,9 @@ WORLDS: Final = (2, 4, 8, 16)
 MOST_LAYERS: Final = 8
 # Layouts of a mesh with several axes and no pipeline; with one it is a layout for each schedule.
 PER_MESH: Final = 4
+# How often the layouts of a table are dealt, each time with other kinds, sizes and recomputation:
+# a layout of 8 ranks takes the time of several of 2 or 4, which have few meshes.
+_ROUNDS: Final = {2: 2, 4: 2, 8: 1, 16: 2}
 
 
 class _Kind(NamedTuple):
@@ -139,10 +142,12 @@ def matrix(world: int) -> tuple[Case, ...]:
     cases = {case.layout: case for case in _large(world)}
     for turn, layout in enumerate(map(Layout.parse, _NAMED[world])):
         cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn)
-    for turn, layout in enumerate(_layouts(world)):
-        case = _dealt(layout, turn)
-        if case is not None:
-            cases.setdefault(case.layout, case)
+    turns = count(25 * world)  # each table deals from another place, so that more of them meet
+    for again in range(_ROUNDS[world]):
+        for layout in _layouts(world, again):
+            case = _dealt(layout, next(turns))
+            if case is not None:
+                cases.setdefault(case.layout, case)
     return (*cases.values(), *(refused(world) if world < 16 else ()))
 
 
@@ -170,9 +175,12 @@ def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
     return [cases[place] for place in sorted(places)]
 
 
-def _layouts(world: int) -> Iterator[Layout]:
-    """Yield layouts that lack microbatch and offload, which are dealt out."""
-    turns = count()
+def _layouts(world: int, first: int) -> Iterator[Layout]:
+    """Yield layouts that lack microbatch and offload, which are dealt out.
+
+    `first` is the turn that the first of them takes.
+    """
+    turns = count(first)
     for mesh in _meshes(world):
         degrees = dict(zip(AXES, mesh, strict=True))
         choices: list[dict[str, Any]] = [
