@@ -5,8 +5,8 @@
 The layouts, precisions, recomputation, offload and kinds of models are those of `prove --matrix`,
 with sizes at which activations and states weigh about the same. Predicted is the peak of
 `predict.timeline`; measured is the median of three steps by torch's profiler. `--every N` takes
-each Nth layout, `--matmul onednn` computes fp32 products by oneDNN. Prints those that are
-furthest off; the last line is the command to repeat it.
+each Nth layout, `--family` those of some families alone, `--matmul onednn` computes fp32 products
+by oneDNN. Prints those that are furthest off; the last line is the command to repeat it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from meshwright.program.lower import lower
 from meshwright.program.target import Processor, Target, route
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
+from meshwright.spec.families import FAMILIES
 from meshwright.units import MIB
 
 WIDER, LONGER, MORE_WORDS = 4, 8, 8
@@ -48,20 +49,41 @@ def scaled(case: Case, matmul: str) -> Case:
     return replace(case, model=case.model.model_copy(update=sizes), train=train)
 
 
-def cases_of(ranks: int, every: int, matmul: str) -> list[Case]:
-    """Return each `every`-th of the table's legal layouts, scaled."""
-    legal = [case for case in matrix(ranks) if case.refused is None]
-    return [scaled(case, matmul) for case in legal[::every]]
+class Choice(NamedTuple):
+    """Which of the table's layouts are measured, and how they compute fp32 products."""
+
+    ranks: int
+    every: int
+    matmul: str
+    families: tuple[str, ...] = ()
+
+    @property
+    def cases(self) -> list[Case]:
+        """Each `every`-th legal layout of the families, scaled; of all families where none is."""
+        legal = [
+            case
+            for case in matrix(self.ranks)
+            if case.refused is None and case.model.family in (self.families or FAMILIES)
+        ]
+        return [scaled(case, self.matmul) for case in legal[:: self.every]]
+
+    @property
+    def command(self) -> str:
+        """What measures them again."""
+        words = ["python -m benchmarks.predicted_memory --ranks", str(self.ranks)]
+        words += ["--every", str(self.every), "--matmul", self.matmul]
+        return " ".join((*words, *(["--family", *self.families] if self.families else [])))
 
 
-def _rank(rank: int, ranks: int, folder: str, every: int, matmul: str) -> None:
+def _rank(rank: int, choice: Choice, folder: str) -> None:
     """Measure every layout as one rank; rank 0 writes a line for each."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    ranks = choice.ranks
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     world = World(rank, ranks, torch.device("cpu"), store)
-    for number, case in enumerate(cases_of(ranks, every, matmul)):
+    for number, case in enumerate(choice.cases):
         peaks = world.gather_on_host([measure(world, case).peak.total])
         if rank == 0:
             with Path(folder, "peaks.jsonl").open("a") as out:
@@ -71,10 +93,10 @@ def _rank(rank: int, ranks: int, folder: str, every: int, matmul: str) -> None:
     dist.destroy_process_group()
 
 
-def rows_of(ranks: int, every: int, matmul: str, folder: Path) -> list[dict[str, Any]]:
+def rows_of(choice: Choice, folder: Path) -> list[dict[str, Any]]:
     """Return a row for each rank of each measured layout."""
     rows = []
-    cases = cases_of(ranks, every, matmul)
+    cases = choice.cases
     for line in (folder / "peaks.jsonl").read_text().splitlines():
         number, peaks = json.loads(line)
         case = cases[number]
@@ -114,16 +136,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--matmul", choices=["torch", "onednn"], default="torch")
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=[])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    choice = Choice(args.ranks, args.every, args.matmul, tuple(args.family))
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (args.ranks, folder, args.every, args.matmul), nprocs=args.ranks)
-        rows = rows_of(args.ranks, args.every, args.matmul, Path(folder))
+        mp.spawn(_rank, (choice, folder), nprocs=choice.ranks)
+        rows = rows_of(choice, Path(folder))
     show(rows)
-    command = f"python -m benchmarks.predicted_memory --ranks {args.ranks} --every {args.every}"
-    command += f" --matmul {args.matmul}"
     result = {
-        "command": command,
+        "command": choice.command,
         "torch": torch.__version__,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "unit": "bytes",
@@ -131,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(command)
+    print(choice.command)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,23 @@ MODELS = {
     "neox": {"family": "neox", "rotary_pct": 0.5, "parallel_residual": True},
     "neox tied": {"family": "neox", "tie_embeddings": True},
 }
+# Layers with a window of seven tokens and without one, caps, norms after the sublayers.
+WINDOWED = {
+    "gemma2": {
+        "family": "gemma2",
+        "n_kv_heads": 2,
+        "layer_pattern": [{"window": 7}, {}],
+        "attention_softcap": 2.0,
+        "logits_softcap": 4.0,
+    },
+    "olmo3": {"family": "olmo3", "n_kv_heads": 2, "layer_pattern": [{"window": 7}, {}]},
+}
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "the quick brown fox, naïve 日本語 🙂\n" * 20]
 each_model = pytest.mark.parametrize("kind", MODELS)
 
 
 def model_of(kind="llama"):
-    spec = model_spec(**SIZES, **MODELS[kind])
+    spec = model_spec(**SIZES, **{**MODELS, **WINDOWED}[kind])
     model = init_model(build_model(spec, device="cpu"), spec, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,10 +79,10 @@ def nothing_but(folder, *names):
     return {path.name for path in folder.iterdir()} == set(names)
 
 
-def hf_folder(tmp_path):
+def hf_folder(tmp_path, kind="llama"):
     """A Hugging Face folder with a tokenizer and all that may lie beside it."""
     folder = tmp_path / "hf"
-    save_hf(model_of(), folder)
+    save_hf(model_of(kind), folder)
     train_bpe(TEXTS, 300, folder)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(["<s>", "<|turn|>"])

@@ -8,6 +8,7 @@ away, since its process group may hang. Its processes are `python -m ranks RANK 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import importlib
 import os
@@ -127,6 +128,9 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
 
     from meshwright.execute.world import World
 
+    # Where a rank dies in C++, all its threads are printed: such a crash may not come again.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    faulthandler.enable()
     torch.set_num_threads(1)
     file_store = dist.FileStore(store, n)
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=n)

@@ -184,10 +184,13 @@ def test_a_run_is_evaluated_as_its_last_evaluation_was(tmp_path, capsys, monkeyp
     assert "other data" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stride", [8, 32])
-def test_a_folder_is_evaluated_as_transformers_does(stride, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("kind", "stride"), [("llama", 8), ("llama", 32), ("gemma2", 8), ("olmo3", 32)]
+)
+def test_a_folder_is_evaluated_as_transformers_does(kind, stride, tmp_path, capsys):
+    """Attention of Gemma 2 and OLMo 3 sees seven tokens of 32 in every other layer."""
     transformers = pytest.importorskip("transformers")
-    folder = hf_folder(tmp_path)
+    folder = hf_folder(tmp_path, kind)
     (tmp_path / "text.txt").write_text(TEXTS[0] + TEXTS[1])
     words = ["--source", tmp_path / "text.txt", "--cache", tmp_path / "cache"]
     found = evaluated(capsys, folder, *words, "--seq-len", 32, "--stride", stride)
