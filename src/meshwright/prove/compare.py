@@ -2,9 +2,9 @@
 
 A tensor is compared with an exact one by their distance (the root of the summed squares). How large
 rounding may make it is measured: the reference makes all roundings of a layout, on one device, and
-its own distance from the exact tensor is the noise, the largest of a few samples. A layout makes as many roundings in another
-order, so its distance is another sample of that noise. `MARGIN` allows for chance, and for the few
-roundings that only a layout has: partial sums of ranks.
+its own distance from the exact tensor is the noise, the largest of a few samples. A layout makes as
+many roundings in another order, so its distance is another sample of that noise. `MARGIN` allows
+for chance, and for the few roundings that only a layout has: partial sums of ranks.
 """
 
 from __future__ import annotations

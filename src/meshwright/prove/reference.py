@@ -375,7 +375,7 @@ def comparable(key: str, state: Tensor) -> Tensor:
 
 
 def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return a weight with some of its elements one rounding of a dtype away from where they are."""
+    """Return a weight of which some elements are one rounding of a dtype off."""
     draw = torch.rand(weight.shape, generator=generator)
     sign = (draw < _MOVED / 2).to(weight) - (draw > 1 - _MOVED / 2).to(weight)
     return weight * (1 + sign * torch.finfo(dtype).eps)
