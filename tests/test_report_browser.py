@@ -164,6 +164,21 @@ def test_a_page_opens_quietly_offline_and_whole(show, page_of, kind):
     assert page_of(kind).stat().st_size < 6 * 2**20
 
 
+@pytest.mark.parametrize("kind", some_slow(("plan",)))
+def test_charts_offer_nothing_that_leaves_the_page(show, kind):
+    page, _, asked = show(kind)
+    offered = page.evaluate(
+        "[...document.querySelectorAll('.modebar-btn')].map((b) => b.getAttribute('data-title'))"
+    )
+    ours = {"Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+    assert set(offered) <= ours
+    assert "Download plot as a PNG" in offered
+    for button in page.locator(".modebar-btn").all()[:12]:
+        button.dispatch_event("click")
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert len(page.context.pages) == 1  # nor does a button open a window
+
+
 @pytest.mark.parametrize("kind", some_slow(("run",)))
 def test_a_page_fits_a_phone(show, kind):
     page, said, _ = show(kind, width=390)

@@ -34,6 +34,8 @@
   const config = {
     responsive: true, displaylogo: false, displayModeBar: "hover", doubleClick: "reset",
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    // Plotly would offer to upload each chart to a cloud; a page sends nothing anywhere.
+    showSendToCloud: false, plotlyServerURL: "",
   };
 
   const draw = (plot, width, dark = isDark()) => {
