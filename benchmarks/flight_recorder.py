@@ -39,9 +39,9 @@ from meshwright.execute.world import World
 from meshwright.launch.machine import detect
 from meshwright.layout import resolve_layout
 from meshwright.program.lower import lower
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
-from meshwright.prove.reference import make_batch
 from meshwright.spec.loading import load_config
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer

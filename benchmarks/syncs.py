@@ -27,9 +27,9 @@ from meshwright.execute.products import target_of
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
-from meshwright.prove.reference import make_batch
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale

@@ -19,10 +19,10 @@ from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token
 from meshwright.program.schedule import SCHEDULES, compute_tables, microbatch_rule
 from meshwright.prove import conformance
+from meshwright.prove.batches import make_batch
 from meshwright.prove.compare import mine, program_of
 from meshwright.prove.conformance import prove_conformance, torch_order
 from meshwright.prove.matrix import matrix
-from meshwright.prove.reference import make_batch
 from meshwright.train.update import gradients
 from ranks import on_ranks, ranks
 

@@ -13,8 +13,8 @@ from meshwright.execute.build import build, seeded
 from meshwright.execute.gradients import local_shard
 from meshwright.execute.groups import open_groups
 from meshwright.program.operations import operations
+from meshwright.prove.batches import make_batch
 from meshwright.prove.compare import mine, program_of
-from meshwright.prove.reference import make_batch
 from ranks import on_ranks
 
 KEPT = [case for case in CASES if case.layout.world <= 4]

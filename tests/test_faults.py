@@ -22,9 +22,9 @@ from meshwright.execute.build import seeded
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.models.files import MAX_TENSORS
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
-from meshwright.prove.reference import make_batch
 from meshwright.spec.resolve import model_spec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.replicas import check_replicas

@@ -14,12 +14,10 @@ from meshwright.execute.tensor import together
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
-from meshwright.prove.compare import Expected
 from meshwright.prove.parity import check, prove_parity
-from meshwright.prove.reference import comparable, run_reference, shared_reference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
-from ranks import on_ranks, ranks
+from ranks import on_ranks
 
 pytestmark = pytest.mark.early
 
@@ -322,46 +320,6 @@ def test_the_updates_tell_a_fault_that_gradients_do_not():
     assert not passed["updates of 3 AdamW steps"]
 
 
-def test_an_update_that_vanishes_may_be_one_rounding_of_a_weight():
-    """The bias of keys that are not rotated: its gradient is noise, its update an ulp or none."""
-    none, bias = {"bias": torch.zeros(8)}, {"bias": torch.full((8,), 0.25)}
-    ulp = torch.zeros(8)
-    ulp[3] = 2.0**-25
-    error, bound = Expected(none, [none], bias).difference("bias", ulp)
-    assert error <= bound
-    for found in (64 * ulp, torch.full((8,), 2.0**-23)):
-        error, bound = Expected(none, [none], bias).difference("bias", found)
-        assert error > bound
-    error, bound = Expected(none, [none]).difference("bias", ulp)
-    assert error > bound
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_samples_of_the_noise_differ_and_the_largest_counts(precision):
-    """Ill-conditioned weights: one device's own samples are further apart than the margin."""
-    reference = run_reference(make_case("dp2 mb2", precision, n_layers=1))
-    name = "layers.0.mlp.gate.weight"
-    exact, samples = reference.exact.gradients, [one.gradients for one in reference.rounded]
-    far = [(one[name] - exact[name]).norm().item() for one in samples]
-    assert len(set(far)) == 3
-    assert max(far) < 3 * min(far)  # of a tensor that is well-conditioned
-    bounds = [
-        Expected(exact, some).difference(name, exact[name])[1] for some in (samples[:1], samples)
-    ]
-    assert bounds[1] / bounds[0] == pytest.approx(max(max(far) / far[0], 1), rel=1e-3)
-
-
-@ranks(3)
-def test_ranks_share_the_samples_of_one_reference(world):
-    case = make_case("dp3 mb1", n_layers=1)
-    case = replace(case, train=case.train.model_copy(update={"batch": 3}))
-    ours, alone = shared_reference(case, world), run_reference(case)
-    assert (ours.noises, ours.drift) == (alone.noises, alone.drift)
-    for one, other in zip(ours.rounded, alone.rounded, strict=True):
-        assert one.losses == other.losses
-        assert all(torch.equal(other.updates[name], x) for name, x in one.updates.items())
-
-
 def places(world, label, fault):
     case = make_case(label)
     verdicts = prove_parity(case, open_groups(case.layout, world), world, fault=fault)
@@ -401,17 +359,3 @@ def check_in_bf16(world, at):
     assert all(verdict.passed for verdict in verdicts)
     case = make_case(seeded.layout, "fp32", **dict(seeded.model))
     return check(case, open_groups(case.layout, world), world, fault=seeded.fault)
-
-
-def test_a_second_moment_of_noise_may_be_off_by_as_much_as_the_gradient():
-    """Two samples of noise, one 12 times the other: their squares differ by a factor of 144."""
-    size, ratio = 1e-6, 12.0
-    moments = {"exact": 1e-12 * size**2, "rounded": size**2, "layout": (ratio * size) ** 2}
-    exact, rounded, layout = (
-        {"bias": comparable("exp_avg_sq", torch.full((80,), value)).float()}
-        for value in moments.values()
-    )
-    error, bound = Expected(exact, [rounded]).difference("bias", layout["bias"])
-    assert error <= bound
-    error, bound = Expected(exact, [rounded]).difference("bias", 4 * layout["bias"])
-    assert error > bound

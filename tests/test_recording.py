@@ -34,9 +34,9 @@ from meshwright.program.profile import (
     from_json,
 )
 from meshwright.program.target import Processor, Target, route
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
-from meshwright.prove.reference import make_batch
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec

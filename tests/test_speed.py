@@ -15,9 +15,9 @@ from meshwright.execute.optimize import Shards
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.program.lower import lower
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
-from meshwright.prove.reference import make_batch
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale

@@ -21,9 +21,9 @@ from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.models.init import weight_std
 from meshwright.program.shards import Region
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
-from meshwright.prove.reference import make_batch
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale

@@ -26,9 +26,9 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.layout import broken
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
-from meshwright.prove.reference import make_batch
 from meshwright.spec.training import OptimizerSpec
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer

@@ -23,9 +23,9 @@ from meshwright.program.actions import Action, Kind, Table
 from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import Program
 from meshwright.program.shards import shard_rank
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import build_small, everyones, mine, program_of
-from meshwright.prove.reference import make_batch
 from meshwright.prove.verdict import Verdict
 from meshwright.train.update import gradients
 

@@ -25,6 +25,7 @@ from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.program.lower import Program
 from meshwright.program.shards import shard_rank, whole
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     Difference,
@@ -36,7 +37,6 @@ from meshwright.prove.compare import (
     program_of,
 )
 from meshwright.prove.reference import (
-    make_batch,
     run_gradients,
     run_streams,
     shared_reference,

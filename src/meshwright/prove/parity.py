@@ -12,6 +12,7 @@ from functools import partial
 
 from meshwright.execute.groups import Groups
 from meshwright.execute.world import World
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import OPTIMIZERS, Case
 from meshwright.prove.compare import (
     MARGIN,
@@ -23,7 +24,7 @@ from meshwright.prove.compare import (
     norm_tolerance,
 )
 from meshwright.prove.locate import locate
-from meshwright.prove.reference import Reference, make_batch, shared_reference
+from meshwright.prove.reference import Reference, shared_reference
 from meshwright.prove.trial import StepNumbers, Trial
 from meshwright.prove.verdict import Divergence, Quantity, Verdict, relative_error
 from meshwright.prove.wide import gathered_norm, prove_sums, rounded_share, wide_verdicts

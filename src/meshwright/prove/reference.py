@@ -24,9 +24,8 @@ from torch import Tensor
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.data import DTYPES
-from meshwright.execute.documents import bounds_of
 from meshwright.execute.world import World
-from meshwright.models.dropout import row_keys
+from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.oracle import loss_sum, streams
 from meshwright.prove.weights import whole_weights
@@ -101,101 +100,85 @@ class Reference:
     def _later(steps: Steps) -> tuple[float, ...]:
         return (*steps.losses[1:], steps.evaluation)
 
-    def with_samples(self, other: Reference) -> Reference:
-        """Return this one with the samples of another one of the same case, too."""
-        noises = tuple(map(max, zip(self.noises, other.noises, strict=True)))
-        return replace(self, rounded=self.rounded + other.rounded, noises=noises)
 
-
-def make_batch(case: Case, step: int) -> Batch:
-    """Return the global batch of a step: random tokens, rows with very uneven numbers of targets.
-
-    Where the case is packed, rows hold several documents of random lengths.
-    """
-    generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
-    rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size
-    tokens = torch.randint(0, vocab, (rows, seq + 1), generator=generator)
-    targets = tokens[:, 1:].clone()
-    for row in range(rows):  # a mean of means would be wrong
-        targets[row, : row * seq // (2 * rows)] = IGNORE
-    segments = bounds = None
-    if case.packed:
-        starts = torch.rand(rows, seq, generator=generator) < 4 / seq
-        segments = starts.cumsum(1).to(torch.int32)
-        bounds = bounds_of(segments)
-        last = torch.ones(rows, 1, dtype=torch.bool)
-        targets[torch.cat((starts[:, 1:], last), 1)] = IGNORE
-    keys = None
-    if case.model.dropout:
-        keys = row_keys(case.train.seed, step, range(rows))
-    return Batch(tokens[:, :-1].contiguous(), targets, segments, keys, bounds)
-
-
-def evaluated(case: Case) -> list[Batch]:
-    """Return the global batches that a case's last weights are evaluated on."""
-    return [make_batch(case, 0), make_batch(case, case.steps)]
-
-
-def run_reference(
-    case: Case, *, keeps: bool = False, samples: Sequence[int] = range(SAMPLES)
-) -> Reference:
-    """Return what one device computes, with samples of its noise by their numbers.
-
-    With `keeps` also the moments of each step.
-    """
-    first = _OneDevice(case, exact=True).gradients(make_batch(case, 0))[1]
-    norm = _norm(first)
-    clip_norm = norm / 2 if case.train.clip_norm else 0.0
-    # AdamW divides a gradient by its size and `eps`. With one as large as the gradients are, an
-    # element near zero takes no step of either sign, and the clipping is seen.
-    eps = norm / 2 / math.sqrt(sum(one.numel() for one in first.values()))
-    optimizer = OptimizerSpec(
-        name=case.optimizer,
-        lr=_RATE if case.optimizer == "adamw" else _RATE / eps,
-        eps=eps,
-        momentum=0.5 if case.optimizer == "sgd" else 0.0,
-        weight_decay=_DECAY if case.optimizer == "adamw" else _DECAY * eps,
-        schedule="cosine",
-        warmup_steps=_WARMUP,
-    )
-    exact = _run(_OneDevice(case, exact=True), optimizer, clip_norm)
-    rounded = tuple(
-        _run(_OneDevice(case, exact=False, sample=number), optimizer, clip_norm)
-        for number in samples
-    )
-    noises = tuple(map(max, zip(*(_noises(one, exact) for one in rounded), strict=True)))
-    if not keeps:
-        exact, *others = (replace(steps, moments=()) for steps in (exact, *rounded))
-        rounded = tuple(others)
-    start = whole_weights(case.model, case.train.seed)
-    return Reference(start, optimizer, clip_norm, rounded, exact, noises)
+def run_reference(case: Case, *, keeps: bool = False) -> Reference:
+    """Return what one device computes; with `keeps` also the moments of each step."""
+    one = _Computed.of(case)
+    rounded = [one.rounded(number) for number in range(SAMPLES)]
+    return one.reference(one.exact(), rounded, keeps=keeps)
 
 
 def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Reference:
-    """Return the same on every rank: ranks 0 and 1 compute a part of the samples each.
+    """Return the same on every rank, of which the first two compute half of it each.
 
     A collective.
     """
-    ranks = min(world.size, 2)
-    if ranks == 1:
+    if world.size == 1:
         return run_reference(case, keeps=keeps)
-    samples, found = (range(1), range(1, SAMPLES)), list[Reference]()
-    mine = run_reference(case, keeps=keeps, samples=samples[world.rank]) if world.rank < 2 else None
-    for source in range(ranks):
-        box = [mine if world.rank == source else None]
-        dist.broadcast_object_list(box, source)
-        assert box[0] is not None
-        found.append(box[0])
-    return found[0].with_samples(found[1])
+    mine: list[Steps] = []
+    if world.rank < 2:
+        one = _Computed.of(case)
+        numbers = range(1) if world.rank == 0 else range(1, SAMPLES)
+        mine = [one.rounded(number) for number in numbers]
+    gathered = [mine] * world.size
+    box: list[Reference | None] = [None]
+    if world.rank == 0:
+        exact = one.exact()
+        dist.gather_object(mine, gathered)
+        box = [one.reference(exact, [*gathered[0], *gathered[1]], keeps=keeps)]
+    else:
+        dist.gather_object(mine)
+    dist.broadcast_object_list(box)
+    (found,) = box
+    assert found is not None
+    return found
+
+
+class _Computed(NamedTuple):
+    """What one device computes for a case, with an optimizer and a clipping that suit it."""
+
+    case: Case
+    optimizer: OptimizerSpec
+    clip_norm: float
+
+    @classmethod
+    def of(cls, case: Case) -> _Computed:
+        first = _OneDevice(case, exact=True).gradients(make_batch(case, 0))[1]
+        norm = _norm(first)
+        # AdamW divides a gradient by its size and `eps`. With one as large as the gradients are, an
+        # element near zero takes no step of either sign, and the clipping is seen.
+        eps = norm / 2 / math.sqrt(sum(one.numel() for one in first.values()))
+        optimizer = OptimizerSpec(
+            name=case.optimizer,
+            lr=_RATE if case.optimizer == "adamw" else _RATE / eps,
+            eps=eps,
+            momentum=0.5 if case.optimizer == "sgd" else 0.0,
+            weight_decay=_DECAY if case.optimizer == "adamw" else _DECAY * eps,
+            schedule="cosine",
+            warmup_steps=_WARMUP,
+        )
+        return cls(case, optimizer, norm / 2 if case.train.clip_norm else 0.0)
+
+    def exact(self) -> Steps:
+        return _run(_OneDevice(self.case, exact=True), self.optimizer, self.clip_norm)
+
+    def rounded(self, sample: int) -> Steps:
+        one = _OneDevice(self.case, exact=False, sample=sample)
+        return _run(one, self.optimizer, self.clip_norm)
+
+    def reference(self, exact: Steps, rounded: Sequence[Steps], *, keeps: bool) -> Reference:
+        noises = tuple(map(max, zip(*(_noises(one, exact) for one in rounded), strict=True)))
+        if not keeps:
+            exact, *rounded = (replace(steps, moments=()) for steps in (exact, *rounded))
+        start = whole_weights(self.case.model, self.case.train.seed)
+        return Reference(start, self.optimizer, self.clip_norm, tuple(rounded), exact, noises)
 
 
 def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:
     """Yield the error of each step's whole gradient, over its norm."""
     for a, b, size in zip(rounded.moments, exact.moments, exact.norms, strict=True):
-        yield (
-            _norm({name: one.double() - b.gradients[name] for name, one in a.gradients.items()})
-            / size
-        )
+        far = {name: one.double() - b.gradients[name] for name, one in a.gradients.items()}
+        yield _norm(far) / size
 
 
 def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:

@@ -13,9 +13,10 @@ from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
+from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Fault, build_small, mine, program_of
-from meshwright.prove.reference import Reference, comparable, evaluated, make_batch
+from meshwright.prove.reference import Reference, comparable
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer, set_learning_rate

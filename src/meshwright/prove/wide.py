@@ -19,6 +19,7 @@ from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
     UNIT_ROUNDOFFS,
@@ -30,7 +31,6 @@ from meshwright.prove.compare import (
     program_of,
     worse,
 )
-from meshwright.prove.reference import make_batch
 from meshwright.prove.verdict import Verdict
 from meshwright.train.update import gradients
 

@@ -1,0 +1,40 @@
+"""The batches that a case is proven on: random tokens of which rows have very uneven numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.data.sampler import IGNORE
+from meshwright.execute.batch import Batch
+from meshwright.execute.documents import bounds_of
+from meshwright.models.dropout import row_keys
+from meshwright.prove.case import Case
+
+
+def make_batch(case: Case, step: int) -> Batch:
+    """Return the global batch of a step: random tokens, rows with very uneven numbers of targets.
+
+    Where the case is packed, rows hold several documents of random lengths.
+    """
+    generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
+    rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size
+    tokens = torch.randint(0, vocab, (rows, seq + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for row in range(rows):  # a mean of means would be wrong
+        targets[row, : row * seq // (2 * rows)] = IGNORE
+    segments = bounds = None
+    if case.packed:
+        starts = torch.rand(rows, seq, generator=generator) < 4 / seq
+        segments = starts.cumsum(1).to(torch.int32)
+        bounds = bounds_of(segments)
+        last = torch.ones(rows, 1, dtype=torch.bool)
+        targets[torch.cat((starts[:, 1:], last), 1)] = IGNORE
+    keys = None
+    if case.model.dropout:
+        keys = row_keys(case.train.seed, step, range(rows))
+    return Batch(tokens[:, :-1].contiguous(), targets, segments, keys, bounds)
+
+
+def evaluated(case: Case) -> list[Batch]:
+    """Return the global batches that a case's last weights are evaluated on."""
+    return [make_batch(case, 0), make_batch(case, case.steps)]
