@@ -55,6 +55,14 @@ def states(layout, element=2, system=OURS, device="h100-sxm"):
     return sums
 
 
+@pytest.mark.parametrize("each", [[5.0], [5.0, 7.0, 11.0]])
+def test_a_sum_over_layers_needs_one_number_for_each_kind(each):
+    held = HeldLayers((2, 3), True, True)
+    assert held.total([5.0, 7.0]) == 31.0
+    with pytest.raises(ValueError, match="zip"):
+        held.total(each)
+
+
 def test_model_states_to_the_byte():
     count = parameter_count(SEVEN)
     assert count == 6_738_415_616

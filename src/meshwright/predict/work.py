@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import starmap
 from operator import mul
 from typing import NamedTuple
 
@@ -114,8 +115,11 @@ class HeldLayers(NamedTuple):
         return sum(self.kinds)
 
     def total(self, each: Iterable[float]) -> float:
-        """Return the sum over the layers of a number that each kind has."""
-        return float(sum(map(mul, self.kinds, each)))
+        """Return the sum over the layers of a number that each kind has.
+
+        Raises `ValueError` unless there is one number for each kind.
+        """
+        return float(sum(starmap(mul, zip(self.kinds, each, strict=True))))
 
 
 class LayoutWork(NamedTuple):
