@@ -120,10 +120,26 @@ def test_what_is_of_other_blocks_is_left_out(environ):
     assert setting_of(other, found).measured("compile.gain.fp32") == 2
 
 
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ('date = "2026-01-01"\nsource = "fitted to X"', "calibration: fitted to X, 2026-01-01"),
+        ('source = "fitted to X"', "calibration: fitted to X"),
+        ("", "calibration: a file that states neither source nor date"),
+    ],
+)
+def test_plan_says_where_a_named_calibration_is_from(tmp_path, capsys, about, told):
+    file = tmp_path / "own.toml"
+    file.write_text(f"[about]\n{about}\n")
+    words = ["train.batch=1", "layout.dp_replicate=1", "cluster.devices_per_node=1"]
+    assert main(["plan", *CPU, *words, "--calibration", str(file)]) == 0
+    assert told in capsys.readouterr().out.splitlines()
+
+
 def test_plan_and_config_show_say_where_it_is_from(environ, capsys):
     path = keep_one(environ, {"peak.fp32": 3e11})
     assert main(["plan", *CPU]) == 0
-    assert "priced by a test, 2026-01-01" in " ".join(capsys.readouterr().out.split())
+    assert "calibration: a test, 2026-01-01" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", *CPU, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["calibration"] == {"date": "2026-01-01", "source": "a test"}

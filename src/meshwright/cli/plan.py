@@ -231,7 +231,8 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
         say(f"note: {text}")
     known = setting.calibration
     if known is not shipped_calibration():
-        say(f"priced by {known.source}, {known.date}")
+        told = ", ".join(text for text in (known.source, known.date) if text)
+        say(f"calibration: {told or 'a file that states neither source nor date'}")
     print(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
     if pins := given(made.config):
         say(f"fixed by the config: {words(pins)}")
