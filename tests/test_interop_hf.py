@@ -87,3 +87,35 @@ def test_keys_of_old_files_of_gemma_and_smollm(tmp_path):
     own = {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "no_rope_layer_interval": 4}
     found = imported(tmp_path, sizes | own | {"max_window_layers": 28}, "config.json")
     assert [one.rotary for one in config_of(found).model.layer_pattern] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "table", "sets"),
+    [
+        ("llama", {"rope_theta": 1e6}, {"rope_theta"}),
+        (
+            "gpt_neox",
+            {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            {"rope_theta", "rotary_pct"},
+        ),
+        (
+            "gemma3_text",
+            {
+                "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 5e3, "rope_type": "default"},
+            },
+            {"rope_theta", "layer_pattern"},
+        ),
+    ],
+)
+def test_what_rotary_tables_state_is_no_default(tmp_path, model_type, table, sets):
+    content = {key: value for key, value in HF.items() if key not in ("rope_theta", "hidden_act")}
+    content |= {"model_type": model_type, "num_key_value_heads": 4, "rope_parameters": table}
+    found = imported(tmp_path, content, "config.json")
+    assert config_of(found).model.rope_theta == 1e6
+    assert entry(found, "rope_parameters").to.keys() == {
+        f"model.{field}" for field in ("rope_scaling", *sets)
+    }
+    filled = {one.key for one in found.report.filled}
+    assert not filled & {f"model.{field}" for field in sets}
+    assert config_of(found).origins["model.rope_theta"] == "config.json: rope_parameters"

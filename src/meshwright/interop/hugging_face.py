@@ -9,6 +9,7 @@ from meshwright.interop.source import ImportSource
 from meshwright.interop.table import KeyRow
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import spec_from_hf
+from meshwright.spec.hf_rotary import FULL, SLIDING
 
 # Where each key lands; what has no own place is a condition that the model meets.
 _TARGETS = {
@@ -23,8 +24,6 @@ _TARGETS = {
     "tie_word_embeddings": "tie_embeddings",
     "initializer_range": "init_std",
     "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling",
-    "rope_parameters": "rope_scaling",
     "partial_rotary_factor": "rotary_pct",
     "rotary_pct": "rotary_pct",
     "rotary_emb_base": "rope_theta",
@@ -37,6 +36,10 @@ _TARGETS = {
     "no_rope_layer_interval": "layer_pattern",
     **{key.theirs: key.ours for family in FAMILIES.values() for key in family.keys},
 }
+# Tables of rotary settings, and where each of their keys lands. A table inside one is of a kind of
+# layer, of which those with a window have their settings in the pattern.
+_ROTARY = ("rope_scaling", "rope_parameters")
+_IN_ROTARY = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
 _BY_RULE = KeyRow(by_rule=True)
 # Without them there is no model.
 _NEEDED = ("model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -62,6 +65,8 @@ def read_hugging_face(source: ImportSource) -> None:
             source.translate(key, {f"model.{field}": value})
         else:
             source.honour(key, {f"model.{field}": value})
+    for key in _ROTARY if fields else ():
+        _take_rotary(source, key, fields)
     for key, row in source.tables[0].rows.items():
         if row == _BY_RULE and fields:
             source.honour(key, note="as it must be")
@@ -69,6 +74,23 @@ def read_hugging_face(source: ImportSource) -> None:
         if value is not None and source.target(f"model.{field}") is None:
             source.fill(f"model.{field}", value, "transformers' default")
     source.finish()
+
+
+def _take_rotary(source: ImportSource, key: str, fields: dict[str, Any]) -> None:
+    """Take a table of rotary settings with every field that it states."""
+    table = source.get(key)
+    if not isinstance(table, dict):
+        if fields.get("rope_scaling") is None:
+            source.honour(key, {"model.rope_scaling": None})
+        return
+    found = ["rope_scaling"]
+    tables = {FULL: table, **table}  # what is not in the table of a kind is of all layers
+    for kind, own in tables.items():
+        if kind == SLIDING and isinstance(own, dict):
+            found.append("layer_pattern")
+        elif isinstance(own, dict):
+            found += [field for name, field in _IN_ROTARY.items() if own.get(name) is not None]
+    source.translate(key, {f"model.{field}": fields[field] for field in found if field in fields})
 
 
 def _fields(source: ImportSource, config: dict[str, Any]) -> dict[str, Any]:
