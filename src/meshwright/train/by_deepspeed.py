@@ -28,7 +28,15 @@ from meshwright.models import Transformer, build_model
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.events import Emit
 from meshwright.train.interruptible import Interruptible
-from meshwright.train.loop import Summary, held_out_batches, is_due, keys, share, start_event
+from meshwright.train.loop import (
+    Summary,
+    ended,
+    held_out_batches,
+    is_due,
+    keys,
+    share,
+    start_event,
+)
 from meshwright.train.metrics import StepClock, step_event
 from meshwright.train.optimizer import build_optimizer, set_learning_rate
 from meshwright.train.run import weights_source
@@ -86,10 +94,7 @@ def train(
             stopped = held_out is None
         if stopped and not saved:
             save(engine, job, world, step)
-    world.recorder.phase("end")
-    stopped = stopped and (step < config.train.steps or config.train.eval_every > 0)
-    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
-    return Summary(step, loss, stopped)
+    return ended(step, loss, stopped, job, world, emit)
 
 
 def open_engine(job: Job, world: World) -> Any:

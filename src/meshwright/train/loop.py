@@ -67,11 +67,7 @@ def train(
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
     while step < steps and not stopped:
         step += 1
-        if recording.is_due(step):  # its clock begins on a device that does nothing
-            readings.drain()
-        recording.begin(step)
-        world.recorder.step(step)
-        readings.start()
+        begin(step, world, recording, readings)
         batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
         readings.clock.data_done()
 
@@ -99,10 +95,25 @@ def train(
     if progress.step == steps and config.train.eval_every and not stopped:  # ended before this
         stopped = not evaluated(step, parallel, job, world, dataset, emit, asked_to_stop)
     saver.finish()
+    return ended(step, readings.loss, stopped, job, world, emit)
+
+
+def begin(step: int, world: World, recording: Recording, readings: Readings) -> None:
+    """Start the clocks and the records of a step."""
+    if recording.is_due(step):  # its clock begins on a device that does nothing
+        readings.drain()
+    recording.begin(step)
+    world.recorder.step(step)
+    readings.start()
+
+
+def ended(step: int, loss: float, stopped: bool, job: Job, world: World, emit: Emit) -> Summary:
+    """Tell how a run ended, and return it: it was stopped only if that left something out."""
     world.recorder.phase("end")
-    stopped = stopped and (step < steps or config.train.eval_every > 0)  # is anything left out?
-    emit({"event": "end", "step": step, "loss": readings.loss, "stopped": stopped})
-    return Summary(step, readings.loss, stopped)
+    train = job.config.train
+    stopped = stopped and (step < train.steps or train.eval_every > 0)
+    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
+    return Summary(step, loss, stopped)
 
 
 def sampler_at(
