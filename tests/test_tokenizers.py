@@ -1,6 +1,7 @@
 """Tokenizers: known ids, round trips, ends of documents, refusals."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -150,23 +151,60 @@ def test_end_of_document_is_never_guessed(tmp_path, bpe):
         load_tokenizer(str(file), eos="[STOPP]")
 
 
-def test_only_special_tokens_are_suggested_in_the_order_of_their_ids(tmp_path, bpe):
-    """Ordinary tokens such as `<` and `[` are none, nor is the one of unknown words."""
-    file, names = tmp_path / "tokenizer.json", ["[UNK]", "[PAD]", "<stop>", "[CLS]"]
+def bert_like(folder: Path, bpe) -> Path:
+    """A tokenizer of which no token ends a document by its name."""
     content = json.loads(bpe.to_json())
     content["added_tokens"] = []
     content["model"]["unk_token"] = "[UNK]"
-    content["model"]["vocab"] |= {"[UNK]": 5000}
+    content["model"]["vocab"] |= {"[UNK]": 5000, "<": 5001, "[": 5002}
     del content["model"]["vocab"]["<|endoftext|>"]
+    file = folder / "tokenizer.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="no special token that could be it: python -c ") as told:
-        load_tokenizer(str(file))
-    words = shlex.split(str(told.value).partition("could be it: ")[2])
+    return file
+
+
+def with_special(file: Path, names: list[str]) -> Path:
     backend = Tokenizer.from_file(str(file))
     backend.add_special_tokens(names)
-    backend.save(str(tmp_path / "other.json"))
-    with pytest.raises(DataError, match=r"perhaps one of \[PAD\], <stop>, \[CLS\]$"):
-        load_tokenizer(str(tmp_path / "other.json"))
+    backend.save(str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("names", "likely"),
+    [
+        (["[PAD]", "<stop>", "[CLS]"], "<stop>"),
+        (["[CLS]", "[SEP]", "<|eot_id|>", "[EOD]"], "[EOD] or <|eot_id|> or [SEP]"),
+        (["<think>", "<|vision_end|>", "<｜end▁of▁sentence｜>"], "<｜end▁of▁sentence｜>"),
+        (["<turn_end>", "<eom>", "<|end|>", "</doc>"], "</doc> or <turn_end> or <eom>"),
+    ],
+)
+def test_tokens_that_may_end_a_document_are_suggested_the_likeliest_first(
+    tmp_path, bpe, names, likely
+):
+    file = with_special(bert_like(tmp_path, bpe), names)
+    with pytest.raises(DataError, match=rf"perhaps {re.escape(likely)}$"):
+        load_tokenizer(str(file))
+    with pytest.raises(DataError, match=rf"nearest legal: {re.escape(likely)}$"):
+        load_tokenizer(str(file), eos="@@@")
+
+
+def test_of_likely_ends_the_one_spelled_alike_is_nearest(tmp_path, bpe):
+    file = with_special(bert_like(tmp_path, bpe), ["[EOD]", "<|eot_id|>"])
+    with pytest.raises(DataError, match=r"nearest legal: <\|eot_id\|> or \[EOD\]$"):
+        load_tokenizer(str(file), eos="<|eot|>")
+    with pytest.raises(DataError, match=r"nearest legal: <\|endoftext\|>$"):
+        load_tokenizer(str(bpe.file), eos="<|endoftxt|>")
+
+
+def test_without_a_token_that_may_end_a_document_it_is_told_how_to_add_one(tmp_path, bpe):
+    """Ordinary tokens such as `<` and `[` are none, nor is the one of unknown words."""
+    file = with_special(bert_like(tmp_path, bpe), ["[PAD]", "[CLS]"])
+    for eos, told in ((None, "or add one"), ("<|endoftext|>", "Leave data.eos out, and add one")):
+        with pytest.raises(DataError, match=f"{told}, as .* could be it: python -c ") as error:
+            load_tokenizer(str(file), eos=eos)
+        words = shlex.split(str(error.value).partition("could be it: ")[2])
+        assert "nearest" not in str(error.value)
     subprocess.run([sys.executable, *words[1:]], check=True)  # the command does as it says
     assert load_tokenizer(str(file)).eos_token == "<|endoftext|>"
 

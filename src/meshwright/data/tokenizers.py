@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,13 @@ from meshwright.units import MIB
 
 BYTES_EOS = 256
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|im_end|>")
+# What a token may be called that ends a document, most likely first: names without what encloses
+# them. After those of whole texts come those of a turn in a chat, then BERT's of a part.
+_ENDS: Final = (
+    "/(s|doc|document|text)|eos|eod|end(of)?(text|doc|document|sequence|sentence)",
+    "eo[mt](id)?|imend|end|stop|end(of)?(turn|message)|(turn|message)end",
+    "sep",
+)
 # A longer text is encoded in pieces cut at line ends, since a BPE library holds many bytes of
 # bookkeeping per character. Ids can differ from those of the undivided text at such a cut only.
 PIECE_CHARS = 4 * MIB
@@ -279,11 +287,14 @@ def _find_eos(
 
     `special` are the tokens that could be one, by their ids.
     """
+    if asked is not None and asked in vocabulary:
+        return asked
+    likely = _likely_ends([*(name for name in EOS_NAMES if name in vocabulary), *special])
     if asked is not None:
-        if asked in vocabulary:
-            return asked
         rule = f"the end-of-document token {asked!r} is not in the vocabulary of {file}"
-        raise DataError(refusal(rule, legal=nearest(asked, vocabulary, 3)))
+        legal = list(dict.fromkeys([*nearest(asked, likely), *likely]))[:3]
+        hint = "" if legal else f"Leave data.eos out, and {_how_to_add(file)}"
+        raise DataError(refusal(rule, legal=legal, hint=hint))
     beside = [
         _eos_of(file.with_name(name))
         for name in ("tokenizer_config.json", "special_tokens_map.json")
@@ -292,16 +303,24 @@ def _find_eos(
         if name is not None and name in vocabulary:
             return name
     hint = "Name it with data.eos (data prepare: --eos), "
-    if special:
-        hint += f"perhaps one of {', '.join(special[:8])}"
-    else:
-        add = f"t.add_special_tokens(['{EOS_NAMES[0]}'])"
-        code = f"t = Tokenizer.from_file('{file}'); {add}; t.save('{file}')"
-        hint += (
-            "or add one, as the file has no special token that could be it: "
-            f'python -c "from tokenizers import Tokenizer; {code}"'
-        )
+    hint += f"perhaps {' or '.join(likely[:3])}" if likely else f"or {_how_to_add(file)}"
     raise DataError(refusal(f"{file} does not say which token ends a document", hint=hint))
+
+
+def _likely_ends(tokens: Iterable[str]) -> list[str]:
+    """Return those of some tokens that by their names end a document, most likely first."""
+    names = {token: re.sub("[^a-z/]", "", token.lower()) for token in tokens}
+    return [token for end in _ENDS for token, name in names.items() if re.fullmatch(end, name)]
+
+
+def _how_to_add(file: Path) -> str:
+    """Return the words and the command that add a token which ends documents to a file."""
+    add = f"t.add_special_tokens(['{EOS_NAMES[0]}'])"
+    code = f"t = Tokenizer.from_file('{file}'); {add}; t.save('{file}')"
+    return (
+        "add one, as the file has no special token that could be it: "
+        f'python -c "from tokenizers import Tokenizer; {code}"'
+    )
 
 
 def _eos_of(config: Path) -> str | None:
