@@ -51,6 +51,13 @@ REFUSALS = {
     "model.rotary_pct = 1.0 gives 33",
     "model.preset=llama-3-9b": "model.preset = 'llama-3-9b' (override model.preset=llama-3-9b) is "
     "not known; nearest legal: llama-3-8b or llama-3-70b or llama-3.2-3b",
+    "cluster.preset=dgx-h100": "cluster.preset = 'dgx-h100' (override cluster.preset=dgx-h100) is "
+    "not known; nearest legal: h800 or h200 or h100-sxm",
+    "cluster.preset=locl": "cluster.preset = 'locl' (override cluster.preset=locl) is not known; "
+    "nearest legal: local",
+    "cluster.links=['nvlink4','infinband-400']": "cluster.links (override cluster.links=['nvlink4',"
+    "'infinband-400']) has 'infinband-400', which is not known; nearest legal: infiniband-400 or "
+    "infiniband-800 or infiniband-200",
     "data.tokenizer=none.json": "data.tokenizer = 'none.json' (override data.tokenizer=none.json): "
     "no such file; nearest legal: 'bytes' or 'gpt2' or the path of a tokenizer.json",
     "fsdp=maybe": "fsdp = maybe (override fsdp=maybe); nearest legal: true or false",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import Any, Final
 
-from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.program.target import Processor
+from meshwright.spec.catalogue import LOCAL, catalogue_rows, check_device, check_link
 from meshwright.spec.training import ClusterSpec
 
 # The fields that name a device "local" in a config, until it has been measured.
@@ -95,8 +93,7 @@ class Cluster:
 @cache
 def catalogue() -> tuple[Mapping[str, Device], Mapping[str, DeviceLink]]:
     """Return the devices and the links by name."""
-    text = resources.files("meshwright.predict").joinpath("catalogue.toml").read_text("utf-8")
-    content = tomllib.loads(text)
+    content = catalogue_rows()
     links = {
         name: DeviceLink(name, row["gbs"] * 1e9, row["latency_us"] * 1e-6, row["source"])
         for name, row in content["links"].items()
@@ -121,11 +118,8 @@ def _device(name: str, row: Mapping[str, Any]) -> Device:
 
 def find_device(name: str) -> Device:
     """Return a device of the catalogue; raises `ConfigError` with the nearest names."""
-    devices, _ = catalogue()
-    if name not in devices:
-        legal = nearest(name, devices, 3) or sorted(devices)
-        raise ConfigError(refusal(f"cluster.preset = {name!r} is not known", legal=legal))
-    return devices[name]
+    check_device(name)
+    return catalogue()[0][name]
 
 
 def device_named(text: str) -> Device | None:
@@ -140,11 +134,8 @@ def device_named(text: str) -> Device | None:
 
 def find_link(name: str) -> DeviceLink:
     """Return a link of the catalogue; raises `ConfigError` with the nearest names."""
-    _, links = catalogue()
-    if name not in links:
-        legal = nearest(name, links, 3) or sorted(links)
-        raise ConfigError(refusal(f"cluster.links has {name!r}, which is not known", legal=legal))
-    return links[name]
+    check_link(name)
+    return catalogue()[1][name]
 
 
 def cluster_of(
@@ -165,7 +156,7 @@ def resolve_cluster(
     `processor` is this machine's, where it is known.
     Raises `ConfigError` for names that the catalogue lacks.
     """
-    if spec.preset == "local":
+    if spec.preset == LOCAL:
         device = find_device(LOCAL_DEVICE)
         device = replace(device, processor=processor or device.processor)
         per_node = spec.devices_per_node or local_devices

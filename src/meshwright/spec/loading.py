@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.errors import ConfigError, nearest, refusal
 from meshwright.parsing import parse_toml, printable
+from meshwright.spec.catalogue import LOCAL, check_device, check_link
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
 from meshwright.spec.kinds import is_of_kind, kind_of, shown
 from meshwright.spec.model import ModelSpec, Spec
@@ -116,6 +117,7 @@ def build_config(given: dict[str, Values]) -> Config:
     for name, spec in SECTIONS.items():
         _check_texts(name, given[name])
         _check_types(name, spec, given[name])
+    _check_cluster(given["cluster"])
     _derive(given)
     sections: dict[str, Spec] = {}
     origins: dict[str, str] = {}
@@ -156,6 +158,15 @@ def _check_types(name: str, spec: type[Spec], values: Values) -> None:
         for detail in error.errors():
             if detail["loc"] and detail["type"] != "missing":
                 raise ConfigError(_word(detail, name, values)) from None
+
+
+def _check_cluster(values: Values) -> None:
+    """Refuse names of devices and links that the catalogue lacks."""
+    preset, links = (values.get(key, Value(None, "")) for key in ("preset", "links"))
+    if preset.value not in (None, LOCAL):
+        check_device(preset.value, f" ({preset.origin})")
+    for link in links.value or ():
+        check_link(link, f" ({links.origin})")
 
 
 def _derive(given: dict[str, Values]) -> None:
