@@ -37,11 +37,11 @@ from meshwright.execute.products import target_of
 from meshwright.execute.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
-from meshwright.program.parts import parameter_count
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale

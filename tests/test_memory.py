@@ -15,8 +15,8 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
-from meshwright.program.parts import parts
 from meshwright.prove.case import Case
+from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale

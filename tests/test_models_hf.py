@@ -15,8 +15,8 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import hf_source, load_hf, save_hf
 from meshwright.models.hf_names import from_hf, hf_name, hf_tensors, to_hf
-from meshwright.program.parts import parts
 from meshwright.program.shards import whole
+from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "data" / "golden"

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.models import build_model, init_model, init_parameter
 from meshwright.models.init import parameter_seed
-from meshwright.program.parts import parts
+from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 
 SPEC = model_spec(vocab_size=512, dim=128, n_layers=8, n_heads=4, context=64, attention_bias=True)

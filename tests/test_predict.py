@@ -27,9 +27,9 @@ from meshwright.predict.work import HeldLayers, layout_work, weights
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations
-from meshwright.program.parts import parameter_count
 from meshwright.program.schedule import compute_tables, peak_in_flight
 from meshwright.program.target import Target
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 

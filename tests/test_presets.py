@@ -1,10 +1,10 @@
-"""Presets against the published models, and the modules against `program.parts`."""
+"""Presets against the published models, and the modules against `spec.parts`."""
 
 import pytest
 import torch
 
 from meshwright.models import build_model
-from meshwright.program.parts import parameter_count, parts
+from meshwright.spec.parts import parameter_count, parts
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 

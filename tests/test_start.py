@@ -16,13 +16,15 @@ from meshwright.launch.notes import config_notes, resume_notes, run_notes
 from meshwright.launch.planned import setting_on
 from meshwright.launch.session import prepare_job
 from meshwright.predict.price import memory
-from meshwright.program.parts import parameter_count
 from meshwright.spec.defaults import rate_for
 from meshwright.spec.hf import hf_config
 from meshwright.spec.loading import load_config
+from meshwright.spec.parts import parameter_count
+from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.run_folder import create
+from meshwright.units import format_count
 from runs import TINY, clean_environ
 
 SIZES = {"vocab_size": 320, "dim": 32, "n_layers": 2, "n_heads": 4, "context": 64}
@@ -125,19 +127,14 @@ def test_the_default_rate_follows_the_model():
     assert given.optimizer.lr == 3e-3
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model.preset=llama-3-8b"],
-        ["model.preset=smollm2-135m"],
-        ["model.preset=pythia-1b"],
-        ["model.preset=llama-2-70b"],
-    ],
-)
-def test_the_rate_is_that_of_the_models_parameters(words):
-    config = load_config(None, words)
-    exact = rate_for(parameter_count(config.model))
-    assert config.optimizer.lr == pytest.approx(exact, rel=0.02)
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"demo"}))
+def test_defaults_follow_from_the_models_own_number_of_parameters(preset):
+    config = load_config(None, [f"model.preset={preset}", "cluster.preset=h100-sxm"])
+    exact = parameter_count(config.model)
+    count = f"{format_count(exact)} parameters"
+    assert config.optimizer.lr == rate_for(exact)
+    assert config.origins["optimizer.lr"] == f"derived: for {count}"
+    assert config.origins["train.batch"].endswith(f" tokens for {count}")
 
 
 def test_a_trained_model_gets_a_tenth_of_the_rate(tmp_path):

@@ -19,9 +19,9 @@ from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import Product, Work, layout_work
 from meshwright.program.attention import causal_scores
 from meshwright.program.operations import ATTENTION_BACKWARD
-from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import model_spec
 
 # Blocks that are timed together: as many as have the weights that no cache holds, at most these.

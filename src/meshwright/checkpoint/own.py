@@ -34,8 +34,8 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.execute.data import reshard
 from meshwright.execute.world import World, exchange
 from meshwright.layout import Layout
-from meshwright.program.parts import Part
 from meshwright.program.shards import Sharding, shard_rank, whole
+from meshwright.spec.parts import Part
 
 _OWN: Final = "own"  # what of a manifest is ours
 

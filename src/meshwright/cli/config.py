@@ -23,9 +23,9 @@ from meshwright.interop.flat import SYSTEMS
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import settled
 from meshwright.layout import resolve_layout
-from meshwright.program.parts import parameter_count
 from meshwright.spec.dump import given_toml
 from meshwright.spec.loading import Config, config_schema
+from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count
 
 EXAMPLE = """\

@@ -33,7 +33,6 @@ from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.price import Prediction, RankMemory
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting
-from meshwright.program.parts import parameter_count
 from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
@@ -52,6 +51,7 @@ from meshwright.search.plan import (
 from meshwright.search.rank import MARGIN
 from meshwright.search.ways_to_fit import ways_to_fit
 from meshwright.spec.loading import Config
+from meshwright.spec.parts import parameter_count
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 

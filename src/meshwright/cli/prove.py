@@ -22,7 +22,6 @@ from meshwright.launch.machine import count_gpus, detect
 from meshwright.launch.proof import by_world, fails_alike, prove_cases, worker_command
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
-from meshwright.program.parts import parameter_count
 from meshwright.prove.case import Case
 from meshwright.prove.draw import MOST_RANKS, draw
 from meshwright.prove.draw import WORLDS as DRAWN_WORLDS
@@ -33,6 +32,7 @@ from meshwright.prove.refused import Refusal, refuse
 from meshwright.prove.shrink import shrink
 from meshwright.prove.smallest import smallest
 from meshwright.spec.loading import Config
+from meshwright.spec.parts import parameter_count
 from meshwright.units import format_count, format_seconds
 
 # So many failures of `--random` are reduced to a small case; each takes minutes.

@@ -16,7 +16,6 @@ from meshwright.cli.common import add_config_arguments, add_json, print_json, re
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
-from meshwright.program.parts import parameter_count
 from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
@@ -30,6 +29,7 @@ from meshwright.simulate.run import (
     ranks_of,
     simulate,
 )
+from meshwright.spec.parts import parameter_count
 from meshwright.units import format_bytes, format_count, format_seconds
 
 EXAMPLE = """\

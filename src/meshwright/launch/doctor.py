@@ -34,8 +34,8 @@ from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.launch.system import examine_system
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.price import worst_memory
-from meshwright.program.parts import parameter_count
 from meshwright.spec.loading import Config
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
 from meshwright.units import format_bytes, format_count

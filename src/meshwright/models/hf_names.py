@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshwright.program.parts import Part, parts
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import Part, parts
 
 _LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
 

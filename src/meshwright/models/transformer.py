@@ -23,7 +23,7 @@ Project = Callable[[Tensor, Tensor], Tensor]
 
 
 class Transformer(nn.Module):
-    """A decoder with the parameters of `program.parts`, in that order.
+    """A decoder with the parameters of `spec.parts`, in that order.
 
     `layers` is keyed by the global layer number, so a stage keeps the names of the whole model.
     Parallelisms may replace `mask_of`, which makes the blocks' mask.

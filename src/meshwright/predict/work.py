@@ -21,10 +21,10 @@ from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.messages import Overlaps, Phase, Purpose
 from meshwright.program.operations import Operation, Sizes, operations
-from meshwright.program.parts import parts
 from meshwright.program.shards import shard
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
 from meshwright.spec.training import TrainSpec
 
 

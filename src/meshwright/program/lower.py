@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Final
 
 from meshwright.layout import Layout
-from meshwright.program.parts import parts
 from meshwright.program.schedule import Table, compute_tables, stage_ranks, with_transfers
 from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
 from meshwright.spec.training import TrainSpec
 
 # CPUs, torch's own kernels.

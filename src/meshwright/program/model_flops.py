@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from meshwright.program.attention import causal_scores
-from meshwright.program.parts import parts
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
 
 # A forward, and a backward of twice its size.
 _PASSES: Final = 3

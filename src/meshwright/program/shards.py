@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshwright.layout import Layout
-from meshwright.program.parts import Part
 from meshwright.program.target import Target
+from meshwright.spec.parts import Part
 
 # (start, stop) along each dim of a whole tensor
 Region = tuple[tuple[int, int], ...]

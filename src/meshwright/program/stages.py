@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.program.model_flops import embedding_flops, head_flops, layer_flops
-from meshwright.program.parts import Part
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import Part
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright.execute.build import Source, cut
 from meshwright.models.init import norm_adds_one, parameter_seed
-from meshwright.program.parts import parts
 from meshwright.program.shards import Region
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
 
 # Approximate standard deviation of attention scores: some keys count ten times as much as others.
 _SCORES = 1.5

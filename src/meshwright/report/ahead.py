@@ -9,7 +9,6 @@ from meshwright.predict.price import Prediction
 from meshwright.predict.profile import merged_causes, predicted_profile
 from meshwright.predict.setting import Setting
 from meshwright.program.lower import Program, lower
-from meshwright.program.parts import parameter_count
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, stacked
 from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
@@ -20,6 +19,7 @@ from meshwright.report.steps import step_sections
 from meshwright.report.words import profile_warnings
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import Plan
+from meshwright.spec.parts import parameter_count
 from meshwright.units import format_bytes, format_count
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
-from meshwright.program.parts import parameter_count
 from meshwright.search.rank import MARGIN
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.words import beyond_context
 from meshwright.units import format_bytes
 

@@ -7,6 +7,9 @@ import math
 from pathlib import Path
 from typing import Final
 
+from meshwright.spec.catalogue import LOCAL
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import Value, Values
 from meshwright.spec.stored import stored_tokenizer
 from meshwright.spec.training import OptimizerSpec
@@ -48,12 +51,11 @@ def rate_for(parameters: float) -> float:
     return _RATES[-1][1]
 
 
-def default_rate(model: Values) -> Value | None:
-    """Return the default learning rate for a resolved [model] section; None: `OptimizerSpec`'s."""
-    count = _matrices(model)
+def default_rate(model: ModelSpec) -> Value | None:
+    """Return the default learning rate for a model; None: `OptimizerSpec`'s."""
+    count = parameter_count(model)
     size, rate = f"{format_count(count)} parameters", rate_for(count)
-    init_from = model.get("init_from", Value(None, "")).value
-    if init_from is not None:
+    if model.init_from is not None:
         why = f"derived: a tenth of the rate for {size} from scratch: model.init_from is trained"
         return Value(float(f"{_TRAINED * rate:.1e}"), why)
     if rate == OptimizerSpec().lr:
@@ -61,18 +63,18 @@ def default_rate(model: Values) -> Value | None:
     return Value(rate, f"derived: for {size}")
 
 
-def default_training(model: Values, cluster: Values, given: Values) -> Values:
+def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
     """Return the default batch, length and precision of a published model on a cluster.
 
     `given` is the [train] section, whose keys stay. Nothing for our own small model, nor for the
     machine at hand, whose defaults are for a first look.
     """
-    device = str(cluster.get("preset", Value("local", "")).value)
-    preset, init_from = (model.get(key, Value(None, "")).value for key in ("preset", "init_from"))
-    if device in ("local", "cpu") or (preset in (None, "demo") and init_from is None):
+    device = str(cluster.get("preset", Value(LOCAL, "")).value)
+    is_ours = model.preset in (None, "demo") and model.init_from is None
+    if device in (LOCAL, "cpu") or is_ours:
         return {}
-    count = _matrices(model)
-    length = Value(min(int(model["context"].value), _LONGEST), "derived: model.context, up to 8192")
+    count = parameter_count(model)
+    length = Value(min(model.context, _LONGEST), "derived: model.context, up to 8192")
     tokens = next(size for least, size in reversed(_BATCHES) if count >= least)
     rows = max(1, tokens // int(given.get("seq_len", length).value))
     why = f"derived: {format_count(tokens)} tokens for {format_count(count)} parameters"
@@ -94,16 +96,3 @@ def default_tokenizer(init_from: str) -> Values:
     origin = f"model.init_from {init_from}"
     tokenizer = {"tokenizer": Value(name, origin)}
     return tokenizer if eos is None else {**tokenizer, "eos": Value(eos, origin)}
-
-
-def _matrices(model: Values) -> int:
-    """Return the parameters of a model's matrices, which are all but a thousandth of them."""
-
-    def size(key: str) -> int:
-        return int(model[key].value)
-
-    heads = (2 * size("n_heads") + 2 * size("n_kv_heads")) * size("head_dim")
-    per_mlp = 3 if model["family"].value == "llama" else 2
-    layer = size("dim") * (heads + per_mlp * size("ffn_dim"))
-    ties = model.get("tie_embeddings", Value(False, "")).value
-    return size("n_layers") * layer + size("vocab_size") * size("dim") * (1 if ties else 2)

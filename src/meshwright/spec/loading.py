@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -76,6 +76,7 @@ _LONGEST_TEXT: Final = 3500
 _NO_TEXT: Final = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
 Sections = Mapping[str, Mapping[str, Any]]
+T = TypeVar("T", bound=Spec)
 
 
 def load_config(
@@ -123,13 +124,18 @@ def build_config(given: dict[str, Values]) -> Config:
     origins: dict[str, str] = {}
     for name, spec in SECTIONS.items():
         values = given[name]
-        try:
-            sections[name] = spec(**{key: value.value for key, value in values.items()})
-        except ValidationError as error:
-            raise ConfigError(_word(error.errors()[0], name, values)) from None
+        sections[name] = _built(name, spec, values)
         for key in spec.model_fields:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
     return Config.model_validate({**sections, "origins": origins})
+
+
+def _built(name: str, spec: type[T], values: Values) -> T:
+    """Return a section's spec; raises `ConfigError` for a broken rule."""
+    try:
+        return spec(**{key: value.value for key, value in values.items()})
+    except ValidationError as error:
+        raise ConfigError(_word(error.errors()[0], name, values)) from None
 
 
 def _check_texts(name: str, values: Values) -> None:
@@ -180,9 +186,10 @@ def _derive(given: dict[str, Values]) -> None:
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     tokenizer = data.get("tokenizer", Value("bytes", "default"))
     given["model"] = resolve_model(given["model"], tokenizer, folder)
-    if "lr" not in given["optimizer"] and (rate := default_rate(given["model"])) is not None:
+    model = _built("model", ModelSpec, given["model"])
+    if "lr" not in given["optimizer"] and (rate := default_rate(model)) is not None:
         given["optimizer"]["lr"] = rate
-    for key, value in default_training(given["model"], given["cluster"], given["train"]).items():
+    for key, value in default_training(model, given["cluster"], given["train"]).items():
         given["train"][key] = value
     steps = given["train"].get("steps", Value(TrainSpec().steps, "default")).value
     if "warmup_steps" not in given["optimizer"]:

@@ -15,8 +15,8 @@ from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.models.dropout import row_keys
 from meshwright.program.model_flops import flops_per_token
-from meshwright.program.parts import parameter_count
 from meshwright.spec.loading import Config
+from meshwright.spec.parts import parameter_count
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.events import Emit
 from meshwright.train.interruptible import Interruptible
