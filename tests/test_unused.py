@@ -72,6 +72,25 @@ def test_train_doctor_and_plan_tell_what_shards_nothing(config, capsys):
     assert "layout.zero = 3 shards nothing" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("cluster.devices_per_node=1 layout.zero=2", "there is one data-parallel rank"),
+        ("layout.tp=2 layout.zero=3", "there is one data-parallel rank"),
+        (
+            "layout.dp_replicate=2 layout.dp_shard=1 layout.zero=3",
+            "layout.dp_shard = 1, and each of",
+        ),
+    ],
+)
+def test_plan_says_why_no_layout_has_a_stage_that_shards_nothing(capsys, words, why):
+    given = ["cluster.preset=a100-80gb", "cluster.devices_per_node=2", *words.split()]
+    assert main(["plan", *given]) == 2
+    said = capsys.readouterr().err
+    assert f"shards nothing: {why}" in said
+    assert "nearest legal: layout.zero = 0" in said
+
+
 def test_a_job_that_leaves_devices_idle_is_refused_with_the_cause(capsys):
     words = ["launch", "slurm", "cluster.preset=a100-80gb", "cluster.devices_per_node=8"]
     assert main([*words, "train.batch=12"]) == 2

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.layout import AXES, Layout, broken
+from meshwright.layout import AXES, Layout, broken, unsharded
 from meshwright.layout.rules import divisors, nearest_legal
 from meshwright.predict.setting import Setting
 from meshwright.search.space import Pins
@@ -56,5 +56,7 @@ def refuse(setting: Setting, pins: Pins) -> ConfigError:
         rule = f"{fixed}: {degrees} ranks do not divide the cluster's {devices} devices"
         return ConfigError(refusal(rule, legal=[f"{n} ranks" for n in divisors(devices)[::-1][:3]]))
     hint = "Leave one of the keys out, and the planner chooses it"
+    if degrees == devices and (idle := unsharded(plain)) is not None:
+        return ConfigError(refusal(idle, legal=["layout.zero = 0"], hint=hint))
     rule = f"no layout of {devices} devices with train.batch = {train.batch} has {words(pins)}"
     return ConfigError(refusal(rule, hint=hint))
