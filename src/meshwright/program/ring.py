@@ -1,8 +1,8 @@
-"""Which queries see which keys in ring attention, cut into the rectangles that are computed.
+"""Which rectangles of queries and keys each rank computes in ring attention.
 
-The ring's sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r, in this
-order. `execute.context` computes exactly these pieces of it, and `execute.documents` those of a
-document, so that what a window saves can be counted without either.
+The sequence is cut into 2 cp chunks. Rank r holds chunk r, then chunk 2 cp - 1 - r.
+`execute.context` computes the pieces that this module lists for a sequence, `execute.documents`
+those for a document. So the module also counts the work that a window saves.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Final, NamedTuple
 
 from meshwright.program.attention import ScoreBounds
 
-# A causal square whose window is shorter, or whose scores are all held at once, is cut into this
-# many blocks of queries, but into none of fewer tokens: a call has its own cost.
+# Causal attention is cut into this many blocks of queries where a window leaves out some keys, or
+# where a cap makes the kernel hold all scores at once. No block has fewer queries than
+# SHORTEST_BLOCK, as every call has a fixed cost; the last one may.
 BLOCKS: Final = 8
 SHORTEST_BLOCK: Final = 64
 
 
 class Piece(NamedTuple):
-    """Some queries and keys, by their places among a rank's own, of which all pairs are computed.
+    """A rectangle of queries and keys that one call computes.
 
-    `causal`: as many keys as queries, of which query i sees none after key i. `masked`: not all of
-    the rest is seen either, and takes a mask of positions; the first query's is `ahead` tokens
-    after the first key's.
+    `queries` and `keys` are slices of the tokens that a rank holds. With `causal` there are as many
+    keys as queries, and query i sees keys 0 to i. With `masked` some other pairs are not seen
+    either, so the call takes a mask made from positions. `ahead` is the position of the first query
+    minus the position of the first key, in tokens.
     """
 
     queries: slice
@@ -34,20 +36,23 @@ class Piece(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many queries it has."""
+        """The number of queries."""
         return int(self.queries.stop - self.queries.start)
 
     @property
     def columns(self) -> int:
-        """How many keys it has."""
+        """The number of keys."""
         return int(self.keys.stop - self.keys.start)
 
     def pairs(self, plain: bool) -> float:
-        """Return the pairs of query and key that cost time: a kernel skips half if it is causal."""
+        """Return how many pairs of query and key cost time.
+
+        A kernel skips half of a causal piece; `plain` operations compute all of it.
+        """
         return self.rows * self.columns / (2 if self.causal and not plain else 1)
 
     def moved(self, places: int) -> Piece:
-        """Return it so many places on, of queries and keys."""
+        """Return the piece with its queries and keys moved on by so many places."""
         queries, keys = (
             slice(x.start + places, x.stop + places) for x in (self.queries, self.keys)
         )
@@ -55,9 +60,9 @@ class Piece(NamedTuple):
 
 
 def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
-    """Return the pieces of causal attention inside `length` tokens: each query is in one of them.
+    """Return the pieces of causal attention inside `length` tokens; each query is in one of them.
 
-    One piece, where every query sees all before it and a kernel does not hold the scores.
+    There is a single piece where no window hides a key and no cap makes the kernel hold the scores.
     """
     window = length if scores.window is None else scores.window
     if scores.cap is None and window >= length:
@@ -76,11 +81,12 @@ def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
 def ring_pieces(
     length: int, cp: int, rank: int, owner: int, scores: ScoreBounds
 ) -> tuple[Piece, ...]:
-    """Return what rank `rank` computes with rank `owner`'s keys, `length` of them, or nothing.
+    """Return the pieces that `rank` computes with the keys of `owner`; empty where it sees none.
 
-    Of its own keys, what comes first has each query once. Of two ranks the lower one's first chunk
-    precedes, and its second chunk follows, both chunks of the other: so without a window half of
-    the scores are needed whichever it is, in one piece.
+    Each rank holds `length` tokens. Where `owner` is `rank`, the first pieces have each query once.
+    Of two different ranks, the first chunk of the lower one stands before both chunks of the other,
+    and its second chunk after both. So without a window a rank computes half of the scores with the
+    keys of any other rank, in one piece.
     """
     chunk = length // 2
     farthest = (2 * cp - rank - owner) * chunk - 1  # from the last query to the first key
@@ -101,11 +107,14 @@ def ring_pieces(
 def _of_chunks(
     chunk: int, apart: int, query_chunk: int, key_chunk: int, scores: ScoreBounds
 ) -> list[Piece]:
-    """Return what a chunk of queries sees of one of keys that begins `apart` chunks before it."""
+    """Return the piece, if any, of a chunk of queries and the chunk of keys `apart` chunks before.
+
+    `query_chunk` and `key_chunk` say which of a rank's two chunks each of them is.
+    """
     far = apart * chunk
     window = far + chunk if scores.window is None else scores.window
-    rows = min(chunk, window - far + chunk - 1)  # of which the last sees the last key
-    first = max(0, far - window + 1)  # which the first query sees
+    rows = min(chunk, window - far + chunk - 1)  # the last of these queries sees the last key
+    first = max(0, far - window + 1)  # the first key that the first query sees
     if rows <= 0:
         return []
     start, ahead = query_chunk * chunk, far - first
@@ -117,16 +126,20 @@ def _of_chunks(
 def ring_pairs(
     seq_len: int, cp: int, rank: int, scores: ScoreBounds
 ) -> tuple[tuple[Piece, ...], ...]:
-    """Return what a rank computes in each step of the ring; in a step without pieces, nothing.
+    """Return the pieces that a rank computes in each step of the ring; a step may have none.
 
-    In step s it has the keys of the s-th rank before it.
+    In step s the rank has the keys of the rank s places before it.
     """
     length = seq_len // cp
     return tuple(ring_pieces(length, cp, rank, (rank - step) % cp, scores) for step in range(cp))
 
 
 class RingTotals(NamedTuple):
-    """What a rank computes in all steps: pairs, those of plain operations, results of queries."""
+    """What a rank computes in all steps of the ring.
+
+    `pairs` are the pairs of query and key that a kernel computes, `plain_pairs` those that plain
+    operations compute. `rows` counts the queries of all pieces.
+    """
 
     pairs: float
     plain_pairs: float
@@ -135,7 +148,7 @@ class RingTotals(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def ring_totals(seq_len: int, cp: int, rank: int, scores: ScoreBounds) -> RingTotals:
-    """Return the sums over the pieces of `ring_pairs`; a search asks for the same ones often."""
+    """Return the sums over the pieces of `ring_pairs`, cached as a search asks for them often."""
     pieces = [piece for step in ring_pairs(seq_len, cp, rank, scores) for piece in step]
     return RingTotals(
         sum(piece.pairs(plain=False) for piece in pieces),

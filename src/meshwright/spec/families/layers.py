@@ -1,4 +1,4 @@
-"""How `config.json` says what each layer sees, and whether it rotates."""
+"""The keys of `config.json` for the window of each layer, and for whether it rotates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class StoredLayer(NamedTuple):
-    """What a layer sees, in tokens (None: all), and whether it rotates."""
+    """A layer's window in tokens (None: it sees all), and whether it rotates queries and keys."""
 
     window: int | None = None
     rotary: bool = True
@@ -25,12 +25,13 @@ class StoredLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """The keys of a family that say what its layers see and rotate.
+    """Which keys of a family say what its layers see and whether they rotate.
 
-    `window` is what `sliding_window` is where a file leaves it out. `is_windowed(config, layer)` is
-    the rule where a file has no `layer_types`; None: the family has no such key, and a window is of
-    all layers. `switch` is a key without which there is no window. With `rotates` the key
-    `no_rope_layers` has a 1 for each layer that rotates.
+    `window` is the default of `sliding_window`. `is_windowed(config, layer)` says whether a layer
+    has the window where a file has no `layer_types`; None: the family does not have that key, and
+    all layers share the window. `switch` names a key that must be true for any layer to have a
+    window. With `rotates` the family has the key `no_rope_layers`, a list with 1 for each layer
+    that rotates and 0 for the others.
     """
 
     window: int | None = None
@@ -39,9 +40,9 @@ class LayerKeys:
     rotates: bool = False
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
-        """Return what each of so many layers sees and rotates.
+        """Return the window of each of `count` layers, and whether it rotates.
 
-        Raises `ConfigError` for a kind of layer that is not known and lists of another length.
+        Raises `ConfigError` for an unknown kind of layer, and for a list shorter than the layers.
         """
         window = self._window(config)
         kinds = self._kinds(config, count, window)
@@ -55,7 +56,7 @@ class LayerKeys:
         )
 
     def write(self, layers: Sequence[StoredLayer], family: str) -> dict[str, Any]:
-        """Return the keys of layers; raises `ConfigError` for what a family has none for."""
+        """Return the keys that describe layers; raises `ConfigError` for what no key can say."""
         windows = {layer.window for layer in layers}
         sizes = sorted(size for size in windows if size is not None)
         what = f"model.layer_pattern cannot be written as {family}:"
@@ -71,7 +72,7 @@ class LayerKeys:
         elif len(windows) > 1:
             raise ConfigError(f"{what} a window is of all of its layers")
         if self.switch and self.is_windowed is not None:
-            # Where transformers 4 begins with windows.
+            # transformers 4 gives a window to the layers from this one on.
             kinds = found["layer_types"]
             found["max_window_layers"] = kinds.index(SLIDING) if sizes else len(kinds)
         if self.rotates:
@@ -123,12 +124,12 @@ def _is_late(config: Mapping[str, Any], layer: int) -> bool:
     return layer >= first
 
 
-# Of Qwen: windows from a layer on, where a switch turns them on.
+# Qwen: with the switch on, the layers from `max_window_layers` on have a window.
 LATE_WINDOWS: Final = LayerKeys(window=4096, is_windowed=_is_late, switch="use_sliding_window")
 
 
 def shortest_pattern(every: Sequence[T]) -> tuple[T, ...]:
-    """Return the shortest beginning that, begun anew where it ends, gives all of a sequence."""
+    """Return the shortest beginning of a sequence that gives all of it when repeated."""
     for size in range(1, len(every)):
         if all(one == every[at % size] for at, one in enumerate(every)):
             return tuple(every[:size])
