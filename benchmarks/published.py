@@ -206,7 +206,7 @@ def verdicts(rows: Iterable[Measured], calibration: Calibration) -> Verdicts:
         if found.source not in sources or found.row.get("tier") != "A":
             continue
         case = with_calibration(found, calibration)
-        held = price(case.setting, case.layout, events=False).memory
+        held = worst_memory(case.setting, case.layout)
         total += 1
         share = held.total / held.limit
         if found.row["status"] == "oom" and held.fits:

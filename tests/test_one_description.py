@@ -8,7 +8,7 @@ from meshwright.layout import Layout
 from meshwright.predict import work
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
-from meshwright.predict.price import price, worst_memory
+from meshwright.predict.price import estimated, price, worst_estimate
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import data_messages, pace_of, parts_of
@@ -45,7 +45,7 @@ def test_the_lightest_layout_takes_what_its_price_says(device, precision):
     # As the search takes it: one microbatch count for each data rank, a sequence at a time.
     count = one.train.batch // light.layout.dp
     train = one.train.model_copy(update={"batch": count * light.layout.dp})
-    found = worst_memory(replace(one, train=train), light.layout)
+    found = worst_estimate(replace(one, train=train), light.layout)
     assert light.bytes == pytest.approx(found.total, rel=1e-9)
 
 
@@ -126,10 +126,10 @@ def test_a_search_goes_by_the_price(device, devices):
     best = search._pass(cores, order, 8, ("none",))
     assert best
     for seconds, layout in best:
-        assert seconds == pytest.approx(price(one, layout, events=False).time.total, rel=1e-9)
+        assert seconds == pytest.approx(estimated(one, layout).time.total, rel=1e-9)
     for bound, index in order:
         core = cores[index].layout
-        assert bound <= price(one, core, events=False).time.total
+        assert bound <= estimated(one, core).time.total
 
 
 @pytest.mark.parametrize(

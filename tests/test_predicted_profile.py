@@ -87,21 +87,17 @@ def test_the_spans_end_with_the_price_and_causes_add_up_to_it(world):
             assert work >= sum(one.causes.get(cause, 0.0) for cause in causes) * (1 - 1e-9)
 
 
-def test_the_rank_that_sets_the_time_has_the_causes_of_the_price():
+def test_ranks_have_the_causes_of_the_price():
     label = "pp4 1f1b shard2 zero3 tp2 sp mb1 recompute-full"
-    causes = priced(label, *H100, "train.batch=32").time.causes
+    time = priced(label, *H100, "train.batch=32").time
     profile = predicted(label, *H100, "train.batch=32")
-    same = [
-        one
-        for one in profile.ranks
-        if one.causes["compute"] == pytest.approx(causes["compute"])
-        and one.causes["bubble"] == pytest.approx(causes["bubble"])
-    ]
-    assert same
-    assert same[0].causes["data"] == pytest.approx(causes["gathers"] + causes["data"])
-    assert same[0].causes["recompute"] == pytest.approx(causes["recompute"])
-    within = [span for span in same[0].spans if span.axis == "tp"]
-    assert sum(span.seconds for span in within) == pytest.approx(causes["tp"])
+    for one, causes in zip(profile.ranks, time.ranks, strict=True):
+        assert one.causes["data"] == causes["gathers"] + causes["data"]
+        assert one.causes["recompute"] == causes["recompute"] > 0
+        within = [span for span in one.spans if span.axis == "tp"]
+        assert sum(span.seconds for span in within) == pytest.approx(causes["tp"])
+    slowest = profile.ranks[time.slowest].causes
+    assert slowest["bubble"] == min(one.causes["bubble"] for one in profile.ranks)
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
@@ -116,7 +112,7 @@ def test_the_bubble_is_that_of_the_table_where_messages_are_free(monkeypatch, na
     found = on_cluster(setting("train.batch=16"), layout)
     program = lower(found.model, found.train, layout, found.target)
     expected = bubble_fraction(program.compute_tables, program.stage_ranks)
-    assert predicted_profile(found, layout).bubble == pytest.approx(expected)
+    assert predicted_profile(found, layout).idle == pytest.approx(expected)
     assert expected > 0.02
 
 

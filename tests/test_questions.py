@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
-from meshwright.predict.price import price, worst_memory
+from meshwright.predict.price import price, worst_estimate, worst_memory
 from meshwright.search.lightest import lightest, lightest_of, with_train
 from meshwright.search.questions import (
     cheapest,
@@ -41,9 +41,9 @@ def test_the_lightest_of_all_layouts_is_found(devices):
         for layout in everything(one, devices)
         if layout.offload == "none" and layout.recompute == "full"
     ]
-    least = min(worst_memory(one, layout).total for layout in layouts)
+    least = min(worst_estimate(one, layout).total for layout in layouts)
     found = lightest(one, devices)
-    assert found.bytes == pytest.approx(worst_memory(one, found.layout).total)
+    assert found.bytes == pytest.approx(worst_estimate(one, found.layout).total)
     # Schedules that the search leaves out, such as one microbatch at a time, may hold less.
     assert least <= found.bytes <= 1.1 * least
     assert broken(one.model, one.train, found.layout) is None
@@ -86,7 +86,7 @@ def test_the_longest_context_fits_and_the_next_length_does_not():
     assert found.tokens == 8 * length
     octave = 1 << (length.bit_length() - 1)
     longer = with_train(one, seq_len=length + octave // 8)
-    assert lightest(longer, 8).bytes > 0.95 * 48 * 2**30
+    assert worst_memory(longer, lightest(longer, 8).layout).total > 0.95 * 48 * 2**30
     tiny = replace(one.cluster, device=replace(one.cluster.device, memory=10**9))
     assert longest_context(replace(one, cluster=tiny), 8) is None
 
@@ -116,7 +116,7 @@ def test_what_helps_after_an_out_of_memory(label):
     now, found = ways_to_fit(A40S, layout)
     assert found
     assert not now.memory.fits
-    own = price(A40S, layout, events=False)
+    own = price(A40S, layout)
     shorter = [one for one in found if one.text.startswith("train.seq_len")]
     assert found[len(found) - len(shorter) :] == shorter
     costs = [one.slower for one in found[: len(found) - len(shorter)]]

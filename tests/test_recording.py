@@ -288,7 +288,7 @@ def test_a_run_tells_of_its_steps(config):
         0, abs=0.01
     )
     assert measured.tokens_per_s == pytest.approx(4 * 32 / measured.step_time_s)
-    assert 0 < measured.bubble < 1
+    assert 0 < measured.idle < 1
     for one in measured.ranks:
         assert one.stages == (one.coordinates["pp"],)
         assert [span.name for span in one.spans if span.track == "host"] == [

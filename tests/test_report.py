@@ -121,7 +121,7 @@ def test_the_timeline_has_every_action_and_marks_the_bubble(config):
     assert any("waits: recv along pp, 4.00 KiB" in text for text in hovers)
     headings = [one["text"] for one in figure["layout"]["annotations"]]
     assert [h.partition("</b>")[0] for h in headings] == ["<b>Planned", "<b>Measured"]
-    assert all(f"bubble {run.planned.bubble:.1%}" in h for h in headings)
+    assert all(f"idle {run.planned.idle:.1%}" in h for h in headings)
     # The planned panel lies above the measured one, and both share one axis of time.
     layout = figure["layout"]
     assert layout["yaxis"]["domain"][0] > layout["yaxis2"]["domain"][1]
@@ -132,7 +132,7 @@ def test_the_timeline_has_every_action_and_marks_the_bubble(config):
     for y in ("y", "y2"):
         gaps = sum(sum(t["x"]) for t in idle if t["yaxis"] == y)
         busy = sum(sum(t["x"]) for t in work if t["yaxis"] == y)
-        assert gaps / (gaps + busy) == pytest.approx(run.planned.bubble)
+        assert gaps / (gaps + busy) == pytest.approx(run.planned.idle)
 
 
 def test_many_spans_are_drawn_for_some_ranks_only(config):

@@ -10,7 +10,7 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.rules import divisors
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
-from meshwright.predict.price import price, worst_memory
+from meshwright.predict.price import estimated, price, worst_estimate, worst_memory
 from meshwright.predict.setting import Setting
 from meshwright.predict.step import StepTime
 from meshwright.predict.systems import SYSTEMS
@@ -80,13 +80,13 @@ def everything(one, devices):
 
 @pytest.fixture(scope="module")
 def priced():
-    """Every legal layout of four devices: its bytes, and its seconds in closed form.
+    """Every legal layout of four devices: its bytes and its seconds in closed form.
 
     Neither follows from how much memory the devices have.
     """
     one = setting()
     return {
-        layout: (worst_memory(one, layout).total, price(one, layout, events=False).time.total)
+        layout: (worst_estimate(one, layout).total, estimated(one, layout).time.total)
         for layout in everything(one, 4)
     }
 
@@ -124,8 +124,8 @@ def test_prices_do_not_follow_from_the_memory_of_a_device(memory, priced):
     one = setting(memory=memory)
     for layout in list(priced)[::97]:
         held, seconds = priced[layout]
-        assert worst_memory(one, layout).total == held
-        assert price(one, layout, events=False).time.total == seconds
+        assert worst_estimate(one, layout).total == held
+        assert estimated(one, layout).time.total == seconds
 
 
 def test_a_search_is_deterministic_and_ranks_by_speed():
@@ -265,7 +265,7 @@ def test_of_layouts_that_are_as_fast_the_simplest_is_best():
 
     def taking(found, share):
         causes = dict.fromkeys(found.time.causes, 0.0)
-        return replace(found, time=StepTime({**causes, "compute": share}))
+        return replace(found, time=StepTime(share, ({**causes, "gathers": 0.0, "compute": share},)))
 
     assert preference(taking(plain, 1.0)) < preference(taking(long, 0.999))
     assert preference(taking(plain, 1.0)) > preference(taking(long, 0.99))
@@ -279,12 +279,13 @@ def test_why_one_loses_is_its_largest_cause():
     assert max(more, key=more.get) == "bubble"
     assert lost_by(wide, plain) == f"an idle pipeline: {more['bubble']:+.2f} s"
     # Of a step of milliseconds the difference is in these, not +0.00 s.
-    short = [replace(one, time=StepTime(scaled(one.time.causes, 1e-4))) for one in (wide, plain)]
+    short = [replace(one, time=scaled(one.time, 1e-4)) for one in (wide, plain)]
     assert lost_by(*short) == f"an idle pipeline: {more['bubble'] * 0.1:+.2g} ms"
 
 
-def scaled(causes, by):
-    return {cause: seconds * by for cause, seconds in causes.items()}
+def scaled(time, by):
+    ranks = tuple({cause: s * by for cause, s in one.items()} for one in time.ranks)
+    return StepTime(time.total * by, ranks, time.slowest)
 
 
 @pytest.mark.parametrize(("batch", "said"), [(16, "1 microbatch for"), (32, "2 microbatches for")])

@@ -43,9 +43,9 @@ def test_a_profile_goes_through_json_unchanged():
 
 def test_the_bubble_is_what_no_rank_computes_in():
     # From 1 to 5 on two ranks: 3 + 2 seconds of work in 8.
-    assert profile().bubble == pytest.approx(3 / 8)
+    assert profile().idle == pytest.approx(3 / 8)
     alone = StepProfile("measured", {}, "one", "cpu", profile().ranks[:1])
-    assert alone.bubble is None
+    assert alone.idle is None
 
 
 def test_the_worst_rank_is_among_those_whose_memory_is_known():

@@ -36,7 +36,7 @@ def drawn():
 def test_a_timeline_has_a_line_for_each_place():
     chart = timeline_chart(drawn(), 27).plain.splitlines()
     assert chart == [
-        "planned: actions 10.0s of a step of 12.0s, bubble 30.0%"[:27],
+        "planned: actions 10.0s of a step of 12.0s, idle 30.0%"[:27],
         "rank 0 FFFFFFFF....BBBBBBBB",
         "rank 2 ....FFBBBBBBFFBB....",
         "       0 s            10.0s",

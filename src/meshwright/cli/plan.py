@@ -30,7 +30,7 @@ from meshwright.launch.notes import layout_notes, preset_note
 from meshwright.launch.planned import on_machine, slower
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.predict.calibration import read_calibration, shipped_calibration
-from meshwright.predict.price import Prediction, RankMemory
+from meshwright.predict.price import Prediction, RankMemory, memories
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting
 from meshwright.report.ahead import plan_page
@@ -45,7 +45,6 @@ from meshwright.search.plan import (
     on_cluster,
     plan,
     prediction_json,
-    ranks_of,
     setting_of,
 )
 from meshwright.search.rank import MARGIN
@@ -55,6 +54,8 @@ from meshwright.spec.parts import parameter_count
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
+# A part of a step or of a peak below this share is not printed.
+_LEAST = 0.001
 EXAMPLE = """\
 examples:
   meshwright plan
@@ -269,9 +270,8 @@ def _print_winner(made: Plan, best: Prediction) -> None:
     say("step time: " + ", ".join(_causes(best)), "  ")
     for one in made.choices:
         say(f"{one.what}: {one.text}", "  ")
-    ranks = ranks_of(made.setting, best.layout)
-    largest = max(ranks, key=lambda held: held.total)
-    say(f"pipeline rank {largest.rank}: {_memory(largest)}", "  ")
+    ranks = memories(made.setting, best.layout)
+    say(f"pipeline rank {best.memory.rank}: {_memory(best.memory)}", "  ")
     if len(ranks) > 1:
         alike: dict[str, list[str]] = {}
         for held in ranks:
@@ -287,13 +287,15 @@ def _causes(found: Prediction) -> list[str]:
     return [
         f"{cause} {format_seconds(seconds)} ({seconds / total:.0%})"
         for cause, seconds in found.time.causes.items()
-        if seconds > 0.001 * total
+        if seconds > _LEAST * total
     ]
 
 
 def _memory(held: RankMemory) -> str:
     parts = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in held.by_category().items() if size
+        f"{name} {format_bytes(size)}"
+        for name, size in held.by_category().items()
+        if size > _LEAST * held.total
     )
     return f"{format_bytes(held.total)} of {format_bytes(held.limit)}: {parts}"
 
@@ -309,7 +311,8 @@ def _print_unfit(made: Plan) -> None:
 def _print_terms(found: Prediction) -> None:
     held = found.memory
     verdict = "fits" if held.fits else "does not fit"
-    print(f"{found.layout.label}: {verdict}, pipeline rank {held.rank}")
+    at = f", which holds most at {held.at}" if held.at else ""
+    say(f"{found.layout.label}: {verdict}; pipeline rank {held.rank}{at}")
     rows = table("memory", "bytes", "formula", wraps=("memory", "formula"))
     for term in held.terms:
         rows.add_row(term.category, f"{term.bytes:,.0f}", term.formula)
@@ -318,6 +321,9 @@ def _print_terms(found: Prediction) -> None:
     times = table("time", "seconds", "share")
     for cause, seconds in found.time.causes.items():
         times.add_row(cause, f"{seconds:.4f}", f"{seconds / found.time.total:.1%}")
+        if cause == "data":
+            share = found.time.gathers / found.time.total
+            times.add_row("  of it gathers", f"{found.time.gathers:.4f}", f"{share:.1%}")
     times.add_row("step", f"{found.time.total:.4f}", f"{found.tokens_per_s:,.0f} tokens/s")
     Console().print(times)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -37,14 +36,24 @@ class ByteCount:
         self.add(category, -size)
         assert self.held[category] >= 0, f"{category} is below zero at {self.action}"
 
-    @contextmanager
-    def spike(self, category: str, size: int) -> Iterator[None]:
-        """Count bytes for as long as something works."""
-        self.add(category, size)
-        yield
-        self.drop(category, size)
+    def spike(self, category: str, size: int) -> _Spike:
+        """Count bytes for as long as something works: the body of a `with`."""
+        return _Spike(self, category, size)
 
     def note(self, what: str) -> None:
         """Enter a moment."""
         held = {category: size for category, size in self.held.items() if size}
         self.moments.append(PredictedMoment(self.action, what, held))
+
+
+class _Spike:
+    """Bytes that are counted within a `with`; a class, as a walk enters thousands of them."""
+
+    def __init__(self, count: ByteCount, category: str, size: int) -> None:
+        self.count, self.category, self.size = count, category, size
+
+    def __enter__(self) -> None:
+        self.count.add(self.category, self.size)
+
+    def __exit__(self, *_: object) -> None:
+        self.count.drop(self.category, self.size)

@@ -1,4 +1,8 @@
-"""Bytes of one rank at the peak of a step, by category, each with its formula."""
+"""Bytes of one rank at the peak of a step in closed form, by category, each with its formula.
+
+Of our engine a search skips layouts by them; what it finds is priced by `predict.peak`, see
+`predict.price.memory`. Of other systems they are all that is known.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +82,10 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     if sharded_gradients:
         add("gradients", part, system.gradient_bytes, "sums, in shards")
         add("gradients", 2 * largest, reduced, "of the unit at work, and being reduced")
+        if system.keeps == "shards" and not in_place and layout.virtual_stages > 1:
+            # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
+            more = (layout.virtual_stages - 1) * unit.layer
+            add("communication buffers", more, reduced, "reduced last, of each further stage")
     else:
         add("gradients", whole, system.gradient_bytes, "accumulated whole")
     states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)

@@ -6,12 +6,13 @@ In the order of autograd: the last of the forward first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
 from meshwright.program.lower import Program
-from meshwright.program.operations import Sizes, gathers_again, is_joint
+from meshwright.program.operations import Operation, Sizes, gathers_again, is_joint, operations
+from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
 _WIDE: Final = 4
@@ -31,6 +32,52 @@ class Need(NamedTuple):
     deferred: int = 0
     room: int = 0
     added: int = 0
+
+
+Size = tuple[str, int]
+"""A category of what is held, and bytes of it."""
+
+
+class LayerBytes(NamedTuple):
+    """What a layer of a kind keeps of a microbatch, and lets go of as its backward goes.
+
+    `kept` is there after the forward, `anew` when the backward begins. Of each need of `backward`
+    are the sizes that it lets go of; `left` is what none of them does.
+    """
+
+    kept: tuple[Size, ...]
+    anew: tuple[Size, ...]
+    backward: tuple[tuple[Need, tuple[Size, ...]], ...]
+    left: tuple[Size, ...]
+
+
+def layer_bytes(
+    program: Program, sizes: Sizes, stage: Stage, kind: LayerSpec, cp_rank: int
+) -> LayerBytes:
+    """Return the bytes of a layer of a kind that the stage has."""
+    first, anew = (
+        [
+            op
+            for op in operations(program, stage, cp_rank=cp_rank, recomputed=again)
+            if op.layer == kind
+        ]
+        for again in (False, True)
+    )
+    backward, alive = [], anew
+    for need in backward_needs(program, sizes, kind):
+        own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
+        backward.append((need, kept(own)))
+        alive = [op for op in alive if op not in own]
+    return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive))
+
+
+def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
+    """Return what operations keep, by category."""
+    sums: dict[str, int] = {}
+    for op in ops:
+        category = f"activations: {op.kind}"
+        sums[category] = sums.get(category, 0) + op.saved_bytes
+    return tuple((category, size) for category, size in sums.items() if size)
 
 
 def backward_needs(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Need, ...]:

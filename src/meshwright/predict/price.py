@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.predict.memory import Term, activations, model_states, outside
+from meshwright.predict.peak import peak
 from meshwright.predict.setting import Setting, held_by
-from meshwright.predict.step import StepTime, step_time
+from meshwright.predict.step import StepTime, has_table, step_time
+from meshwright.predict.terms import peak_terms
+from meshwright.predict.work import HeldLayers
+from meshwright.program.lower import Program, lower
 from meshwright.program.model_flops import flops_per_token
+from meshwright.program.transfers import with_own_transfers
+
+# Whose memory the walk through a program is of; of other systems closed forms are all we know.
+OURS: Final = "meshwright"
+# So many times the microbatches of a brief step fill the pipeline.
+_TURNS: Final = 2
+# Schedules that hold what all microbatches keep, see `predict.memory.in_flight`.
+_HOLDS_ALL: Final = ("gpipe", "looped_bfs")
+_OUTSIDE: Final = ("context", "communicators", "allocator")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Terms of one rank's peak; `rank` is its place in the pipeline."""
+    """Terms of one rank's peak: the most that it holds at one moment of a step.
+
+    `rank` is its place in the pipeline, `limit` the device's memory in bytes; `at` is the moment,
+    an action and what is at work, or empty where only closed forms are known.
+    """
 
     rank: int
     terms: tuple[Term, ...]
     limit: int
+    at: str = ""
 
     @property
     def total(self) -> float:
@@ -42,23 +61,98 @@ class RankMemory:
         return sums
 
 
-_OUTSIDE = ("context", "communicators", "allocator")
+def memory(
+    setting: Setting, layout: Layout, rank: int, program: Program | None = None
+) -> RankMemory:
+    """Return the peak of the ranks at one place in the pipeline.
+
+    Of our engine it is the highest moment of the walk through the layout's `program`, the one that
+    a predicted timeline shows; of other systems the closed form.
+    """
+    if not _is_walked(setting, layout):
+        return estimate(setting, layout, rank)
+    if program is None:
+        program = lower(setting.model, setting.train, layout, setting.target)
+    terms, at = peak_terms(program, layout.mesh.rank({"pp": rank}), _forms(setting, layout, rank))
+    return _rank_memory(setting, layout, rank, terms, at)
 
 
-def memory(setting: Setting, layout: Layout, rank: int) -> RankMemory:
-    """Return the peak of the ranks at one place in the pipeline."""
+def _is_walked(setting: Setting, layout: Layout) -> bool:
+    """Return whether a layout has a program of ours; other systems and their rules have none."""
+    count = layout.microbatches(setting.train.batch)
+    return setting.system.name == OURS and has_table(layout, count)
+
+
+def estimate(setting: Setting, layout: Layout, rank: int) -> RankMemory:
+    """Return a peak in closed form: some percent off, and soon enough for a search of millions."""
+    return _rank_memory(setting, layout, rank, _forms(setting, layout, rank))
+
+
+def _forms(setting: Setting, layout: Layout, rank: int) -> list[Term]:
     held = held_by(setting, layout)[rank]
-    terms = model_states(setting, layout, held) + activations(setting, layout, rank)
+    return model_states(setting, layout, held) + activations(setting, layout, rank)
+
+
+def _rank_memory(
+    setting: Setting, layout: Layout, rank: int, terms: list[Term], at: str = ""
+) -> RankMemory:
     allocated = sum(term.bytes for term in terms)
     device = setting.cluster.device
-    terms += outside(device, layout, setting.system, setting.calibration, allocated)
-    return RankMemory(rank, tuple(terms), device.memory)
+    terms = terms + outside(device, layout, setting.system, setting.calibration, allocated)
+    return RankMemory(rank, tuple(terms), device.memory, at)
+
+
+def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
+    """Return the peak of the ranks at each place in the pipeline."""
+    program = lower(setting.model, setting.train, layout, setting.target)
+    return [memory(setting, layout, rank, program) for rank in range(layout.pp)]
 
 
 def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
-    """Return the memory of the pipeline rank that needs most: the first, the last or between."""
+    """Return the memory of the pipeline rank that needs most.
+
+    Between the ends of ranks that hold the same layers, what is in flight and what is deferred go
+    up or down with the place, so that one of these ends needs most; a test holds it.
+    """
+    program = lower(setting.model, setting.train, layout, setting.target)
+    return max(
+        (memory(setting, layout, rank, program) for rank in _ends_alike(setting, layout)),
+        key=lambda found: found.total,
+    )
+
+
+def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
+    """Return about what `memory` does, sooner: of a step of few microbatches.
+
+    They fill the pipeline twice, and each transfer stands beside the action that it is for.
+    """
+    if not _is_walked(setting, layout):
+        return estimate(setting, layout, rank)
+    count = min(layout.microbatches(setting.train.batch), _TURNS * layout.pp)
+    if layout.schedule in _HOLDS_ALL:
+        count = layout.microbatches(setting.train.batch)
+    batch = {"batch": count * layout.microbatch * layout.dp}
+    train = setting.train.model_copy(update=batch)
+    program = lower(setting.model, train, layout, setting.target)
+    table = with_own_transfers(program.compute_tables[rank], program.stage_ranks)
+    found = peak(program, layout.mesh.rank({"pp": rank}), table)
+    terms = [Term(category, size, "") for category, size in found.held.items()]
+    return _rank_memory(setting, layout, rank, terms)
+
+
+def worst_estimate(setting: Setting, layout: Layout) -> RankMemory:
+    """Return the estimate of the pipeline rank that needs most: the first, the last or between."""
     ranks = sorted({0, 1, layout.pp - 2, layout.pp - 1} & set(range(layout.pp)))
-    return max((memory(setting, layout, rank) for rank in ranks), key=lambda found: found.total)
+    return max((estimate(setting, layout, rank) for rank in ranks), key=lambda found: found.total)
+
+
+def _ends_alike(setting: Setting, layout: Layout) -> list[int]:
+    """Return the first and the last of the pipeline ranks that hold the same layers."""
+    held = held_by(setting, layout)
+    ends: dict[HeldLayers, list[int]] = {}
+    for rank, one in enumerate(held):
+        ends[one] = [*ends.get(one, [])[:1], rank]
+    return sorted(rank for found in ends.values() for rank in found)
 
 
 @dataclass(frozen=True)
@@ -89,12 +183,30 @@ class Prediction:
         return self.tflops_per_device * 1e12 / self.peak
 
 
-def price(setting: Setting, layout: Layout, *, events: bool = True) -> Prediction:
-    """Return what a layout costs; see `step_time` and `worst_memory`."""
+def price(setting: Setting, layout: Layout, *, held: RankMemory | None = None) -> Prediction:
+    """Return what a layout costs, as it is shown: see `worst_memory` and `step_time`.
+
+    `held` is its worst memory, where that is known already.
+    """
+    return _prediction(
+        setting,
+        layout,
+        worst_memory(setting, layout) if held is None else held,
+        step_time(setting, setting.kernels(), layout),
+    )
+
+
+def estimated(setting: Setting, layout: Layout) -> Prediction:
+    """Return what a layout costs in closed form, to compare thousands of them; never shown."""
+    time = step_time(setting, setting.kernels(), layout, events=False)
+    return _prediction(setting, layout, worst_estimate(setting, layout), time)
+
+
+def _prediction(setting: Setting, layout: Layout, held: RankMemory, time: StepTime) -> Prediction:
     return Prediction(
         layout,
-        worst_memory(setting, layout),
-        step_time(setting, setting.kernels(), layout, events=events),
+        held,
+        time,
         setting.train.batch * setting.train.seq_len,
         flops_per_token(setting.model, setting.train.seq_len),
         layout.world,

@@ -10,18 +10,16 @@ from meshwright.layout import Layout
 from meshwright.predict.byte_count import PredictedMoment
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.memory import outside
-from meshwright.predict.price import memory, price
+from meshwright.predict.price import OURS, memory, price
 from meshwright.predict.setting import Setting
 from meshwright.predict.spans import Drawn, pipeline_spans
-from meshwright.predict.step import ActionTimes, pace_of, rank_causes
+from meshwright.predict.step import merged_causes, pace_of
 from meshwright.predict.timeline import timeline
 from meshwright.program.actions import Action
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program, lower
-from meshwright.program.profile import CAUSES, MemoryPoint, RankProfile, Span, StepProfile, Traffic
+from meshwright.program.profile import MemoryPoint, RankProfile, Span, StepProfile, Traffic
 
-# Whose memory our engine's own walk is of; of other systems only the terms at the peak are known.
-_OURS: Final = "meshwright"
 # Where a category of the predictions lies among those of the profile; others are activations.
 _CATEGORIES: Final = {
     "weights": "parameters",
@@ -56,8 +54,8 @@ def predicted_profile(
     """
     kernels, found = setting.kernels(), price(setting, layout)
     pace = pace_of(setting, kernels, layout)
-    causes = found.time.causes
-    after = causes["data"] + causes["optimizer"] + causes["host"]
+    slowest = found.time.ranks[found.time.slowest]
+    after = slowest["data"] + slowest["optimizer"] + slowest["host"]
     drawn = pipeline_spans(setting, kernels, layout, pace, found.time.total - after)
     program = lower(setting.model, setting.train, layout, setting.target)
     mesh = layout.mesh
@@ -66,8 +64,8 @@ def predicted_profile(
     for rank in chosen:
         at = mesh.coordinates(rank)
         own = drawn[at["pp"]]
-        own_causes = _causes(setting, kernels, layout, pace, at["pp"], causes)
-        end = _Ends(found.time.total, causes, own_causes)
+        own_causes = found.time.ranks[at["pp"]]
+        end = _Ends(found.time.total, slowest, own_causes)
         spent = merged_causes(own_causes)
         rows.append(
             RankProfile(
@@ -93,39 +91,15 @@ def predicted_profile(
     )
 
 
-def _causes(
-    setting: Setting,
-    kernels: Kernels,
-    layout: Layout,
-    pace: ActionTimes,
-    place: int,
-    priced: dict[str, float],
-) -> dict[str, float]:
-    """Return the seconds of a rank by cause; they add up to the step, the rest being waiting.
-
-    Sums and updates of the ranks run at the same time; the price has room for those of the rank
-    whose microbatches take longest, and no other is given more.
-    """
-    own = rank_causes(setting, kernels, layout, pace, place, 0.0)
-    for cause in ("data", "optimizer"):
-        own[cause] = min(own[cause], priced[cause])
-    own["bubble"] = max(sum(priced.values()) - sum(own.values()), 0.0)
-    return own
-
-
-def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
-    """Return causes in the words of the profile: what is gathered is data parallelism's, too."""
-    data = causes["data"] + causes["gathers"]
-    return {c: seconds for c in CAUSES if (seconds := {**causes, "data": data}.get(c))}
-
-
 class _Ends:
     """What comes after the pipeline: sums, update, what the host adds."""
 
-    def __init__(self, total: float, priced: dict[str, float], own: dict[str, float]) -> None:
+    def __init__(
+        self, total: float, slowest: Mapping[str, float], own: Mapping[str, float]
+    ) -> None:
         self.total = total
-        self.host = total - priced["host"]
-        self.update = self.host - priced["optimizer"]
+        self.host = total - slowest["host"]
+        self.update = self.host - slowest["optimizer"]
         self.reduce, self.update_seconds = own["data"], own["optimizer"]
 
     def spans(self, end: float) -> Iterator[Span]:
@@ -143,7 +117,7 @@ def _memory(
 ) -> Iterator[MemoryPoint]:
     """Yield what a rank holds: at the start, at the highest moment of each action, after it."""
     layout = program.layout
-    if setting.system.name != _OURS:
+    if setting.system.name != OURS:
         terms = memory(setting, layout, layout.mesh.coordinates(rank)["pp"]).by_category()
         yield MemoryPoint("peak", None, _by_category(terms))
         return
@@ -195,7 +169,7 @@ def _traffic(
     setting: Setting, kernels: Kernels, program: Program, rank: int, spent: dict[str, float]
 ) -> Iterator[Traffic]:
     """Yield the program's messages; an axis's wait is shared out by what they take on the links."""
-    if setting.system.name != _OURS:
+    if setting.system.name != OURS:
         return
     layout = program.layout
     counts: dict[tuple[str, str, int], int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
 from meshwright.program.messages import CollectiveKind
+from meshwright.program.profile import CAUSES
 from meshwright.program.shards import sums_in_place
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
@@ -23,14 +25,33 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest rank, by cause; they add up to `total`."""
+    """Seconds of a step: `total`, which `ranks` spend by cause, one of each place in the pipeline.
 
-    causes: dict[str, float]
+    `slowest` is the place that sets the pace. A rank's causes add up to the total: `bubble` is what
+    it waits for other stages. `gathers` are ZeRO's messages in each microbatch, `data` those of
+    data parallelism once a step.
+    """
+
+    total: float
+    ranks: tuple[Mapping[str, float], ...]
+    slowest: int = 0
 
     @property
-    def total(self) -> float:
-        """Seconds of a step."""
-        return sum(self.causes.values())
+    def causes(self) -> dict[str, float]:
+        """Seconds by cause in the words of a profile, the mean of the ranks; they add up, too."""
+        merged = [merged_causes(one) for one in self.ranks]
+        return {cause: sum(one[cause] for one in merged) / len(merged) for cause in merged[0]}
+
+    @property
+    def gathers(self) -> float:
+        """Seconds of `data` that are waits for gathered weights, the mean of the ranks."""
+        return sum(one["gathers"] for one in self.ranks) / len(self.ranks)
+
+
+def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
+    """Return causes in the words of a profile: what is gathered is data parallelism's, too."""
+    merged = {**causes, "data": causes["data"] + causes["gathers"]}
+    return {cause: merged[cause] for cause in CAUSES if cause in merged}
 
 
 @dataclass(frozen=True)
@@ -150,26 +171,30 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
 def step_time(
     setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
 ) -> StepTime:
-    """Return the time of a step; without `events` the pipeline is priced in closed form."""
+    """Return the time of a step; without `events` the pipeline is priced in closed form.
+
+    Sums and updates of the ranks run at the same time; the step has room for those of the rank
+    whose microbatches take longest, and no other is given more. What is left of it is a bubble.
+    """
     pace = pace_of(setting, kernels, layout)
-    pipeline = _pipeline(setting, kernels, layout, pace, events)
-    return StepTime(
-        rank_causes(
-            setting,
-            kernels,
-            layout,
-            pace,
-            pace.slowest,
-            kernels.idle * (pipeline - pace.microbatches * pace.whole[pace.slowest]),
-        )
-    )
+    slowest, pipeline = pace.slowest, _pipeline(setting, kernels, layout, pace, events)
+    found = {held: rank_causes(setting, kernels, layout, pace, held) for held in set(pace.held)}
+    longest = found[pace.held[slowest]]
+    bubble = kernels.idle * (pipeline - pace.microbatches * pace.whole[slowest])
+    total = sum(longest.values()) + bubble
+    for held, own in found.items():
+        for cause in ("data", "optimizer"):
+            own[cause] = min(own[cause], longest[cause])
+        is_slowest = held == pace.held[slowest]
+        own["bubble"] = bubble if is_slowest else max(total - sum(own.values()), 0.0)
+    return StepTime(total, tuple(found[held] for held in pace.held), slowest)
 
 
 def rank_causes(
-    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, place: int, bubble: float
+    setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, held: HeldLayers
 ) -> dict[str, float]:
-    """Return the seconds of a step by cause on a pipeline rank that waits so long for others."""
-    held, parts, count = pace.held[place], pace.parts, pace.microbatches
+    """Return the seconds of a step by cause on a rank that holds such layers, but its bubble."""
+    parts, count = pace.parts, pace.microbatches
     per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
     return {
         "compute": per_step["forward"] + per_step["backward"],
@@ -177,7 +202,6 @@ def rank_causes(
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
         "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],
         "gathers": count * pace.gathers.of(held),
-        "bubble": bubble,
         "data": data_wait(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
         ),

@@ -7,12 +7,12 @@ it. The bytes that operations keep are the program's; what they need while they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from meshwright.predict.byte_count import ByteCount, PredictedMoment
-from meshwright.predict.needs import backward_needs, of_input
+from meshwright.predict.needs import LayerBytes, Size, kept, layer_bytes, of_input
 from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
@@ -23,8 +23,9 @@ from meshwright.program.operations import (
     loss_rows,
     operations,
 )
-from meshwright.program.schedule import Action, Kind
+from meshwright.program.schedule import Action, Kind, Table
 from meshwright.program.stages import Stage
+from meshwright.spec.model import LayerSpec
 
 _WIDE: Final = 4
 STREAM: Final = "pipeline"
@@ -47,37 +48,46 @@ class Timeline:
 
 def timeline(program: Program, rank: int) -> Timeline:
     """Return what a rank of the world holds through a step after the first, in bytes."""
-    return _Walk(program, rank).run()
+    walk = Walk(program, rank, ByteCount())
+    walk.run()
+    return Timeline(tuple(walk.bytes_held.moments))
 
 
-class _Walk:
-    """The state of a walk."""
+class Walk:
+    """The state of a walk of a rank of the world; what is held is counted by `bytes_held`."""
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(
+        self, program: Program, rank: int, bytes_held: ByteCount, table: Table | None = None
+    ) -> None:
         self.program = program
         self.at = program.layout.mesh.coordinates(rank)
+        self.table = program.tables[self.at["pp"]] if table is None else table
         self.sizes = Sizes.of(program)
-        kinds = program.model.layer_kinds
-        self.needs = {kind: backward_needs(program, self.sizes, kind) for kind in kinds}
-        self.bytes_held = ByteCount()
+        self.bytes_held = bytes_held
         self.stages = {stage.index: stage for stage in program.held(self.at["pp"])}
+        self.layers = self._layers()
         self.units = {
             index: Units(program, stage, self.at, self.bytes_held)
             for index, stage in self.stages.items()
         }
         self.last = len(program.stages) - 1
-        self.ends = {
-            action.stage: action
-            for action in program.tables[self.at["pp"]]
-            if action.kind in ("B", "W")
-        }
+        self.ends = {action.stage: action for action in self.table if action.kind in ("B", "W")}
         self.sent: dict[int, int] = {}  # bytes on their way, by peer
         self.proves: dict[Action, int] = {}  # those that a receive proves to have arrived
-        self.deferred: dict[tuple[int, int], int] = {}
-        self.known: dict[tuple[int, bool], tuple[Operation, ...]] = {}
+        self.deferred: dict[int, int] = {}  # of a microbatch, by stage
+        self.known: dict[int, tuple[Operation, ...]] = {}
 
-    def run(self) -> Timeline:
-        """Return the timeline."""
+    def _layers(self) -> dict[LayerSpec, LayerBytes]:
+        """Return what layers of each kind that the rank holds keep and let go of."""
+        found: dict[LayerSpec, LayerBytes] = {}
+        for stage in self.stages.values():
+            kinds = {self.program.model.layer(layer) for layer in stage.layers}
+            for kind in kinds - found.keys():
+                found[kind] = layer_bytes(self.program, self.sizes, stage, kind, self.at["cp"])
+        return found
+
+    def run(self) -> None:
+        """Perform the step, and note its moments."""
         bytes_held, program = self.bytes_held, self.program
         for units in self.units.values():
             units.hold()
@@ -87,27 +97,36 @@ class _Walk:
         bytes_held.add(TABLES, table * len(self.stages))
         bytes_held.action = "start"
         bytes_held.note("start")
-        for action in program.tables[self.at["pp"]]:
+        for action in self.table:
             bytes_held.action = f"{action.kind} {action.stage} {action.microbatch}"
-            self._perform(action)
-            if not action.is_transfer:
-                bytes_held.note("end")
+            if action.is_transfer:
+                self._transfer(action)
+            else:
+                self._arrive(action)
+                self.compute(action)
         for left in (*self.sent.values(), *self.proves.values()):
             bytes_held.drop(STREAM, left)
         bytes_held.action = "update"
+        self.finish()
+        bytes_held.note("update")
+
+    def finish(self) -> None:
+        """End the backwards of a step."""
         for units in self.units.values():
             units.finish()
-        bytes_held.note("update")
-        return Timeline(tuple(bytes_held.moments))
 
-    def _perform(self, action: Action) -> None:
+    def compute(self, action: Action) -> None:
+        """Perform an action that computes, whose input is there."""
         if action.kind == "F":
             self._forward(action)
-        elif action.kind in ("B", "I"):
-            self._backward(action, defers=action.kind == "I")
         elif action.kind == "W":
             self._weights(action)
-        elif action.kind in ("RECV_F", "RECV_B"):
+        else:
+            self._backward(action, defers=action.kind == "I")
+        self.bytes_held.note("end")
+
+    def _transfer(self, action: Action) -> None:
+        if action.kind in ("RECV_F", "RECV_B"):
             peer = self._peer(action)
             self.proves[action] = self.sent.pop(peer, 0)
             self.bytes_held.add(STREAM, self.sizes.stream_bytes)
@@ -121,96 +140,94 @@ class _Walk:
         step = 1 if action.kind in ("SEND_F", "RECV_B") else -1
         return self.program.stage_ranks[action.stage + step]
 
-    def _arrive(self, kind: Kind, action: Action) -> None:
+    def _arrive(self, action: Action) -> None:
         """Let go of what was sent before the receive that an action waits for."""
-        sent = self.proves.pop(Action(kind, action.stage, action.microbatch), 0)
+        kind: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
+        sent = 0
+        if action.kind != "W":
+            sent = self.proves.pop(Action(kind, action.stage, action.microbatch), 0)
         self.bytes_held.drop(STREAM, sent)
 
     def _forward(self, action: Action) -> None:
         bytes_held, stage = self.bytes_held, self.stages[action.stage]
         units = self.units[action.stage]
         if action.stage > 0:  # the first operation keeps it
-            self._arrive("RECV_F", action)
             bytes_held.drop(STREAM, self.sizes.stream_bytes)
         units.enter_root()
-        ops = self._operations(stage)
-        self._keep(op for op in ops if op.kind in ("embedding", "mask"))
+        ops = self._of_ends(stage)
+        self._keep(kept(op for op in ops if op.kind in ("embedding", "mask")))
         for index, layer in enumerate(stage.layers):
             units.enter(index)
-            self._keep(self._of_layer(ops, layer))
+            self._keep(self.layers[self.program.model.layer(layer)].kept)
             bytes_held.note(f"layer {layer}")
             units.leave(index)
         if stage.is_last:
             units.enter_head()
-            self._keep(op for op in ops if op.name in ("norm", "head", "loss"))
+            self._keep(kept(op for op in ops if op.name in ("norm", "head", "loss")))
         else:
             bytes_held.add(STREAM, self.sizes.stream_bytes)
         units.leave_root()
 
-    def _operations(self, stage: Stage, again: bool = False) -> tuple[Operation, ...]:
-        key = stage.index, again
-        if key not in self.known:  # the same for all microbatches
-            self.known[key] = operations(
-                self.program,
-                stage,
-                cp_rank=self.at["cp"],
-                recomputed=again,
-            )
-        return self.known[key]
+    def _of_ends(self, stage: Stage) -> tuple[Operation, ...]:
+        """Return the operations of a stage that are in no layer."""
+        if stage.index not in self.known:  # the same for all microbatches
+            ops = operations(self.program, stage, cp_rank=self.at["cp"])
+            self.known[stage.index] = tuple(op for op in ops if op.layer is None)
+        return self.known[stage.index]
 
-    def _of_layer(self, ops: Sequence[Operation], layer: int) -> list[Operation]:
-        """Return the operations of one layer."""
-        kind = self.program.model.layer(layer)
-        return [op for op in ops if op.layer == kind]
+    def _keep(self, sizes: Iterable[Size]) -> None:
+        for category, size in sizes:
+            self.bytes_held.add(category, size)
 
-    def _keep(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
-        for op in ops:
-            self.bytes_held.add(f"activations: {op.kind}", op.saved_bytes)
-
-    def _free(self, ops: Iterator[Operation] | Sequence[Operation]) -> None:
-        for op in ops:
-            self.bytes_held.drop(f"activations: {op.kind}", op.saved_bytes)
+    def _free(self, sizes: Iterable[Size]) -> None:
+        for category, size in sizes:
+            self.bytes_held.drop(category, size)
 
     def _backward(self, action: Action, defers: bool) -> None:
         bytes_held, stage = self.bytes_held, self.stages[action.stage]
         units, sizes = self.units[action.stage], self.sizes
-        self._arrive("RECV_B", action)
-        ops = self._operations(stage)
+        ops = self._of_ends(stage)
         units.begin_backward(is_last=action == self.ends[action.stage], defers=defers)
         if stage.is_last:
             self._loss(units)
-            self._free(op for op in ops if op.name in ("head", "loss"))
+            self._free(kept(op for op in ops if op.name in ("head", "loss")))
             self._last_norm(ops)
             units.leave_head_backward()
         # The gradient of the stream goes down through the layers.
         bytes_held.add("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
-        every = self._operations(stage, again=True)
+        self.deferred[stage.index] = 0
         for index, layer in reversed(list(enumerate(stage.layers))):
             units.enter_backward(index)
-            alive = self._of_layer(every, layer)
-            if self.program.layout.recompute != "none":
-                self._free(self._of_layer(ops, layer))
-                self._keep(alive)  # its first operation keeps the block's input
-            bytes_held.note(f"layer {layer}")
-            for need in self.needs[self.program.model.layer(layer)]:
-                own = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
-                size = need.bytes + (0 if defers else need.room)
-                with bytes_held.spike("gradients of activations", size):
-                    units.grow(index, need.weights)
-                    bytes_held.note(need.op)
-                if defers and need.deferred:
-                    self._defer(action, need.deferred + sum(op.saved_bytes for op in own))
-                self._free(own)
-                alive = [op for op in alive if op not in own]
-            self._free(alive)
+            self._through_layer(stage, index, layer, defers)
             units.leave_backward(index)
-        self._free(op for op in ops if op.kind in ("embedding", "mask"))
+        self._free(kept(op for op in ops if op.kind in ("embedding", "mask")))
         units.leave_root_backward()
         bytes_held.drop("gradients of activations", sizes.stream_bytes if stage.is_last else 0)
         if action.stage > 0:
             bytes_held.add(STREAM, sizes.stream_bytes)
         if action.stage < self.last:
             bytes_held.drop(STREAM, sizes.stream_bytes)
+
+    def _through_layer(self, stage: Stage, index: int, layer: int, defers: bool) -> None:
+        """Go back through a layer, which is made anew before where nothing of it is kept."""
+        bytes_held, units = self.bytes_held, self.units[stage.index]
+        own = self.layers[self.program.model.layer(layer)]
+        if self.program.layout.recompute != "none":
+            self._free(own.kept)
+            self._keep(own.anew)  # its first operation keeps the block's input
+        bytes_held.note(f"layer {layer}")
+        for need, freed in own.backward:
+            size = need.bytes + (0 if defers else need.room)
+            with bytes_held.spike("gradients of activations", size):
+                units.grow(index, need.weights)
+                bytes_held.note(need.op)
+            if defers and need.deferred:
+                # What weights' gradients wait with: products' inputs, gradients of results.
+                waits = need.deferred + sum(size for _, size in freed)
+                self.deferred[stage.index] += waits
+                bytes_held.add(DEFERRED, waits)
+            self._free(freed)
+        self._free(own.left)
 
     def _loss(self, units: Units) -> None:
         """Make the loss and go back through the head, some rows at a time."""
@@ -245,20 +262,14 @@ class _Walk:
         wide = self.sizes.stream * self.sizes.dim * _WIDE
         with self.bytes_held.spike("gradients of activations", 3 * wide):
             self.bytes_held.note("norm")
-        self._free(op for op in ops if op.name == "norm")
+        self._free(kept(op for op in ops if op.name == "norm"))
         self.bytes_held.drop("gradients of activations", self.sizes.stream_bytes)
 
-    def _defer(self, action: Action, size: int) -> None:
-        """Count what the weights' gradients wait with: products' inputs, gradients of results."""
-        key = (action.stage, action.microbatch)
-        self.deferred[key] = self.deferred.get(key, 0) + size
-        self.bytes_held.add(DEFERRED, size)
-
     def _weights(self, action: Action) -> None:
-        needs = [need for of_kind in self.needs.values() for need in of_kind]
+        needs = [need for own in self.layers.values() for need, _ in own.backward]
         self.units[action.stage].finish_deferred(
             is_last=action == self.ends[action.stage],
             room=max(need.room for need in needs),
             added=max(need.added for need in needs),
         )
-        self.bytes_held.drop(DEFERRED, self.deferred.pop((action.stage, action.microbatch)))
+        self.bytes_held.drop(DEFERRED, self.deferred[action.stage])

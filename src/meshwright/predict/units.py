@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from meshwright.predict.byte_count import ByteCount
+from meshwright.predict.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
 from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
@@ -23,28 +24,6 @@ GATHERED: Final = "gathered"
 GRADIENTS: Final = "gradients"
 BUFFERS: Final = "communication buffers"
 OPTIMIZER: Final = "optimizer"
-
-
-class _UnitSizes:
-    """A unit's parameters: elements whole on a tp rank, padded for the ranks that shard, a shard's
-    with and without padding."""
-
-    def __init__(self, shardings: Mapping[str, Sharding], tp: int, at: int) -> None:
-        self.numels: dict[str, int] = {}
-        self.padded = self.shard = self.own = 0
-        for name, sharding in shardings.items():
-            rows, each = sharding.tp_shape[0], sharding.row_elements
-            part = sharding.rows_each
-            self.numels[name] = rows * each
-            self.padded += sharding.padded_elements
-            self.shard += part * each
-            start = min(at * part, rows)
-            self.own += (min(start + part, rows) - start) * each
-        self.whole = sum(self.numels.values())
-        self.grown: dict[str, int] = {}  # bytes of an element of each gradient
-        self.is_gathered = False
-        self.accumulated = False
-        self.has_shard_gradient = False
 
 
 class Units:
@@ -69,15 +48,15 @@ class Units:
         # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
         self.copies = 2 if program.target.on_cpu else 1
         tp, place = layout.tp, shard_rank(layout, at) % layout.shard_ranks
-        found: dict[str, dict[str, Sharding]] = {}
+        ends: dict[str, dict[str, Sharding]] = {}
         for name in program.parameters(stage):
-            of_unit = found.setdefault(unit_of(name, in_place=self.in_place), {})
-            of_unit[name] = program.shardings[name]
-        self.prefixes = [f"layers.{layer}." for layer in stage.layers]
-        self.blocks = [_UnitSizes(found[prefix[:-1]], tp, place) for prefix in self.prefixes]
+            if not name.startswith("layers."):
+                of_unit = ends.setdefault(unit_of(name, in_place=self.in_place), {})
+                of_unit[name] = program.shardings[name]
+        self.blocks = blocks_of(program, stage, tp, place)
         # Without an embedding of its own it is a unit of nothing.
         self.embed, self.root = (
-            _UnitSizes(found.get(name, {}), tp, place) for name in ("embed", "rest")
+            UnitSizes(ends.get(name, {}), tp, place) for name in ("embed", "rest")
         )
         self.is_last = self.defers = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
@@ -85,7 +64,28 @@ class Units:
         self._input = 0  # of the last reduction, or all of the last exchange
 
     @property
-    def all(self) -> list[_UnitSizes]:
+    def state(self) -> UnitsState:
+        """What of them is held, and what the last messages still work with."""
+        return UnitsState(
+            tuple(
+                (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.has_shard_gradient)
+                for one in self.all
+            ),
+            tuple(self._ahead.items()),
+            self._kept,
+            self._input,
+        )
+
+    @state.setter
+    def state(self, state: UnitsState) -> None:
+        for one, (grown, *flags) in zip(self.all, state.units, strict=True):
+            one.grown = dict(grown)
+            one.is_gathered, one.accumulated, one.has_shard_gradient = flags
+        self._ahead = dict(state.ahead)
+        self._kept, self._input = state.kept, state.input
+
+    @property
+    def all(self) -> list[UnitSizes]:
         """The units in the order of the forward."""
         units = [self.embed, *self.blocks, self.root]
         return [unit for unit in units if unit.numels]
@@ -119,7 +119,7 @@ class Units:
         """Have the last norm and the head, where they are a unit of their own."""
         self._need(self.root)
 
-    def _need(self, unit: _UnitSizes) -> None:
+    def _need(self, unit: UnitSizes) -> None:
         """Gather a unit whose weights are not there, and the next one ahead."""
         units = self.all
         if not self.exchanges or unit not in units:
@@ -130,7 +130,7 @@ class Units:
         for each in units[at : at + 2]:
             self._begin(each)
 
-    def _begin(self, unit: _UnitSizes) -> None:
+    def _begin(self, unit: UnitSizes) -> None:
         """Begin to gather a unit, where ranks sum by themselves."""
         if unit.is_gathered:
             return
@@ -192,7 +192,7 @@ class Units:
 
     def grow(self, index: int, names: Sequence[str]) -> None:
         """Make the gradients of a block's parameters, or add to those that are there."""
-        self._grow(self.blocks[index], [self.prefixes[index] + name for name in names])
+        self._grow(self.blocks[index], names)
 
     def grow_root(self, names: Sequence[str]) -> None:
         """Do so with what is in no block."""
@@ -207,7 +207,7 @@ class Units:
         self.is_last, self.defers = is_last, False
         units = self.all
         for unit in units:
-            names = [name for name in unit.numels if _waits(name)]
+            names = [name for name in unit.numels if waits(unit, name)]
             # Those in the dtype of products are added to by the products themselves.
             new = [name for name in names if unit.grown.get(name) != self.element]
             self._grow(unit, new, joins=True)
@@ -236,7 +236,7 @@ class Units:
         for unit in self.all if self.reshards else ():
             self._reshard(unit)
 
-    def _gather(self, unit: _UnitSizes, forward: bool = False) -> None:
+    def _gather(self, unit: UnitSizes, forward: bool = False) -> None:
         if self.in_place or unit.is_gathered:
             return
         bytes_held, size = self.bytes_held, unit.padded * self.element
@@ -262,23 +262,23 @@ class Units:
         if has_to and self.layout.shard_ranks > 1:
             self._begin_gather(unit)
 
-    def _begin_gather(self, unit: _UnitSizes) -> None:
+    def _begin_gather(self, unit: UnitSizes) -> None:
         flat = unit.padded * self.element * self.copies
         self.bytes_held.add(BUFFERS, flat)
         self._ahead[id(unit)] = flat
         with self.bytes_held.spike(BUFFERS, unit.shard * self.element * (self.element < _FP32)):
             self.bytes_held.note("gather")
 
-    def _reshard(self, unit: _UnitSizes) -> None:
+    def _reshard(self, unit: UnitSizes) -> None:
         if unit.is_gathered:
             unit.is_gathered = False
             elements = unit.whole if self.in_place else unit.padded
             self.bytes_held.drop(GATHERED, elements * self.element)
 
-    def _grow(self, unit: _UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
+    def _grow(self, unit: UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
         """Make gradients; those that come outside of autograd join its sums in any case."""
         if self.defers:
-            names = [name for name in names if not _waits(name)]
+            names = [name for name in names if not waits(unit, name)]
         size, widens = self.element, self.in_place and self.element < self.reduced
         names = [name for name in names if name in unit.numels]
         for name in names:  # they come together
@@ -298,7 +298,7 @@ class Units:
         """Whether the gradients of this backward are exchanged as soon as they are there."""
         return self.exchanges and not self.defers and (self.is_last or self.layout.zero >= 2)
 
-    def _close(self, unit: _UnitSizes) -> None:
+    def _close(self, unit: UnitSizes) -> None:
         if self.in_place:
             if self._is_sent_at_once and unit.grown:
                 self._exchange(unit)
@@ -317,7 +317,7 @@ class Units:
         elif self.element != self.reduced:
             self._widen(unit)
 
-    def _exchange(self, unit: _UnitSizes) -> None:
+    def _exchange(self, unit: UnitSizes) -> None:
         """Send the rows of others, and receive those of one's own from each of them."""
         bytes_held = self.bytes_held
         self._settle()
@@ -330,7 +330,7 @@ class Units:
         bytes_held.note("reduce")
         self._drop_grown(unit)
 
-    def _widen(self, unit: _UnitSizes) -> None:
+    def _widen(self, unit: UnitSizes) -> None:
         """Keep the gradients in the dtype of the reduction."""
         if not unit.accumulated:
             self.bytes_held.add(GRADIENTS, unit.whole * self.reduced)
@@ -338,12 +338,12 @@ class Units:
             self.bytes_held.note("widen")
         self._drop_grown(unit)
 
-    def _drop_grown(self, unit: _UnitSizes) -> None:
+    def _drop_grown(self, unit: UnitSizes) -> None:
         size = sum(unit.numels[name] * each for name, each in unit.grown.items())
         self.bytes_held.drop(GRADIENTS, size)
         unit.grown.clear()
 
-    def _reduce(self, unit: _UnitSizes) -> None:
+    def _reduce(self, unit: UnitSizes) -> None:
         if not unit.numels:  # no unit to torch: the last reduction's input stays
             return
         bytes_held, size = self.bytes_held, unit.padded * self.reduced
@@ -368,8 +368,3 @@ class Units:
         if not unit.has_shard_gradient and self.offload != "params":
             bytes_held.add(GRADIENTS, unit.shard * _FP32)
         unit.has_shard_gradient = True
-
-
-def _waits(name: str) -> bool:
-    """Whether a split backward makes a parameter's gradient in its second half."""
-    return name.startswith("layers.") and "norm" not in name and name.endswith("weight")

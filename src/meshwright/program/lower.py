@@ -74,10 +74,29 @@ class Program:
 
     def parameters(self, stage: Stage) -> tuple[str, ...]:
         """Return the names of the parameters that a stage holds."""
-        tied = self.model.tie_embeddings
+        tied, layers = self.model.tie_embeddings, stage.layers
         return tuple(
-            name for name, found in self.shardings.items() if stage.holds(found.part, tied)
+            name
+            for name, layer in self._layers.items()
+            if layer in layers or (layer is None and stage.holds(self.shardings[name].part, tied))
         )
+
+    def of_layer(self, layer: int) -> dict[str, Sharding]:
+        """Return how the parameters of a layer lie on the mesh, by their names within it."""
+        prefix = f"layers.{layer}."
+        return {
+            name.removeprefix(prefix): self.shardings[name]
+            for name, at in self._layers.items()
+            if at == layer
+        }
+
+    @cached_property
+    def _layers(self) -> dict[str, int | None]:
+        """The layer of each parameter, None where it is in none."""
+        return {
+            name: int(name.split(".", 2)[1]) if name.startswith("layers.") else None
+            for name in self.shardings
+        }
 
 
 def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:

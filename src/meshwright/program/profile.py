@@ -128,7 +128,7 @@ class StepProfile:
         return max(known, key=_peak_bytes, default=None)
 
     @property
-    def bubble(self) -> float | None:
+    def idle(self) -> float | None:
         """The share of the ranks' time in which they neither compute nor talk along other axes.
 
         Counted from the first action of any rank to the end of the last, over one rank for each
@@ -168,7 +168,7 @@ def _profile_json(found: StepProfile) -> dict[str, Any]:
         "step_time_s": found.step_time_s,
         "tokens_per_s": found.tokens_per_s,
         "mfu": found.mfu,
-        "bubble": found.bubble,
+        "idle": found.idle,
         "peak_memory_bytes": peak.total if peak else None,
         "worst_rank": worst.rank if worst else None,
         "ranks": [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from meshwright.layout import Layout
@@ -89,7 +90,7 @@ class Sharding:
         """Elements of a tp rank's part, its rows padded to as many for each rank."""
         return self.rows_each * self.shard_ranks * self.row_elements
 
-    @property
+    @cached_property
     def tp_shape(self) -> tuple[int, ...]:
         """Shape of what a rank multiplies with: cut over tp, gathered over data."""
         shape = list(self.part.shape)

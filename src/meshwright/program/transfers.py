@@ -50,6 +50,20 @@ def with_transfers(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tu
     return tuple(_merge(rank, table, ranks_of_stage, queues) for rank, table in enumerate(tables))
 
 
+def with_own_transfers(table: Table, ranks_of_stage: Sequence[int]) -> Table:
+    """Return one rank's table with each transfer beside the action that it is for.
+
+    No order to run a pipeline in, as the other ranks are not asked; what is sent is the same.
+    """
+    found: list[Action] = []
+    for action in table:
+        received, sent = receives(action, ranks_of_stage), sends(action, ranks_of_stage)
+        found += [received[0]] if received is not None else []
+        found.append(action)
+        found += [sent[0]] if sent is not None else []
+    return tuple(found)
+
+
 def _merge(
     rank: int,
     table: Table,

@@ -15,7 +15,7 @@ class Agreement:
     """How a measured step compares with its plan.
 
     `difference` says where a rank first did another action than planned, None where none did.
-    `planned` and `measured` are the bubbles (`StepProfile.bubble`), None without a pipeline.
+    `planned` and `measured` are idle shares (`StepProfile.idle`), None without a pipeline.
     """
 
     difference: str | None
@@ -24,7 +24,7 @@ class Agreement:
 
     @property
     def points(self) -> float | None:
-        """By how many points of a hundred the measured bubble is larger than the planned one."""
+        """By how many points of a hundred the measured idle share is larger than the planned one."""
         if self.planned is None or self.measured is None:
             return None
         return 100 * (self.measured - self.planned)
@@ -37,7 +37,7 @@ class Agreement:
             return order
         more = "more" if self.points >= 0 else "less"
         return (
-            f"{order}; the bubble was {self.measured:.1%} where {self.planned:.1%} was planned, "
+            f"{order}; the pipeline was idle for {self.measured:.1%} where {self.planned:.1%} was planned, "
             f"{abs(self.points):.1f} points {more}"
         )
 
@@ -61,7 +61,7 @@ def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
         for one in known
     )
     first = next((found for found in differences if found is not None), None)
-    return Agreement(first, planned.bubble, measured.bubble)
+    return Agreement(first, planned.idle, measured.idle)
 
 
 def done_by(one: RankProfile) -> list[Done]:

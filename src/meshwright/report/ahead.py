@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.predict.price import Prediction
-from meshwright.predict.profile import merged_causes, predicted_profile
+from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import StepProfile
@@ -107,7 +107,7 @@ def _ranked(page: Page, made: Plan) -> list[str]:
         )
         for one in ranked
     ]
-    causes = {one.layout.label: merged_causes(one.time.causes) for one in ranked}
+    causes = {one.layout.label: one.time.causes for one in ranked}
     drawn, used = stacked(
         causes, [f"{seconds(one.time.total)}, {one.mfu:.1%} MFU" for one in ranked]
     )

@@ -149,14 +149,14 @@ def _overview(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows: list[tuple[Any, ...]] = [
         ("Layout", *(run.layout.label if run.layout else None for run in runs)),
         *((key, *(found.get(key) for found in facts_of)) for key in keys),
-        ("Bubble", *(_bubble(run.measured) for run in runs)),
+        ("Idle pipeline", *(_idle(run.measured) for run in runs)),
         ("How it ended", *(verdict(run)[0] for run in runs)),
     ]
     return table(("", *names), rows, caption="The runs in numbers")
 
 
-def _bubble(profile: StepProfile | None) -> str | None:
-    return f"{profile.bubble:.1%}" if profile and profile.bubble is not None else None
+def _idle(profile: StepProfile | None) -> str | None:
+    return f"{profile.idle:.1%}" if profile and profile.idle is not None else None
 
 
 def _ailing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:

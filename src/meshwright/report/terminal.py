@@ -93,11 +93,11 @@ def timeline_chart(found: StepProfile, width: int = WIDTH) -> Text:
 
 def _title(found: StepProfile, seconds: float) -> Text:
     step = "" if found.step is None else f", step {found.step}"
-    bubble = "" if found.bubble is None else f", bubble {found.bubble:.1%}"
+    idle = "" if found.idle is None else f", idle {found.idle:.1%} of them"
     whole = ""
     if found.step_time_s is not None:
         whole = f" of a step of {format_seconds(found.step_time_s)}"
-    text = f"{NAMES[found.source]}{step}: actions {format_seconds(seconds)}{whole}{bubble}"
+    text = f"{NAMES[found.source]}{step}: actions {format_seconds(seconds)}{whole}{idle}"
     return Text(text, style="bold")
 
 

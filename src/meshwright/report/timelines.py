@@ -122,8 +122,8 @@ def _heading(panel: Panel, y: float, total: int) -> dict[str, Any]:
     words = [f"<b>{TITLES[profile.source]}</b>"]
     if profile.step_time_s:
         words.append(f"step {seconds(profile.step_time_s)}")
-    if profile.bubble is not None:
-        words.append(f"bubble {profile.bubble:.1%}")
+    if profile.idle is not None:
+        words.append(f"idle {profile.idle:.1%}")
     place = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     return note("   ".join(words), 0, y + 1 / total, **place)
 
@@ -169,7 +169,7 @@ def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any
 
 def _idle(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]:
     """Return the stretches between a row's actions, from the first of all to the last."""
-    if panel.profile.bubble is None:
+    if panel.profile.idle is None:
         return []
     work = [_work(one) for one in panel.ranks]
     first = min(span.start for spans in work for span in spans)
@@ -255,7 +255,7 @@ def timeline_chart(
     pairs += [(", ".join(NAMES.get(kind, kind) for kind in others), GREY)] if others else []
     pairs += [("waits for a message", WAIT)] if has_waits else []
     pairs += (
-        [("idle: the bubble", HATCH)] if any(p.profile.bubble is not None for p in shown) else []
+        [("idle: the bubble", HATCH)] if any(p.profile.idle is not None for p in shown) else []
     )
     told = (
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."

@@ -212,9 +212,9 @@ def profile_warnings(
 
 
 def _shape(base: StepProfile) -> Iterator[Advice]:
-    if base.bubble is not None and base.bubble > _BUBBLE:
+    if base.idle is not None and base.idle > _BUBBLE:
         yield (
-            f"The pipeline is idle for {base.bubble:.0%} of the step.",
+            f"The pipeline is idle for {base.idle:.0%} of its actions' time.",
             "More microbatches (a larger train.batch or a smaller layout.microbatch), virtual "
             "stages, or a zero-bubble schedule fill it.",
         )

@@ -19,16 +19,15 @@ def lost_by(found: Prediction, winner: Prediction) -> str:
     """Return why a layout loses: the cause that costs it most more, or that it is less simple."""
     if found.time.total < winner.time.total:
         return f"{1 - found.time.total / winner.time.total:.1%} faster, but less simple"
-    more = {
-        cause: seconds - winner.time.causes[cause] for cause, seconds in found.time.causes.items()
-    }
+    causes = winner.time.causes
+    more = {cause: seconds - causes[cause] for cause, seconds in found.time.causes.items()}
     cause = max(more, key=more.__getitem__)
+    gathers = found.time.gathers - winner.time.gathers > more["data"] / 2
     names = {
         "compute": "less efficient products",
         "tp": "tensor-parallel messages",
         "cp": "context-parallel messages",
-        "gathers": "waiting for gathered weights",
-        "data": "summing gradients",
+        "data": "waiting for gathered weights" if gathers else "summing gradients",
         "bubble": "an idle pipeline",
         "recompute": "recomputation",
         "optimizer": "the optimizer's step",
@@ -101,8 +100,8 @@ def _tensors(found: Prediction, setting: Setting) -> str | None:
 
 
 def _messages(found: Prediction, setting: Setting) -> str | None:
-    time = found.time
-    waits = {cause: time.causes[cause] / time.total for cause in ("tp", "data", "gathers", "cp")}
+    causes, total = found.time.causes, found.time.total
+    waits = {cause: causes[cause] / total for cause in ("tp", "data", "cp")}
     large = [f"{cause} {share:.0%}" for cause, share in waits.items() if share > _WASTED]
     return f"the step waits for messages: {', '.join(large)}" if large else None
 

@@ -13,7 +13,7 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.rules import nearest_legal
 from meshwright.predict.calibration import Calibration, calibration_named
 from meshwright.predict.catalogue import resolve_cluster, slowed
-from meshwright.predict.price import Prediction, RankMemory, memory, price
+from meshwright.predict.price import Prediction, price
 from meshwright.predict.setting import Setting, as_measured
 from meshwright.predict.systems import SYSTEMS
 from meshwright.program.target import Processor
@@ -185,11 +185,6 @@ def digest(config: Config, layout: Layout) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def ranks_of(setting: Setting, layout: Layout) -> list[RankMemory]:
-    """Return the memory of the ranks at each place in the pipeline."""
-    return [memory(setting, layout, rank) for rank in range(layout.pp)]
-
-
 def on_cluster(setting: Setting, layout: Layout) -> Setting:
     """Return a setting whose cluster has as many devices as a layout has ranks."""
     if layout.world == setting.cluster.devices:
@@ -222,6 +217,7 @@ def prediction_json(found: Prediction) -> dict[str, Any]:
         "fits": found.memory.fits,
         "peak_memory_bytes": round(found.memory.total),
         "worst_rank": found.memory.rank * (found.layout.world // found.layout.pp),
+        "peak_at": found.memory.at,
         "memory_bytes": {name: round(size) for name, size in found.memory.by_category().items()},
         "step_time_s": found.time.total,
         "seconds": found.time.causes,

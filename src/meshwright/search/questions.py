@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
 from meshwright.predict.catalogue import Cluster, cluster_of, find_device
-from meshwright.predict.price import Prediction, price
+from meshwright.predict.price import Prediction, estimated, price
 from meshwright.predict.setting import Setting
 from meshwright.search.lightest import divisions, lightest, lightest_of, with_train
 from meshwright.search.rank import MARGIN, Search
@@ -22,6 +22,8 @@ _AT_SPEED = 0.9
 # Contexts are tried up to this length, each octave in eighths.
 _LONGEST = 1 << 27
 _OCTAVE = 8
+# The keys of a layout that `lightest_of` chooses, as a division has them.
+_PLAIN = {"zero": 0, "schedule": "1f1b", "virtual_stages": 1}
 # A microbatch is no larger than this, in sequences on a rank.
 _MOST_SEQUENCES = 1 << 16
 
@@ -78,19 +80,39 @@ def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> l
     global batches accumulate microbatches of this size, and take no more memory.
     """
     everything = list(divisions(setting, devices))
+    limit = _limit(setting, margin)
     best, every = [], []
     for policy in RECOMPUTES:
         found = [
             batch
             for one in everything
-            if (batch := _largest_of(setting, one, policy, _limit(setting, margin))) is not None
+            if (batch := _largest_of(setting, one, policy, limit)) is not None
         ]
         every += found
         enough = _AT_SPEED * max((one.found.tokens_per_s for one in found), default=0.0)
         fast = [one for one in found if one.found.tokens_per_s >= enough]
-        best += sorted(fast, key=_largest_first)[:1]
-    most = sorted(every, key=_largest_first)[:1]
+        best += _first_priced(setting, fast, limit)
+    most = _first_priced(setting, every, limit)
     return best + [replace(one, at_speed=False) for one in most if one not in best]
+
+
+def _first_priced(setting: Setting, found: list[LargestBatch], limit: float) -> list[LargestBatch]:
+    """Return the price of the largest of some batches that are known in closed form, if any.
+
+    One that needs more than the limit by its price gives way to a smaller one of its division.
+    """
+    left = sorted(found, key=_largest_first)
+    while left:
+        one, *left = left
+        layout = one.found.layout
+        priced = price(with_train(setting, batch=one.batch), layout)
+        if priced.memory.total <= limit:
+            return [replace(one, found=priced)]
+        size = min(int(layout.microbatch * limit / priced.memory.total), layout.microbatch - 1)
+        plain = layout.model_copy(update=_PLAIN)
+        smaller = _of_size(setting, plain, size) if size else None
+        left = sorted([*left, *([] if smaller is None else [smaller])], key=_largest_first)
+    return []
 
 
 def _largest_first(one: LargestBatch) -> tuple[int, float]:
@@ -102,15 +124,19 @@ def _largest_of(
 ) -> LargestBatch | None:
     """Return the largest batch of a division, or None where no sequence fits."""
     one = one.model_copy(update={"recompute": recompute})
-    size, count = _most(setting, one, limit), _microbatches(one)
-    if not size:
-        return None
+    size = _most(setting, one, limit)
+    return _of_size(setting, one, size) if size else None
+
+
+def _of_size(setting: Setting, one: Layout, size: int) -> LargestBatch | None:
+    """Return the batch of a division whose microbatch has so many sequences, in closed form."""
+    count = _microbatches(one)
     own = with_train(setting, batch=size * one.dp * count)
     light = lightest_of(own, one.model_copy(update={"microbatch": size}), count)
     if light is None or broken(own.model, own.train, light.layout) is not None:
         return None
-    found = price(own, light.layout, events=False)
-    return LargestBatch(recompute, size * one.dp, own.train.batch, found, at_speed=True)
+    found = estimated(own, light.layout)
+    return LargestBatch(one.recompute, size * one.dp, own.train.batch, found, at_speed=True)
 
 
 def _microbatches(one: Layout) -> int:

@@ -10,7 +10,7 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.memory import activations, model_states
 from meshwright.predict.pipeline import closed_form
-from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
+from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import (
     MicrobatchTimes,
@@ -25,6 +25,7 @@ from meshwright.predict.step import (
     unit_messages,
 )
 from meshwright.predict.work import HeldLayers
+from meshwright.search.fits import Fits, preference
 from meshwright.search.space import (
     OF_CORE,
     OF_SCHEDULE,
@@ -48,9 +49,6 @@ from meshwright.spec.training import Offload
 MARGIN = 0.05
 # So many divisions are held against each other by `preference`, whatever is asked for.
 _COMPARED = 8
-# Share of the time that each further word of a layout's label, or stage, has to earn. Predictions
-# are a few percent off, so of layouts that are about as fast the simplest is the one to run.
-_WORD = 0.002
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9
 # Schedules that others beat by what they are, and why.
@@ -94,22 +92,13 @@ class _Choice:
     states: tuple[float, float]
 
 
-def preference(found: Prediction) -> float:
-    """Return what layouts are ranked by: seconds, a little more for what has to be set up.
-
-    That is each word of the label, and each further stage on a rank.
-    """
-    layout = found.layout
-    effort = len(layout.label.split()) + layout.virtual_stages - 1
-    return found.time.total * (1 + _WORD * effort)
-
-
 class Search:
     """One search: a setting, a number of devices, a margin, keys of the layout that are fixed.
 
     What a layout costs falls into parts that depend on few choices each: the microbatch's time on
     its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. So the parts
-    are priced once, and all layouts of a core are sums of them. The best are priced whole.
+    are priced once, and all layouts of a core are sums of them, with memory and the pipeline in
+    closed form. A layout fits, and has its place among the best, by its price: `predict.price`.
     """
 
     def __init__(
@@ -117,6 +106,7 @@ class Search:
     ) -> None:
         self.setting, self.devices, self.pins = setting, devices, pins or {}
         self.limit = setting.cluster.device.memory * (1 - margin)
+        self.fits = Fits(setting, self.limit)
         self.kernels = setting.kernels()
         self.reasons: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None
@@ -137,21 +127,40 @@ class Search:
         self._parts = [parts_of(self.setting, self.kernels, core.layout) for core in everything]
         order = sorted((self._bound(core, index), index) for index, core in enumerate(everything))
         kept = max(top, _COMPARED)
-        best = self._pass(everything, order, kept, ("none",))
+        best = self._fitting(everything, order, kept, ("none",))
         if not best:
-            best = self._pass(everything, order, kept, ("optimizer", "params"))
+            best = self._fitting(everything, order, kept, ("optimizer", "params"))
         else:
             self.reasons["offload: layouts without it fit, and are faster"] += sum(
                 size_of(core, train, layers, None, self.pins)
                 - size_of(core, train, layers, ("none",), self.pins)
                 for core in everything
             )
-        ranked = sorted((price(self.setting, layout) for _, layout in best), key=preference)[:top]
+        ranked = sorted(best, key=preference)[:top]
         considered = sum(size_of(core, train, layers, None, self.pins) for core in everything)
         layout = self.nearest[1] if self.nearest and not ranked else None
         held = worst_memory(self.setting, layout) if layout else None
         reasons = {why: count for why, count in self.reasons.most_common() if count}
         return Found(self.setting, tuple(ranked), considered, reasons, held, layout)
+
+    def _fitting(
+        self,
+        everything: list[Core],
+        order: list[tuple[float, int]],
+        top: int,
+        offloaded: tuple[Offload, ...],
+    ) -> list[Prediction]:
+        """Return the prices of the best layouts with such offloads, all of which fit.
+
+        Where one does not, against its estimate, they are searched once more without it.
+        """
+        before = self.reasons.copy()
+        while True:
+            found = self._pass(everything, order, top, offloaded)
+            priced = [self.fits.price(layout) for _, layout in found]
+            if all(one.memory.total <= self.limit for one in priced):
+                return priced
+            self.reasons = before.copy()
 
     def _cores(self) -> list[Core]:
         """Return the legal cores, or those of them that are as the user fixed them."""
@@ -231,7 +240,7 @@ class Search:
             candidates += self._of_schedule(one, schedule, count, parts, priced, waits, limit)
         for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
             layout = self._with(one, schedule, choice)
-            held = worst_memory(setting, layout)
+            held = self.fits.estimate(layout)
             if held.total <= self.limit:
                 # The rules have the last word; the space follows them already.
                 if broken(setting.model, setting.train, layout) is None:
@@ -303,7 +312,7 @@ class Search:
         key = (one.pp, one.dp_replicate, one.cp, one.tp, offloaded, often)
         if key not in self._choices:
             found = [
-                self._priced(one, sharding, offload)
+                self._choice(one, sharding, offload)
                 for sharding in shardings(one.dp_replicate, one.cp)
                 for offload in offloads(sharding.zero)
                 if offload in offloaded
@@ -324,7 +333,7 @@ class Search:
             ]
         return self._choices[key]
 
-    def _priced(self, one: Layout, sharding: ZeroSharding, offload: Offload) -> _Choice:
+    def _choice(self, one: Layout, sharding: ZeroSharding, offload: Offload) -> _Choice:
         setting, kernels = self.setting, self.kernels
         bare = _Choice(sharding, offload, 0.0, 0.0, 0.0, (0.0, 0.0))
         layout = self._with(one, None, bare)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.rules import divisors
-from meshwright.predict.price import Prediction, price, worst_memory
+from meshwright.predict.price import Prediction, estimated, price
 from meshwright.predict.setting import Setting
 from meshwright.search.lightest import with_train
 from meshwright.search.questions import on_devices
@@ -52,15 +52,19 @@ def ways_to_fit(
     Where the prediction says that the layout fits, it is too low by an unknown part, so a change
     has to save at least the margin of it.
     """
-    now = price(setting, layout, events=False)
+    now, guess = price(setting, layout), estimated(setting, layout)
     limit = min(now.memory.limit, now.memory.total) * (1 - margin)
     kinds = [list(kind) for kind in _kinds(setting, layout)]
 
-    def tried(*changes: Change) -> WayToFit | None:
-        return _tried(setting, layout, changes, now, limit)
+    def tried(*changes: Change) -> _Tried | None:
+        return _tried(setting, layout, changes, guess, limit)
+
+    def priced(one: _Tried | None) -> WayToFit | None:
+        return None if one is None else _priced(one, now, limit)
 
     single = [
-        next((way for one in kind if (way := tried(one)) is not None), None) for kind in kinds
+        next((way for one in kind if (way := priced(tried(one))) is not None), None)
+        for kind in kinds
     ]
     found = [way for way in single if way is not None]
     least = min((one.slower for one in found), default=float("inf"))
@@ -72,10 +76,13 @@ def ways_to_fit(
             for other in second
             if not set(one.layout) & set(other.layout)
         )
-        fits = [way for way in both if way is not None and way.slower < least]
-        pairs += sorted(fits, key=_cheapest_first)[:1]
+        fits = sorted(
+            (one for one in both if one is not None and one.slower < least), key=lambda one: one[:2]
+        )
+        ways = (priced(one) for one in fits)
+        pairs += [way for way in ways if way is not None and way.slower < least][:1]
     found += sorted(pairs, key=_cheapest_first)[:_PAIRS]
-    shorter = (tried(one) for one in _shorter(setting))
+    shorter = (priced(tried(one)) for one in _shorter(setting))
     fitting = next((way for way in shorter if way is not None), None)
     return now, sorted(found, key=_cheapest_first) + ([] if fitting is None else [fitting])
 
@@ -84,9 +91,18 @@ def _cheapest_first(way: WayToFit) -> tuple[float, str]:
     return way.slower, way.text
 
 
+class _Tried(NamedTuple):
+    """A change as closed forms have it: how much slower, its words, the layout in its setting."""
+
+    slower: float
+    text: str
+    layout: Layout
+    setting: Setting
+
+
 def _tried(
     setting: Setting, layout: Layout, changes: tuple[Change, ...], now: Prediction, limit: float
-) -> WayToFit | None:
+) -> _Tried | None:
     """Return what changes do together, or None where they are not legal or do not fit."""
     values: dict[str, Any] = {}
     own = setting
@@ -99,13 +115,25 @@ def _tried(
     changed = layout.model_copy(update=values)
     if broken(own.model, own.train, changed) is not None or changed.world != own.cluster.devices:
         return None
-    if worst_memory(own, changed).total > limit:
+    found = estimated(own, changed)
+    if found.memory.total > limit:
         return None
-    found = price(own, changed, events=False)
-    of_device = found.tokens_per_s / found.devices
-    slower = now.tokens_per_s / now.devices / of_device - 1
+    return _Tried(_slower(found, now), " and ".join(one.text for one in changes), changed, own)
+
+
+def _priced(one: _Tried, now: Prediction, limit: float) -> WayToFit | None:
+    """Return the price of a change, or None where it does not fit by its price."""
+    found = price(one.setting, one.layout)
+    if found.memory.total > limit:
+        return None
     saved = now.memory.total - found.memory.total
-    return WayToFit(" and ".join(change.text for change in changes), found, saved, slower)
+    return WayToFit(one.text, found, saved, _slower(found, now))
+
+
+def _slower(found: Prediction, now: Prediction) -> float:
+    """Return by which share a token takes longer on one device."""
+    each = found.tokens_per_s / found.devices
+    return now.tokens_per_s / now.devices / each - 1
 
 
 def _kinds(setting: Setting, layout: Layout) -> Iterator[Iterator[Change]]:
