@@ -133,7 +133,8 @@ class _Repeated(Walk):
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {**one, **{category: one.get(category, 0) + size for category, size in other.items()}}
+    sums = {**one, **{category: one.get(category, 0) + size for category, size in other.items()}}
+    return {category: size for category, size in sums.items() if size}
 
 
 def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

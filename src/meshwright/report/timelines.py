@@ -254,9 +254,7 @@ def timeline_chart(
     )
     pairs += [(", ".join(NAMES.get(kind, kind) for kind in others), GREY)] if others else []
     pairs += [("waits for a message", WAIT)] if has_waits else []
-    pairs += (
-        [("idle: the bubble", HATCH)] if any(p.profile.idle is not None for p in shown) else []
-    )
+    pairs += [("idle: the bubble", HATCH)] if any(p.profile.idle is not None for p in shown) else []
     told = (
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     )
