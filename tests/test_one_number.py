@@ -9,7 +9,7 @@ from meshwright.cli.main import main
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.peak import peak
-from meshwright.predict.price import brief, memories, price, worst_memory
+from meshwright.predict.price import brief, memories, memory, price, worst_memory
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
@@ -127,3 +127,20 @@ def test_the_worst_rank_of_all_is_found_at_the_ends_of_those_alike(name, zero):
     assert worst.total == max(one.total for one in every)
     for one in every:
         assert brief(found, layout, one.rank).total == pytest.approx(one.total, rel=0.05)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize("policy", ["zero2 mb1", "zero3 mb1 recompute-full", "zero0 mb1"])
+def test_more_microbatches_than_are_walked_hold_no_more(name, policy):
+    virtual = SCHEDULES[name].min_virtual
+    stages = f" v{virtual}" if virtual > 1 else ""
+    data = "dp2" if policy.startswith("zero0") else "shard2"
+    label = f"{data} {policy.removeprefix('zero0 ')} pp4 {name}{stages}"
+    layout = Layout.parse(label)
+    words = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=1")
+    found = setting_of(load_config(None, (*words, "train.batch=128")))
+    assert layout.microbatches(128) == 64
+    whole = lower(found.model, found.train, layout, found.target)
+    for rank in range(layout.pp):
+        walked = peak(whole, layout.mesh.rank({"pp": rank}))
+        assert memory(found, layout, rank).allocated == walked.total, (label, rank)

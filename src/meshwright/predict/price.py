@@ -18,7 +18,9 @@ from meshwright.program.transfers import with_own_transfers
 
 # Whose memory the walk through a program is of; of other systems closed forms are all we know.
 OURS: Final = "meshwright"
-# So many times the microbatches of a brief step fill the pipeline.
+# So many times as many microbatches as the pipeline has ranks: a step of more of them repeats what
+# it does, and holds no more. A brief step has about the same peak.
+_ENOUGH: Final = 4
 _TURNS: Final = 2
 # Schedules that hold what all microbatches keep, see `predict.memory.in_flight`.
 _HOLDS_ALL: Final = ("gpipe", "looped_bfs")
@@ -71,8 +73,7 @@ def memory(
     """
     if not _is_walked(setting, layout):
         return estimate(setting, layout, rank)
-    if program is None:
-        program = lower(setting.model, setting.train, layout, setting.target)
+    program = program or _program(setting, layout, _ENOUGH)
     terms, at = peak_terms(program, layout.mesh.rank({"pp": rank}), _forms(setting, layout, rank))
     return _rank_memory(setting, layout, rank, terms, at)
 
@@ -81,6 +82,15 @@ def _is_walked(setting: Setting, layout: Layout) -> bool:
     """Return whether a layout has a program of ours; other systems and their rules have none."""
     count = layout.microbatches(setting.train.batch)
     return setting.system.name == OURS and has_table(layout, count)
+
+
+def _program(setting: Setting, layout: Layout, turns: int) -> Program:
+    """Return a layout's program of few microbatches: so many times the ranks of the pipeline."""
+    train, count = setting.train, layout.microbatches(setting.train.batch)
+    if layout.schedule not in _HOLDS_ALL:
+        count = min(count, turns * layout.pp)
+    train = train.model_copy(update={"batch": count * layout.microbatch * layout.dp})
+    return lower(setting.model, train, layout, setting.target)
 
 
 def estimate(setting: Setting, layout: Layout, rank: int) -> RankMemory:
@@ -104,7 +114,7 @@ def _rank_memory(
 
 def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
     """Return the peak of the ranks at each place in the pipeline."""
-    program = lower(setting.model, setting.train, layout, setting.target)
+    program = _program(setting, layout, _ENOUGH)
     return [memory(setting, layout, rank, program) for rank in range(layout.pp)]
 
 
@@ -114,7 +124,7 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     Between the ends of ranks that hold the same layers, what is in flight and what is deferred go
     up or down with the place, so that one of these ends needs most; a test holds it.
     """
-    program = lower(setting.model, setting.train, layout, setting.target)
+    program = _program(setting, layout, _ENOUGH)
     return max(
         (memory(setting, layout, rank, program) for rank in _ends_alike(setting, layout)),
         key=lambda found: found.total,
@@ -128,12 +138,7 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
     """
     if not _is_walked(setting, layout):
         return estimate(setting, layout, rank)
-    count = min(layout.microbatches(setting.train.batch), _TURNS * layout.pp)
-    if layout.schedule in _HOLDS_ALL:
-        count = layout.microbatches(setting.train.batch)
-    batch = {"batch": count * layout.microbatch * layout.dp}
-    train = setting.train.model_copy(update=batch)
-    program = lower(setting.model, train, layout, setting.target)
+    program = _program(setting, layout, _TURNS)
     table = with_own_transfers(program.compute_tables[rank], program.stage_ranks)
     found = peak(program, layout.mesh.rank({"pp": rank}), table)
     terms = [Term(category, size, "") for category, size in found.held.items()]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from meshwright.layout import Layout
-from meshwright.program.schedule import Table, compute_tables, stage_ranks, with_transfers
+from meshwright.program.schedule import (
+    KEPT_TABLES,
+    Table,
+    compute_tables,
+    stage_ranks,
+    with_transfers,
+)
 from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
@@ -61,7 +67,8 @@ class Program:
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """What each pipeline rank computes, sends and receives, in order."""
-        return with_transfers(self.compute_tables, self.stage_ranks)
+        layout = self.layout
+        return _tables(layout.schedule, layout.pp, layout.virtual_stages, self.microbatches)
 
     @cached_property
     def shardings(self) -> dict[str, Sharding]:
@@ -97,6 +104,15 @@ class Program:
             name: int(name.split(".", 2)[1]) if name.startswith("layers.") else None
             for name in self.shardings
         }
+
+
+@lru_cache(maxsize=KEPT_TABLES)
+def _tables(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> tuple[Table, ...]:
+    """Return the tables with transfers; many layouts of a plan have the same ones."""
+    return with_transfers(
+        compute_tables(schedule, pp, virtual_stages, microbatches),
+        stage_ranks(schedule, pp, virtual_stages),
+    )
 
 
 def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:

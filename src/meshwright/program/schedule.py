@@ -8,6 +8,7 @@ what a schedule costs. This module is the door to all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Final, cast
 
@@ -17,6 +18,7 @@ from meshwright.program.timing import bubble_fraction, peak_in_flight
 from meshwright.program.transfers import check_order, with_transfers
 
 __all__ = [
+    "KEPT_TABLES",
     "SCHEDULES",
     "Action",
     "Kind",
@@ -34,6 +36,9 @@ __all__ = [
 # Work that a rank repeats: how many times, and which actions ("F B": a forward, then a backward).
 Phrase = tuple[int, str]
 
+# So many sets of tables are kept for layouts that have the same pipeline.
+KEPT_TABLES: Final = 32
+
 # Forwards by which a rank is ahead of the next one when the backwards begin.
 _LEAD: Final[Mapping[str, int]] = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 1}
 
@@ -49,6 +54,7 @@ def stage_ranks(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable(turns))
 
 
+@lru_cache(maxsize=KEPT_TABLES)
 def compute_tables(
     schedule: str, pp: int, virtual_stages: int, microbatches: int
 ) -> tuple[Table, ...]:

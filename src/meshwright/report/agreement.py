@@ -24,7 +24,7 @@ class Agreement:
 
     @property
     def points(self) -> float | None:
-        """By how many points of a hundred the measured idle share is larger than the planned one."""
+        """By how many percentage points the measured idle share exceeds the planned one."""
         if self.planned is None or self.measured is None:
             return None
         return 100 * (self.measured - self.planned)
@@ -37,8 +37,8 @@ class Agreement:
             return order
         more = "more" if self.points >= 0 else "less"
         return (
-            f"{order}; the pipeline was idle for {self.measured:.1%} where {self.planned:.1%} was planned, "
-            f"{abs(self.points):.1f} points {more}"
+            f"{order}; the pipeline was idle for {self.measured:.1%} where {self.planned:.1%} was "
+            f"planned, {abs(self.points):.1f} points {more}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from meshwright.layout import Layout
@@ -40,6 +41,7 @@ class Fits:
         self.setting, self.limit = setting, limit
         self._estimates: dict[Layout, RankMemory] = {}
         self._exact: dict[Layout, RankMemory] = {}
+        self._timed: dict[Layout, Prediction] = {}
 
     def estimate(self, layout: Layout) -> RankMemory:
         """Return about what the largest rank of a layout holds; exactly, where that is known."""
@@ -52,8 +54,16 @@ class Fits:
             self._estimates[layout] = found
         return self._estimates[layout]
 
-    def price(self, layout: Layout) -> Prediction:
-        """Return the price of a layout, whose memory is exact from now on."""
+    def timed(self, layout: Layout) -> Prediction:
+        """Return the price of a layout but for its memory, which is estimated."""
+        if layout not in self._timed:
+            held = self.estimate(layout)
+            self._timed[layout] = price(self.setting, layout, held=held)
+        return self._timed[layout]
+
+    def priced(self, timed: Prediction) -> Prediction:
+        """Return the price of a layout that is timed; its memory is exact from now on."""
+        layout = timed.layout
         if layout not in self._exact:
             self._exact[layout] = worst_memory(self.setting, layout)
-        return price(self.setting, layout, held=self._exact[layout])
+        return replace(timed, memory=self._exact[layout])

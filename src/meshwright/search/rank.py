@@ -28,12 +28,12 @@ from meshwright.predict.work import HeldLayers
 from meshwright.search.fits import Fits, preference
 from meshwright.search.space import (
     OF_CORE,
-    OF_SCHEDULE,
     OF_SHARDING,
     Core,
     Pins,
     Schedule,
     ZeroSharding,
+    as_fixed,
     cores,
     obeys,
     offloads,
@@ -126,17 +126,15 @@ class Search:
         everything = self._cores()
         self._parts = [parts_of(self.setting, self.kernels, core.layout) for core in everything]
         order = sorted((self._bound(core, index), index) for index, core in enumerate(everything))
-        kept = max(top, _COMPARED)
-        best = self._fitting(everything, order, kept, ("none",))
-        if not best:
-            best = self._fitting(everything, order, kept, ("optimizer", "params"))
+        ranked = self._fitting(everything, order, top, ("none",))
+        if not ranked:
+            ranked = self._fitting(everything, order, top, ("optimizer", "params"))
         else:
             self.reasons["offload: layouts without it fit, and are faster"] += sum(
                 size_of(core, train, layers, None, self.pins)
                 - size_of(core, train, layers, ("none",), self.pins)
                 for core in everything
             )
-        ranked = sorted(best, key=preference)[:top]
         considered = sum(size_of(core, train, layers, None, self.pins) for core in everything)
         layout = self.nearest[1] if self.nearest and not ranked else None
         held = worst_memory(self.setting, layout) if layout else None
@@ -150,14 +148,15 @@ class Search:
         top: int,
         offloaded: tuple[Offload, ...],
     ) -> list[Prediction]:
-        """Return the prices of the best layouts with such offloads, all of which fit.
+        """Return the prices of the `top` best layouts with such offloads, all of which fit.
 
         Where one does not, against its estimate, they are searched once more without it.
         """
         before = self.reasons.copy()
         while True:
-            found = self._pass(everything, order, top, offloaded)
-            priced = [self.fits.price(layout) for _, layout in found]
+            found = self._pass(everything, order, max(top, _COMPARED), offloaded)
+            timed = sorted((self.fits.timed(layout) for _, layout in found), key=preference)
+            priced = [self.fits.priced(one) for one in timed[:top]]
             if all(one.memory.total <= self.limit for one in priced):
                 return priced
             self.reasons = before.copy()
@@ -219,11 +218,7 @@ class Search:
         if not choices:
             return None
         count = one.microbatches(setting.train.batch)
-        orders = [
-            schedule
-            for schedule in schedules(one.pp, setting.model.n_layers, count)
-            if obeys(self.pins, with_schedule(one, schedule), OF_SCHEDULE)
-        ]
+        orders = as_fixed(self.pins, one, schedules(one.pp, setting.model.n_layers, count))
         lightest = min(choice.states[0] for choice in choices)
         least = _LEAST_IN_FLIGHT * self._activations(one)[0] + lightest
         if least > self.limit and self.nearest is not None:

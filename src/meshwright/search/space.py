@@ -157,8 +157,16 @@ def _pinned(
         for offload in offloads(choice.zero)
         if offloaded is None or offload in offloaded
     )
-    orders = sum(obeys(pins, with_schedule(one, chain), OF_SCHEDULE) for chain in chains)
-    return kept, orders
+    return kept, len(as_fixed(pins, one, chains))
+
+
+def as_fixed(pins: Pins, one: Layout, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+    """Return the schedules of a core that are as a user fixed them."""
+    if pins.keys().isdisjoint(OF_SCHEDULE):
+        return chains
+    return tuple(
+        one_of for one_of in chains if obeys(pins, with_schedule(one, one_of), OF_SCHEDULE)
+    )
 
 
 def with_schedule(one: Layout, schedule: Schedule) -> Layout:
