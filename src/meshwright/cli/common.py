@@ -18,7 +18,7 @@ from meshwright.launch.measured import as_measured_here
 from meshwright.spec.loading import Config, load_config
 
 # Of a layout's label: "interleaved_zero_bubble".
-_LONGEST_WORD = 23
+LONGEST_WORD = 23
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def table(*columns: str, wraps: Collection[str] = ("layout", "change", "why not"
     """Return a table that keeps to the width of the terminal: the columns `wraps` give way."""
     made = Table(box=None, pad_edge=False)
     for name in columns:
-        least = _LONGEST_WORD if name == "layout" else None
+        least = LONGEST_WORD if name == "layout" else None
         made.add_column(name, overflow="fold", no_wrap=name not in wraps, min_width=least)
     return made
 

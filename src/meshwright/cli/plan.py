@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import textwrap
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.common import (
+    LONGEST_WORD,
     add_config_arguments,
     add_json,
     print_json,
@@ -56,6 +58,8 @@ from meshwright.units import format_bytes, format_count, format_seconds
 
 # A part of a step or of a peak below this share is not printed.
 _LEAST = 0.001
+# A terminal of fewer columns has labels of layouts on several lines.
+_WIDE = 120
 EXAMPLE = """\
 examples:
   meshwright plan
@@ -250,12 +254,14 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
 
 
 def _table(made: Plan) -> Table:
-    rows = table("layout", "memory", "step", "tokens/s", "MFU", "why not")
+    # Of two columns that wrap rich cuts the words of one: the lines of labels are made here.
+    rows = table("layout", "memory", "step", "tokens/s", "MFU", "why not", wraps=("why not",))
+    width = LONGEST_WORD if Console().width < _WIDE else _WIDE
     best = made.best
     assert best is not None
     for one in made.found.ranked:
         rows.add_row(
-            one.layout.label,
+            textwrap.fill(one.layout.label, width, break_on_hyphens=False),
             format_bytes(one.memory.total),
             format_seconds(one.time.total),
             format_count(one.tokens_per_s),
