@@ -254,7 +254,7 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
 
 
 def _table(made: Plan) -> Table:
-    # Of two columns that wrap rich cuts the words of one: the lines of labels are made here.
+    # Where two columns wrap, rich cuts the words of one of them. So labels are wrapped here.
     rows = table("layout", "memory", "step", "tokens/s", "MFU", "why not", wraps=("why not",))
     width = LONGEST_WORD if Console().width < _WIDE else _WIDE
     best = made.best

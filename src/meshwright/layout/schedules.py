@@ -12,7 +12,8 @@ class ScheduleTraits(NamedTuple):
 
     `min_virtual` and `max_virtual` bound the stages of a rank (None: any number above).
     `splits_backward`: it has the gradients of weights wait for those of inputs. `is_v`: the stages
-    go down the ranks and come back up, so that rank 0 holds the first and the last.
+    go down the ranks and come back up, so that rank 0 holds the first and the last. `holds_all`: a
+    rank holds the activations of all microbatches before its first backward.
     """
 
     name: str
@@ -20,6 +21,7 @@ class ScheduleTraits(NamedTuple):
     max_virtual: int | None
     splits_backward: bool
     is_v: bool
+    holds_all: bool = False
 
 
 SCHEDULES: Final[Mapping[str, ScheduleTraits]] = MappingProxyType(
@@ -27,10 +29,12 @@ SCHEDULES: Final[Mapping[str, ScheduleTraits]] = MappingProxyType(
         traits.name: traits
         for traits in (
             ScheduleTraits("naive", 1, 1, splits_backward=False, is_v=False),
-            ScheduleTraits("gpipe", 1, 1, splits_backward=False, is_v=False),
+            ScheduleTraits("gpipe", 1, 1, splits_backward=False, is_v=False, holds_all=True),
             ScheduleTraits("1f1b", 1, 1, splits_backward=False, is_v=False),
             ScheduleTraits("interleaved_1f1b", 2, None, splits_backward=False, is_v=False),
-            ScheduleTraits("looped_bfs", 2, None, splits_backward=False, is_v=False),
+            ScheduleTraits(
+                "looped_bfs", 2, None, splits_backward=False, is_v=False, holds_all=True
+            ),
             ScheduleTraits("interleaved_zero_bubble", 2, None, splits_backward=True, is_v=False),
             ScheduleTraits("zbv", 2, 2, splits_backward=True, is_v=True),
             ScheduleTraits("dualpipev", 2, 2, splits_backward=True, is_v=True),

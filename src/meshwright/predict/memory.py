@@ -284,7 +284,7 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
         return float(min(pp - rank, microbatches))
     if layout.schedule == "naive":
         return 1.0
-    if layout.schedule in ("gpipe", "looped_bfs"):
+    if SCHEDULES[layout.schedule].holds_all:
         return float(virtual * microbatches)
     if layout.schedule == "interleaved_1f1b":  # arXiv:2104.04473, section 2.2
         return float(min((virtual - 1) * pp + 2 * (pp - 1 - rank) + 1, virtual * microbatches))

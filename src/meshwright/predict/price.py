@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.memory import Term, activations, model_states, outside
 from meshwright.predict.peak import peak
 from meshwright.predict.setting import Setting, held_by
@@ -18,12 +19,10 @@ from meshwright.program.transfers import with_own_transfers
 
 # Whose memory the walk through a program is of; of other systems closed forms are all we know.
 OURS: Final = "meshwright"
-# So many times as many microbatches as the pipeline has ranks: a step of more of them repeats what
-# it does, and holds no more. A brief step has about the same peak.
+# The walk takes at most this many microbatches for each rank of the pipeline: more of them repeat
+# what was done and hold no more. `brief` takes fewer, and is about right.
 _ENOUGH: Final = 4
 _TURNS: Final = 2
-# Schedules that hold what all microbatches keep, see `predict.memory.in_flight`.
-_HOLDS_ALL: Final = ("gpipe", "looped_bfs")
 _OUTSIDE: Final = ("context", "communicators", "allocator")
 
 
@@ -87,7 +86,7 @@ def _is_walked(setting: Setting, layout: Layout) -> bool:
 def _program(setting: Setting, layout: Layout, turns: int) -> Program:
     """Return a layout's program of few microbatches: so many times the ranks of the pipeline."""
     train, count = setting.train, layout.microbatches(setting.train.batch)
-    if layout.schedule not in _HOLDS_ALL:
+    if not SCHEDULES[layout.schedule].holds_all:
         count = min(count, turns * layout.pp)
     train = train.model_copy(update={"batch": count * layout.microbatch * layout.dp})
     return lower(setting.model, train, layout, setting.target)

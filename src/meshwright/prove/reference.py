@@ -37,8 +37,8 @@ Tensors = Mapping[str, Tensor]
 _RATE: Final = 2e-3
 _DECAY: Final = 1.0
 _WARMUP: Final = 2
-# Samples of the noise. The first is from the weights themselves; for another, this part of them is
-# moved by one rounding of the case's precision, so that each operation rounds anew.
+# Samples of the noise. The first starts from the weights themselves. For the others this share of
+# the weights is moved by one rounding of the case's precision, so that each operation rounds anew.
 SAMPLES: Final = 3
 _MOVED: Final = 1 / 16
 
@@ -109,7 +109,7 @@ def run_reference(case: Case, *, keeps: bool = False) -> Reference:
 
 
 def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Reference:
-    """Return the same on every rank, of which the first two compute half of it each.
+    """Return the reference on every rank; ranks 0 and 1 each compute half of it.
 
     A collective.
     """
