@@ -46,6 +46,19 @@ MODELS = {
     # Norms after sublayers and over all heads.
     "olmo2": {"family": "olmo2", "n_kv_heads": 4, "ffn_dim": 128},
     "smollm3": {"family": "smollm3", "n_kv_heads": 2, "ffn_dim": 128},
+    # Experts: in every layer; a shared one, every other layer an MLP; all of them for each token.
+    "mixtral": {"family": "mixtral", "n_kv_heads": 4, "ffn_dim": 96, "experts": 5, "top_k": 2},
+    "qwen2_moe": {
+        "family": "qwen2_moe",
+        "n_kv_heads": 4,
+        "ffn_dim": 128,
+        "experts": 6,
+        "top_k": 3,
+        "expert_ffn_dim": 48,
+        "shared_ffn_dim": 32,
+        "layer_pattern": [{"dense": True}, {}],
+    },
+    "olmoe": {"family": "olmoe", "n_kv_heads": 2, "ffn_dim": 64, "experts": 3, "top_k": 3},
 }
 
 
@@ -59,6 +72,20 @@ def make(layout, model="llama", precision="fp32", packed=False, **train):
 
 
 CASES = [
+    # Experts.
+    make("mb2", "mixtral"),
+    make("mb4 recompute-full", "qwen2_moe", "bf16", packed=True),
+    make("mb4 recompute-selective", "qwen2_moe"),
+    make("mb2 recompute-selective", "olmoe", "bf16"),
+    make("tp2 mb4", "qwen2_moe"),
+    make("tp2 sp mb2", "mixtral", "bf16"),
+    make("tp2 sp mb4 recompute-full", "qwen2_moe"),
+    make("tp2 mb2 recompute-selective", "qwen2_moe", "bf16"),
+    make("shard2 zero3 mb2", "mixtral", packed=True),
+    make("shard2 zero2 mb2 offload-params", "qwen2_moe", "bf16"),
+    make("pp2 zbv v2 mb1", "qwen2_moe"),
+    make("tp2 sp pp2 interleaved_zero_bubble v2 mb1", "olmoe", "bf16"),
+    make("cp2-ring mb4", "mixtral", packed=True),
     # One rank.
     make("mb2"),
     make("mb4", "neox", "bf16", packed=True),

@@ -291,7 +291,83 @@ SMOLLM3S = {
         "pad_token_id": None,
     },
 }
+# Five experts are divisible by nothing; of eleven many are empty in rows of 40 tokens at top-k 1.
+MIXTRALS = {
+    "two of five": {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "one of eleven, window, tied": {
+        "num_key_value_heads": 1,
+        "num_local_experts": 11,
+        "num_experts_per_tok": 1,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+    },
+    "all of three": {"num_key_value_heads": 4, "num_local_experts": 3, "num_experts_per_tok": 3},
+}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+QWEN2_MOES = {
+    "gqa": {**EXPERTS, "num_key_value_heads": 2, "shared_expert_intermediate_size": 40},
+    "dense first, mqa, renormalised": {
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "qkv_bias": False,
+    },
+    "one of seven, windows": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 1,
+        "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 2,
+    },
+}
+QWEN3_MOES = {
+    "wide heads": {**EXPERTS, "num_key_value_heads": 2, "head_dim": 24},
+    "every other layer, mqa, renormalised": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
+    "all of seven, window": {
+        **EXPERTS,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "num_experts_per_tok": 7,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+    },
+}
+OLMOES = {
+    "gqa": {**OLMO, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2},
+    "one of nine, renormalised": {
+        **OLMO,
+        "num_key_value_heads": 1,
+        "num_experts": 9,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": True,
+    },
+    "all of four, tied, gelu": {
+        **OLMO,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+    },
+}
 KINDS = {
+    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, MIXTRALS),
+    "qwen2_moe": (transformers.Qwen2MoeForCausalLM, transformers.Qwen2MoeConfig, QWEN2_MOES),
+    "qwen3_moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, QWEN3_MOES),
+    "olmoe": (transformers.OlmoeForCausalLM, transformers.OlmoeConfig, OLMOES),
     "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config, GEMMA2S),
     "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig, GEMMA3S),
     "olmo2": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config, OLMO2S),

@@ -12,7 +12,7 @@ from meshwright.execute import loss
 from meshwright.execute.groups import Link
 from meshwright.execute.loss import loss_sum
 from meshwright.execute.tp_regions import TPRegion
-from meshwright.program.operations import loss_rows
+from meshwright.program.sizes import loss_rows
 from meshwright.program.target import Target
 from ranks import ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.models import build_model
-from meshwright.spec.parts import parameter_count, parts
+from meshwright.spec.parts import active_parameter_count, parameter_count, parts
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 
@@ -66,9 +66,25 @@ PUBLISHED = {
     "olmo-3-7b": 7_298_011_136,
     "olmo-3-32b": 32_233_522_176,
     "smollm3-3b": 3_075_098_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 # Ours, one without the learned positions of the paper, and the text models of ones with images.
 UNPUBLISHED = {"demo", "gpt3-175b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
+UNPUBLISHED |= {"qwen2-57b-a14b"}  # its card has "57B" and "14B"
+# As the papers and cards round them: arXiv:2401.04088, 2505.09388 (table 2), 2409.02060.
+ACTIVE = {
+    "mixtral-8x7b": 12.9,
+    "qwen1.5-moe-a2.7b": 2.7,
+    "qwen2-57b-a14b": 14.2,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22.2,
+    "olmoe-1b-7b": 1.3,
+}
 
 
 def named_shapes(model):
@@ -82,6 +98,12 @@ def test_every_preset_is_in_the_table():
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_count_is_the_published_one(name):
     assert parameter_count(model_spec(preset=name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVE))
+def test_a_token_meets_as_many_parameters_as_published(name):
+    active = active_parameter_count(model_spec(preset=name)) / 1e9
+    assert active == pytest.approx(ACTIVE[name], abs=0.06)
 
 
 def test_gpt3_is_nearly_the_paper():

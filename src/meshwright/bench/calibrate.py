@@ -23,7 +23,7 @@ from meshwright.predict.kernels import PASSES
 from meshwright.predict.network import through_channel
 from meshwright.predict.step import OPTIMIZER_BYTES
 from meshwright.predict.work import Product
-from meshwright.program.operations import ELEMENT_BYTES
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.target import Matmul
 from meshwright.prove.case import Case
 

@@ -13,6 +13,7 @@ from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.data import distribute_data, replicate_in_place
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.documents import attend_documents
+from meshwright.execute.experts import cut_experts
 from meshwright.execute.float8 import take_float8
 from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups
@@ -29,9 +30,10 @@ from meshwright.execute.tensor import (
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
+from meshwright.models.experts import ExpertMLP
 from meshwright.program.lower import Program
-from meshwright.program.operations import Sizes, loss_rows
 from meshwright.program.shards import Region, shard_rank, sums_in_place
+from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
 
@@ -132,12 +134,16 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
         return
     # A second forward has what it gathers for the backward that comes at once.
     tp_region = TPRegion(groups.tp, layout.sp, gathers_again=layout.recompute == "none")
+    for block in model.blocks:  # first: linear layers of experts are not those of MLPs
+        if isinstance(block.mlp, ExpertMLP):
+            cut_experts(block.mlp, tp_region, deferral)
+        else:
+            block.mlp.project = together(tp_region, deferral)
+        block.attn.project = together(tp_region, deferral)
     for path, module in model.layers.named_modules(prefix="layers"):
-        if isinstance(module, nn.Linear):
+        if type(module) is nn.Linear:
             is_row = program.shardings[f"{path}.weight"].tp_dim == 1
             (RowLinear if is_row else ColumnLinear).take_over(module, tp_region, deferral)
-    for block in model.blocks:
-        block.attn.project = block.mlp.project = together(tp_region, deferral)
     if layout.tp == 1:
         return
     for block in model.blocks:

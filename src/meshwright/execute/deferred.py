@@ -20,7 +20,7 @@ from meshwright.execute.groups import Link
 from meshwright.execute.tp_regions import TPRegion
 
 Work = Callable[[], None]
-_ALONE = TPRegion(Link(None, (0,), 0), sp=False)
+ALONE = TPRegion(Link(None, (0,), 0), sp=False)
 
 
 class Deferral:
@@ -121,10 +121,23 @@ def _accumulate(owner: Tensor, rows: Tensor, inputs: Tensor) -> None:
         else:
             total.add_(_weight_grad(rows, inputs))
         return
-    grad = _weight_grad(rows, inputs)
+    _begin(owner, _weight_grad(rows, inputs))
+
+
+def _begin(owner: Tensor, grad: Tensor) -> None:
+    """Give a parameter its first gradient."""
     if isinstance(owner, DTensor):
         grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
     owner.grad = grad
+
+
+@torch.no_grad()
+def defer(owner: Tensor, make: Callable[[], Tensor]) -> None:
+    """Make a gradient and add it to a parameter's, as autograd would have done."""
+    if owner.grad is None:
+        _begin(owner, make())
+    else:
+        local(owner.grad).add_(make())
 
 
 def linears(
@@ -132,7 +145,7 @@ def linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     deferral: Deferral,
-    tp_region: TPRegion = _ALONE,
+    tp_region: TPRegion = ALONE,
 ) -> tuple[Tensor, ...]:
     """Return `x @ weight.T + bias` of some layers, once the stream `x` has entered the region.
 

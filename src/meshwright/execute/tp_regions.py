@@ -70,6 +70,20 @@ class _Exit(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
+class _Entry(torch.autograd.Function):
+    """The stream into a region, and the sum of its gradient over the ranks back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
+        ctx.tp_region = tp_region
+        inside = tp_region.entering(x)()
+        return inside if tp_region.is_cut else inside.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp_region.returning(grad)(), None
+
+
 class TPRegion:
     """A tensor-parallel region: what enters and leaves it over the ranks of a link.
 
@@ -98,6 +112,14 @@ class TPRegion:
         if self.link.size == 1:
             return lambda: grad
         return (begin_scatter if self.is_cut else begin_sum)(grad, self.link)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what is inside of the region, of the stream; differentiable.
+
+        For what is no linear layer: those enter by themselves, and send while they multiply.
+        """
+        found: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
+        return found
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the stream of the partial sums of row-parallel layers; differentiable."""

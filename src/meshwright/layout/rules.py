@@ -47,28 +47,16 @@ def _divides(name: str, value: int, of_name: str, of: int) -> str:
     return f"{name} = {value} must divide {of_name} = {of}"
 
 
-def _heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if model.n_heads % layout.tp == 0:
-        return None
-    return _divides("layout.tp", layout.tp, "model.n_heads", model.n_heads)
+def _cut_over_tp(size: str) -> Check:
+    """Return the rule that each rank of tp has an equal part of one of the model's sizes."""
 
+    def check(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+        value: int = getattr(model, size) or 0
+        if value % layout.tp == 0:
+            return None
+        return _divides("layout.tp", layout.tp, f"model.{size}", value)
 
-def _kv_heads(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if model.n_kv_heads % layout.tp == 0:
-        return None
-    return _divides("layout.tp", layout.tp, "model.n_kv_heads", model.n_kv_heads)
-
-
-def _ffn(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if model.ffn_dim % layout.tp == 0:
-        return None
-    return _divides("layout.tp", layout.tp, "model.ffn_dim", model.ffn_dim)
-
-
-def _vocabulary(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if model.vocab_size % layout.tp == 0:
-        return None
-    return _divides("layout.tp", layout.tp, "model.vocab_size", model.vocab_size)
+    return check
 
 
 def _stages(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
@@ -151,6 +139,8 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         return None
     if train.precision != "bf16":
         return f"train.fp8 = true goes with train.precision = bf16, not {train.precision}"
+    if model.experts:
+        return f"train.fp8 = true has no products of experts, but model.experts = {model.experts}"
     if layout.tp > 1:
         return f"layout.tp = {layout.tp} cuts linear layers, which train.fp8 = true needs whole"
     if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
@@ -174,10 +164,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 RULES = (
-    Rule(_heads, ("layout.tp",)),
-    Rule(_kv_heads, ("layout.tp",)),
-    Rule(_ffn, ("layout.tp",)),
-    Rule(_vocabulary, ("model.vocab_size", "layout.tp")),
+    *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_heads", "n_kv_heads", "ffn_dim")),
+    *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("expert_ffn_dim", "shared_ffn_dim")),
+    Rule(_cut_over_tp("vocab_size"), ("model.vocab_size", "layout.tp")),
     Rule(_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_virtual_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_batch, ("train.batch", "layout.dp_replicate", "layout.dp_shard")),
@@ -350,6 +339,12 @@ def divisors(value: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(value // d for d in small)}))
 
 
+def _tensor_sizes(model: ModelSpec) -> int:
+    """Return the greatest common divisor of what tp cuts."""
+    widths = (model.ffn_dim, model.expert_width, model.shared_ffn_dim)
+    return math.gcd(model.n_heads, model.n_kv_heads, *widths)
+
+
 def _up_to(top: int, near: int) -> Iterable[int]:
     """Return the numbers from 1 to `top` that are near a given one."""
     near = min(near, max(top, 1))
@@ -382,7 +377,7 @@ def _vocab_sizes(case: _Case) -> Iterable[int]:
 
 
 _NUMBERS: Mapping[str, Callable[[_Case], Iterable[int]]] = {
-    "layout.tp": lambda c: divisors(math.gcd(c.model.n_heads, c.model.n_kv_heads, c.model.ffn_dim)),
+    "layout.tp": lambda c: divisors(_tensor_sizes(c.model)),
     "layout.cp": lambda c: divisors(c.train.seq_len),
     "layout.pp": lambda c: _up_to(c.model.n_layers // c.layout.virtual_stages, c.layout.pp),
     "layout.virtual_stages": lambda c: _up_to(

@@ -1,52 +1,25 @@
-"""The transformer block, as plain modules."""
+"""The transformer block: attention and what follows it around the residual stream."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.attention import Attention, Project, each
+from meshwright.models.attention import Attention
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import Dropout
+from meshwright.models.experts import ExpertMLP
+from meshwright.models.mlp import MLP, GatedMLP
 from meshwright.models.norms import norm
-from meshwright.models.ops import activated, gated
 from meshwright.models.rope import Rope
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import LayerSpec, ModelSpec
 
 
-class GatedMLP(nn.Module):
-    """A gated MLP, as Llama's: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
-        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
-        self.act = spec.activation
-        self.project: Project = each
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x `[..., dim]`, of the same shape."""
-        gate, up = self.project(x, (self.gate, self.up))
-        out: Tensor = self.down(gated(gate, up, self.act))
-        return out
-
-
-class MLP(nn.Module):
-    """A plain MLP, as GPT-NeoX's: `down(act(up(x)))`."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
-        self.act = spec.activation
-        self.project: Project = each
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x `[..., dim]`, of the same shape."""
-        (up,) = self.project(x, (self.up,))
-        out: Tensor = self.down(activated(up, self.act))
-        return out
+def feed_forward(spec: ModelSpec, kind: LayerSpec) -> GatedMLP | MLP | ExpertMLP:
+    """Return what follows attention in a layer: an MLP, or experts."""
+    if spec.has_experts(kind):
+        return ExpertMLP(spec)
+    return GatedMLP(spec, spec.ffn_dim) if spec.gated_mlp else MLP(spec)
 
 
 class Block(nn.Module):
@@ -64,7 +37,7 @@ class Block(nn.Module):
         self.attn = Attention(spec, rope, layer)
         self.attn_post_norm = norm(spec) if spec.norms_after else nn.Identity()
         self.mlp_norm = norm(spec) if spec.norms_before else nn.Identity()
-        self.mlp = GatedMLP(spec) if spec.gated_mlp else MLP(spec)
+        self.mlp = feed_forward(spec, spec.layer(int(layer)))
         self.mlp_post_norm = norm(spec) if spec.norms_after else nn.Identity()
         self.attn_drop = Dropout(spec.dropout, site=1)
         self.mlp_drop = Dropout(spec.dropout, site=2)

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.files import open_safetensors
-from meshwright.models.hf_names import HFTensor, head_names, hf_tensors, is_parameter
+from meshwright.models.hf_names import (
+    HFTensor,
+    each_from_hf,
+    head_names,
+    hf_tensors,
+    is_parameter,
+)
 from meshwright.models.transformer import Transformer, build_model
 from meshwright.program.shards import Region
 from meshwright.spec.hf import hf_config, spec_from_hf
@@ -40,10 +46,9 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> Transformer
     source = HFWeights(path, spec)
     model = build_model(spec)
     state: dict[str, Tensor] = {}
-    for item in source.tensors:
-        for name, part in zip(item.parts, item.split(source.read(item.name)), strict=True):
-            # A copy: safetensors maps the file, which may be replaced while the model lives.
-            state[name] = part.to(part.dtype if dtype is None else dtype, copy=True)
+    for name, part in each_from_hf(source.tensors, source.read):
+        # A copy: safetensors maps the file, which may be replaced while the model lives.
+        state[name] = part.to(part.dtype if dtype is None else dtype, copy=True)
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -74,7 +79,10 @@ class HFWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.tensors = hf_tensors(spec)
-        self._item_of = {name: item for item in self.tensors for name in item.parts}
+        self._items_of: dict[str, list[HFTensor]] = {}
+        for item in self.tensors:
+            for name in item.parts:
+                self._items_of.setdefault(name, []).append(item)
         self._alias: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         for path in _weight_files(folder):
@@ -87,11 +95,17 @@ class HFWeights:
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         """Return a region of a parameter by our name, as it is stored; nothing else is read."""
-        item = self._item_of[name]
+        items = self._items_of[name]
+        item = items[0]
         found = [item.rows[item.parts.index(name)], *item.shape[1:]]
+        if item.expert is not None:
+            found = [len(items), *found]
         if found != list(shape):
             raise CheckpointError(f"{name} is {found}, but {list(shape)} was asked")
         (start, stop), rest = region[0], region[1:]
+        if item.expert is not None:
+            some = items[start:stop] or items[:1]
+            return torch.stack([self.read(one.name, rest) for one in some])[: stop - start]
         if start == stop:
             return self.read(item.name, region)
         return item.read_rows(
@@ -201,7 +215,7 @@ def write_hf(
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        content = {item.name: item.join(_whole(item, state)) for item in shard}
+        content = {item.name: item.join(item.taken(state)).cpu() for item in shard}
         partial = path / f"{name}.partial"
         save_file(content, partial, metadata={"format": "pt"})
         os.replace(partial, path / name)
@@ -213,12 +227,8 @@ def write_hf(
     _write_json(path / CONFIG, config)
 
 
-def _whole(item: HFTensor, state: Mapping[str, Tensor]) -> list[Tensor]:
-    return [state[name].detach().cpu() for name in item.parts]
-
-
 def _bytes(item: HFTensor, state: Mapping[str, Tensor]) -> int:
-    return sum(state[name].nbytes for name in item.parts)
+    return sum(one.nbytes for one in item.taken(state))
 
 
 def _shards(

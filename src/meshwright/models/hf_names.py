@@ -1,13 +1,14 @@
 """Which tensor of a Hugging Face folder holds which of our parameters, both ways.
 
 The names are those of a family's table. GPT-NeoX stores query, key and value of each head together:
-`[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike.
+`[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike. Experts are stored one
+by one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,7 +26,8 @@ _LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
 class HFTensor:
     """One stored tensor: its name and shape, and the parameters in it with the rows of each.
 
-    Several are interleaved by head, where `heads` has their number, or lie one below the other.
+    Several are interleaved by head, where `heads` has their number, or lie one below the other. One
+    of an `expert` is that number's of a parameter of all experts.
     """
 
     name: str
@@ -33,6 +35,12 @@ class HFTensor:
     parts: tuple[str, ...]
     rows: tuple[int, ...]
     heads: int | None
+    expert: int | None = None
+
+    def taken(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return what it holds of whole parameters by our names."""
+        found = [state[name] for name in self.parts]
+        return found if self.expert is None else [one[self.expert] for one in found]
 
     def split(self, stored: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters of a stored tensor, each contiguous."""
@@ -44,6 +52,8 @@ class HFTensor:
     def join(self, ours: Sequence[Tensor]) -> Tensor:
         """Return the stored tensor of these parameters, contiguous."""
         if self.heads is None:
+            if self.expert is not None:  # not memory of all experts: files hold each by itself
+                return ours[0].clone()
             return torch.cat(list(ours)) if len(ours) > 1 else ours[0].contiguous()
         by_head = [part.reshape(self.heads, -1, *part.shape[1:]) for part in ours]
         return torch.stack(by_head, dim=1).flatten(0, 2).contiguous()
@@ -66,45 +76,66 @@ class HFTensor:
         return own[start - first * size : stop - first * size]
 
 
-def hf_name(family: str, name: str) -> str:
-    """Return the name of the stored tensor that holds one of our parameters."""
+def hf_name(family: str, name: str, expert: int = 0) -> str:
+    """Return the name of the stored tensor that holds one of our parameters, or an expert of it."""
     (module, kind), modules = name.rsplit(".", 1), FAMILIES[family].modules
     found = _LAYER.fullmatch(module)
     if found is None:
         return f"{modules[module]}.{kind}"
     layer, inner = found.groups()
-    return f"{modules[inner].format(layer)}.{kind}"
+    return f"{modules[inner].format(layer, expert)}.{kind}"
 
 
 def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
     """Return the tensors of a stored model, in the order of our parameters."""
-    held: dict[str, list[Part]] = {}
+    held: dict[str, list[tuple[Part, int | None]]] = {}
     for part in parts(spec):
-        held.setdefault(hf_name(spec.family, part.name), []).append(part)
+        for expert in range(part.shape[0]) if part.is_of_experts else (None,):
+            name = hf_name(spec.family, part.name, expert or 0)
+            held.setdefault(name, []).append((part, expert))
     by_head = FAMILIES[spec.family].fused == "by head"
     return tuple(
-        HFTensor(
-            name,
-            (sum(part.shape[0] for part in ours), *ours[0].shape[1:]),
-            tuple(part.name for part in ours),
-            tuple(part.shape[0] for part in ours),
-            spec.n_heads if by_head and len(ours) > 1 else None,
-        )
+        _stored(name, [part for part, _ in ours], ours[0][1], spec.n_heads if by_head else None)
         for name, ours in held.items()
+    )
+
+
+def _stored(name: str, ours: Sequence[Part], expert: int | None, heads: int | None) -> HFTensor:
+    shapes = [part.shape if expert is None else part.shape[1:] for part in ours]
+    return HFTensor(
+        name,
+        (sum(shape[0] for shape in shapes), *shapes[0][1:]),
+        tuple(part.name for part in ours),
+        tuple(shape[0] for shape in shapes),
+        heads if len(ours) > 1 else None,
+        expert,
     )
 
 
 def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return whole parameters, by our names, as the tensors of a Hugging Face folder."""
-    return {item.name: item.join([state[name] for name in item.parts]) for item in hf_tensors(spec)}
+    return {item.name: item.join(item.taken(state)) for item in hf_tensors(spec)}
 
 
 def from_hf(spec: ModelSpec, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face folder as parameters by our names."""
-    found: dict[str, Tensor] = {}
-    for item in hf_tensors(spec):
-        found.update(zip(item.parts, item.split(stored[item.name]), strict=True))
-    return found
+    return dict(each_from_hf(hf_tensors(spec), stored.__getitem__))
+
+
+def each_from_hf(
+    tensors: Iterable[HFTensor], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters by our names, of stored tensors that `read` returns by theirs."""
+    experts: dict[str, list[Tensor]] = {}
+    for item in tensors:
+        found = zip(item.parts, item.split(read(item.name)), strict=True)
+        if item.expert is None:
+            yield from found
+            continue
+        for name, one in found:
+            experts.setdefault(name, []).append(one)
+    for name in list(experts):
+        yield name, torch.stack(experts.pop(name))
 
 
 def head_names(spec: ModelSpec) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.models.transformer import Transformer
 from meshwright.spec.model import ModelSpec
 
-_RESIDUAL_OUTPUTS = (".attn.o.weight", ".mlp.down.weight")
+_RESIDUAL_OUTPUTS = (".attn.o.weight", ".down.weight")
 
 
 def parameter_seed(seed: int, name: str) -> int:

@@ -70,13 +70,18 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        to_gate, aten = grad * up, torch.ops.aten
-        if ctx.name == "silu":
-            aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
-        else:
-            kind = _APPROXIMATE[ctx.name]
-            aten.gelu_backward.grad_input(to_gate, gate, approximate=kind, grad_input=to_gate)
+        to_gate = through_activation(grad * up, gate, ctx.name)
         return to_gate, activated(gate, ctx.name).mul_(grad), None
+
+
+def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
+    """Return the gradient of x of that of `activated(x)`, in the latter's memory."""
+    aten = torch.ops.aten
+    if name == "silu":
+        aten.silu_backward.grad_input(grad, x, grad_input=grad)
+    else:
+        aten.gelu_backward.grad_input(grad, x, approximate=_APPROXIMATE[name], grad_input=grad)
+    return grad
 
 
 class _RMSNorm(torch.autograd.Function):

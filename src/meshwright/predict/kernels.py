@@ -10,7 +10,8 @@ from meshwright.predict.network import Network
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import LayoutWork, Message, Product, Work
 from meshwright.program.messages import Phase
-from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD, loss_rows
+from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD
+from meshwright.program.sizes import loss_rows
 from meshwright.program.target import Matmul, Target
 
 # Kernels that a pass of a layer launches beside its products: norms, rotation, residuals, casts.
@@ -111,10 +112,11 @@ class Kernels:
 
     def product(self, shape: Product, peak: float, element: int) -> float:
         """Return the seconds of one pass of a product."""
-        rows, inner, outer, _ = shape
+        rows, inner, outer = shape.sides
+        each = rows / shape.groups
         half = self.half
-        share = rows / (rows + half) * (inner / (inner + half)) * (outer / (outer + half))
-        moved = element * (rows * inner + inner * outer + rows * outer)
+        share = each / (each + half) * (inner / (inner + half)) * (outer / (outer + half))
+        moved = element * (rows * inner + shape.groups * inner * outer + rows * outer)
         return max(shape.flops / (peak * share), moved / self.bandwidth)
 
     def layer(

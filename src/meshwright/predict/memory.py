@@ -16,8 +16,9 @@ from meshwright.predict.catalogue import Device
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import HeldLayers, LayoutWork, Work, elements_of, weights
-from meshwright.program.operations import Kind, Sizes, loss_element, loss_room, loss_rows
+from meshwright.program.operations import Kind
 from meshwright.program.shards import sums_in_place
+from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
 
 _FP32 = 4
 _GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
 from meshwright.program.lower import Program
-from meshwright.program.operations import Operation, Sizes, gathers_again, is_joint, operations
+from meshwright.program.operations import Operation, gathers_again, is_joint, operations
+from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
@@ -89,14 +90,19 @@ def backward_needs(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Nee
     """
     target = program.target
     blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
-    return (*_mlp(program, sizes), *_attention(program, sizes, kind, blocks))
+    feed_forward = expert_needs if program.model.has_experts(kind) else _mlp
+    return (
+        *_after(program, sizes, "mlp_post_norm"),
+        *feed_forward(program, sizes),
+        *_before(program, sizes, "mlp_norm"),
+        *_attention(program, sizes, kind, blocks),
+    )
 
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.mlp_bias
-    yield from _after(program, sizes, "mlp_post_norm")
     yield Need(
         "mlp.down",
         _of_result(program, sizes) + gathered + hidden,
@@ -111,8 +117,52 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     else:
         yield Need("mlp.act", 2 * hidden)
         yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
+
+
+def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
+    """Yield the needs of experts, of their router and of the shared one.
+
+    The experts' backward is one function. It has the gradient of each pair's result, those of its
+    hidden values, and then those of its input, each once more while groups are joined.
+    """
+    model, el = program.model, sizes.element
+    whole, pairs = sizes.whole_bytes, sizes.pairs * sizes.dim * el
+    hidden = sizes.pairs * sizes.expert_ffn * el
+    is_cut = program.layout.sp and program.layout.tp > 1
+    came = _of_result(program, sizes) + (whole if is_cut else 0)
+    wide = hidden // el * _WIDE
+    # The gradient of a share is a sum over what is widened to fp32.
+    weighing = wide if el == _WIDE else 3 * wide
+    yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
+    down, gate, up = (f"mlp.experts.{one}.weight" for one in ("down", "gate", "up"))
+    yield Need("mlp.experts.down", came + pairs + 3 * hidden, (down,), pairs + hidden)
+    yield Need("mlp.experts.gate", came + pairs + 2 * hidden, (gate, up), pairs + 2 * hidden)
+    yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
+    yield Need("mlp.experts.order", came + 2 * pairs + whole)
+    scores = sizes.tokens * model.experts * _WIDE
+    widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
+    router = came + 2 * whole + 2 * scores + widened
+    yield Need("mlp.router", router, ("mlp.router.weight",), scores)
+    if not model.shared_ffn_dim:
+        return
+    held = came + whole  # what the others have given to the gradient of the input
+    if model.shared_gate:
+        line = sizes.tokens * el
+        yield Need("mlp.shared_gate.act", held + 2 * whole)
+        yield Need("mlp.shared_gate", held + 2 * whole, ("mlp.shared_gate.weight",), line)
+        held += whole
+    beside = sizes.tokens * sizes.shared_ffn * el
+    names = [f"mlp.shared.{one}" for one in ("down", "gate", "up")]
+    yield Need(names[0], held + whole + beside, (f"{names[0]}.weight",), whole)
+    yield Need("mlp.shared.act", held + 3 * beside)
+    yield Need(names[2], held + 2 * beside + whole, (f"{names[2]}.weight",), beside)
+    yield Need(names[1], held + beside + 2 * whole, (f"{names[1]}.weight",), beside)
+
+
+def _before(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
+    """Yield the need of a norm before a sublayer, where there is one."""
     if program.model.norms_before:
-        yield Need("mlp_norm", _norm(program, sizes), ("mlp_norm.weight",))
+        yield Need(name, _norm(program, sizes), (f"{name}.weight",))
 
 
 def _after(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
@@ -168,8 +218,7 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
             yield Need(name, of_heads + 2 * of_kv + made, (f"{name}.weight",))
     results = {"attn.q": of_heads, "attn.k": of_kv, "attn.v": of_kv}
     yield from _columns(program, sizes, results, biases)
-    if program.model.norms_before:
-        yield Need("attn_norm", _norm(program, sizes), ("attn_norm.weight",))
+    yield from _before(program, sizes, "attn_norm")
 
 
 def _columns(

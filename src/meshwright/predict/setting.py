@@ -12,9 +12,9 @@ from meshwright.predict.kernels import Kernels
 from meshwright.predict.network import Network
 from meshwright.predict.systems import System
 from meshwright.predict.work import HeldLayers, LayoutWork, layout_work
-from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.schedule import stage_ranks
 from meshwright.program.sharing import reduced_bytes
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target, route
 from meshwright.spec.model import ModelSpec

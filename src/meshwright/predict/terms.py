@@ -10,7 +10,7 @@ from meshwright.predict.peak import peak
 from meshwright.predict.timeline import STREAM, TABLES
 from meshwright.predict.units import BUFFERS
 from meshwright.program.lower import Program
-from meshwright.program.operations import Sizes
+from meshwright.program.sizes import Sizes
 
 _GRADIENTS: Final = "gradients of activations"
 # What categories are that no closed form has.

@@ -15,15 +15,9 @@ from meshwright.predict.byte_count import ByteCount, PredictedMoment
 from meshwright.predict.needs import LayerBytes, Size, kept, layer_bytes, of_input
 from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
-from meshwright.program.operations import (
-    Operation,
-    Sizes,
-    loss_element,
-    loss_room,
-    loss_rows,
-    operations,
-)
+from meshwright.program.operations import Operation, operations
 from meshwright.program.schedule import Action, Kind, Table
+from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 

@@ -12,8 +12,8 @@ from typing import Final
 from meshwright.predict.byte_count import ByteCount
 from meshwright.predict.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
-from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 
 _FP32: Final = 4

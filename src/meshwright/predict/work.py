@@ -20,8 +20,9 @@ from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.messages import Overlaps, Phase, Purpose
-from meshwright.program.operations import Operation, Sizes, operations
+from meshwright.program.operations import Operation, operations
 from meshwright.program.shards import shard
+from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parts
@@ -29,12 +30,16 @@ from meshwright.spec.training import TrainSpec
 
 
 class Product(NamedTuple):
-    """A product `[rows, inner] x [inner, outer]`; `is_column`: its outputs are cut over tp."""
+    """A product `[rows, inner] x [inner, outer]`, of `groups` of rows with a matrix each.
+
+    `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies.
+    """
 
     rows: int
     inner: int
     outer: int
     is_column: bool = False
+    groups: int = 1
 
     @property
     def sides(self) -> tuple[int, int, int]:
@@ -83,11 +88,16 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Elements on one tp rank: of one layer, of the embedding, of the last norm and head."""
+    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm and head."""
 
-    layer: int
+    layers: tuple[int, ...]
     embedding: int
     head: int
+
+    @property
+    def layer(self) -> int:
+        """Those of the largest layer."""
+        return max(self.layers)
 
 
 class HeldLayers(NamedTuple):
@@ -279,14 +289,24 @@ def _product(program: Program, sizes: Sizes, name: str) -> Product:
     if weight == "head.weight" and program.model.tie_embeddings:
         weight = "embed.weight"
     sharding = program.shardings[weight]
-    outer, inner = sharding.tp_shape
-    return Product(sizes.tokens, inner, outer, sharding.tp_dim == 0)
+    *experts, outer, inner = sharding.tp_shape
+    if experts:
+        return Product(sizes.pairs, inner, outer, groups=experts[0])
+    return Product(sizes.tokens, inner, outer, sharding.tp_dim == 0 and ".shared." not in name)
 
 
 def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
     """Return the bytes that a forward of an operation moves if it reads and writes each once."""
     heads = sizes.tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim * sizes.element
     hidden = sizes.tokens * sizes.ffn * sizes.element
+    if op.name.endswith("mlp.experts.act"):
+        hidden = sizes.pairs * sizes.expert_ffn * sizes.element
+    elif op.name.endswith("mlp.shared.act"):
+        hidden = sizes.tokens * sizes.shared_ffn * sizes.element
+    elif op.name.endswith("mlp.shared_gate.act"):
+        return 3.0 * sizes.whole_bytes
+    if op.kind == "routing":  # into the experts' order and back: read and written, then summed
+        return 5.0 * sizes.pairs * sizes.dim * sizes.element
     if op.kind == "dropout":
         return 2.0 * sizes.stream_bytes
     if op.kind == "rotation":
@@ -302,11 +322,13 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
 def weights(model: ModelSpec, tp: int, shard_ranks: int) -> Weights:
     """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them."""
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=1)
-    found = parts(model.model_copy(update={"n_layers": 1}))
-    sizes = {part.name: shard(part, layout).padded_elements for part in found}
-    layer = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    layers = []
+    for kind in model.layer_kinds:
+        found = parts(model.model_copy(update={"n_layers": 1, "layer_pattern": (kind,)}))
+        sizes = {part.name: shard(part, layout).padded_elements for part in found}
+        layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
     embedding = sizes["embed.weight"]
-    return Weights(layer, embedding, sum(sizes.values()) - layer - embedding)
+    return Weights(tuple(layers), embedding, sum(sizes.values()) - layers[-1] - embedding)
 
 
 def elements_of(model: ModelSpec, tp: int, shard_ranks: int, held: HeldLayers) -> int:
@@ -315,7 +337,7 @@ def elements_of(model: ModelSpec, tp: int, shard_ranks: int, held: HeldLayers) -
     A tied head is a copy of the embedding.
     """
     found = weights(model, tp, shard_ranks)
-    total = held.layers * found.layer
+    total = int(held.total(found.layers))
     if held.has_embedding or (held.has_head and model.tie_embeddings):
         total += found.embedding
     return total + (found.head if held.has_head else 0)

@@ -16,9 +16,10 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Kind, Table
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective, CollectiveKind, Overlaps, Phase
-from meshwright.program.operations import Sizes, gathers_again, loss_rows
+from meshwright.program.operations import gathers_again
 from meshwright.program.shards import shard_rank
 from meshwright.program.sharing import gathers, reductions
+from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.stages import Stage
 
 _FP32: Final = 4  # bytes
@@ -79,10 +80,14 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
     whole = sizes.whole_bytes
     for stage in stages:
         passes = len(stage.layers) * count
+        kinds = map(program.model.layer, stage.layers)
+        mixed = count * sum(map(program.model.has_experts, kinds))
+        # Column-parallel products enter together with their region, experts by themselves.
+        entries = 2 * passes - mixed, mixed
         if layout.sp:
-            yield from _sequence_parallel_regions(program, whole, passes)
+            yield from _sequence_parallel_regions(program, whole, passes, entries)
         else:
-            yield from _plain_regions(program, whole, passes)
+            yield from _plain_regions(program, whole, passes, entries)
         if program.model.qk_norm == "all":
             yield from _norms_over_heads(program, sizes, passes)
         if stage.is_first:
@@ -103,40 +108,46 @@ def _left_again(program: Program) -> int:
     return 2 if program.model.dropout or program.model.norms_after else 1
 
 
-def _plain_regions(program: Program, whole: int, passes: int) -> Iterator[Collective]:
-    def reduce(times: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
+def _plain_regions(
+    program: Program, whole: int, passes: int, entries: tuple[int, int]
+) -> Iterator[Collective]:
+    def reduce(count: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
         reason = f"{phase}: sum the {what}"
-        return Collective(
-            "all_reduce", "tp", whole, times * passes, phase, "layer", reason, overlaps
-        )
+        return Collective("all_reduce", "tp", whole, count, phase, "layer", reason, overlaps)
 
-    yield reduce(2, "forward", "results of row-parallel products")
-    yield reduce(2, "backward", "gradients of column-parallel products' inputs", "weights")
-    yield reduce(_left_again(program), "recompute", "results of row-parallel products")
+    into_products, into_experts = entries
+    yield reduce(2 * passes, "forward", "results of row-parallel products")
+    what = "gradients of column-parallel products' inputs"
+    yield reduce(into_products, "backward", what, "weights")
+    yield reduce(into_experts, "backward", "gradients of experts' inputs")
+    yield reduce(_left_again(program) * passes, "recompute", "results of row-parallel products")
 
 
-def _sequence_parallel_regions(program: Program, whole: int, passes: int) -> Iterator[Collective]:
-    def gather(times: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
+def _sequence_parallel_regions(
+    program: Program, whole: int, passes: int, entries: tuple[int, int]
+) -> Iterator[Collective]:
+    def gather(count: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
         reason = f"{phase}: gather the {what}"
-        return Collective(
-            "all_gather", "tp", whole, times * passes, phase, "layer", reason, overlaps
-        )
+        return Collective("all_gather", "tp", whole, count, phase, "layer", reason, overlaps)
 
-    def scatter(times: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
-        reason, count = f"{phase}: sum and cut the {what}", times * passes
+    def scatter(count: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
+        reason = f"{phase}: sum and cut the {what}"
         return Collective("reduce_scatter", "tp", whole, count, phase, "layer", reason, overlaps)
 
-    into = "before column-parallel products"
-    yield gather(2, "forward", f"stream {into}")
-    yield scatter(2, "forward", "results of row-parallel products")
-    yield gather(2, "backward", "gradients of row-parallel products' results")
-    yield scatter(2, "backward", f"gradients {into}", "weights")
+    into_products, into_experts = entries
+    into, both = "before column-parallel products", 2 * passes
+    yield gather(both, "forward", f"stream {into}")
+    yield scatter(both, "forward", "results of row-parallel products")
+    yield gather(both, "backward", "gradients of row-parallel products' results")
+    yield scatter(into_products, "backward", f"gradients {into}", "weights")
+    yield scatter(into_experts, "backward", "gradients before experts")
     # Neither does the selective policy keep gathered tensors: they are the largest.
     if gathers_again(program):
-        yield gather(2, "backward", f"stream again {into}", "inputs")
+        yield gather(into_products, "backward", f"stream again {into}", "inputs")
     else:
-        yield gather(2, "recompute", f"stream {into}")
-    yield scatter(_left_again(program), "recompute", "results of row-parallel products")
+        yield gather(both, "recompute", f"stream {into}")
+    left_again = _left_again(program) * passes
+    yield scatter(left_again, "recompute", "results of row-parallel products")
 
 
 def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:

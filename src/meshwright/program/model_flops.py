@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from meshwright.program.attention import causal_scores
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import LayerSpec, ModelSpec
 from meshwright.spec.parts import parts
 
 # A forward, and a backward of twice its size.
@@ -20,15 +20,19 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
     Two per weight that multiplies, and attention to what the causal mask and a window leave; with
     `squares` to twice as much, as where no mask were told of.
     """
-    one = spec.model_copy(update={"n_layers": 1})
-    weights = sum(
-        part.numel for part in parts(one) if part.name.startswith("layers.") and part.is_product
-    )
     each = 4.0 * spec.n_heads * spec.head_dim * (2 if squares else 1) / max(seq_len, 1)
     costs = {
-        kind: 2 * weights + each * causal_scores(seq_len, kind.window) for kind in spec.layer_kinds
+        kind: 2 * _layer_weights(spec, kind) + each * causal_scores(seq_len, kind.window)
+        for kind in spec.layer_kinds
     }
     return tuple(costs[spec.layer(layer)] for layer in range(spec.n_layers))
+
+
+def _layer_weights(spec: ModelSpec, kind: LayerSpec) -> int:
+    """Return the elements that a token is multiplied by in a layer: of experts its own."""
+    one = spec.model_copy(update={"n_layers": 1, "layer_pattern": (kind,)})
+    inside = (part for part in parts(one) if part.name.startswith("layers."))
+    return sum(part.active(spec) for part in inside if part.is_product)
 
 
 def head_flops(spec: ModelSpec) -> float:

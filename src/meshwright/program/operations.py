@@ -8,7 +8,7 @@ kept, a mask aside. A test holds the bytes against what autograd really keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -16,8 +16,8 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.attention import UNBOUNDED, ScoreBounds, by_blocks, causal_scores
 from meshwright.program.lower import Program
 from meshwright.program.ring import causal_pieces, ring_totals
+from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
-from meshwright.program.target import Route, Target
 from meshwright.spec.model import LayerSpec
 
 Kind = Literal[
@@ -29,12 +29,11 @@ Kind = Literal[
     "rotation",
     "attention",
     "activation",
+    "routing",
     "dropout",
     "loss",
 ]
 
-# Bytes of an element in the precision of the products.
-ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 # The backward of a product has two of its size: one for the input, one for the weight.
 PRODUCT_BACKWARD: Final = 2
 # Five products against two: the scores anew, and the gradients of the weights, v, q and k.
@@ -63,58 +62,6 @@ class Operation:
     count: int
     normed_bytes: int = 0
     layer: LayerSpec | None = None
-
-
-class Sizes(NamedTuple):
-    """Local sizes of one microbatch: `tokens` of attention and products, `stream` of the rest.
-
-    `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
-    `heads`, `kv_heads`, `ffn` and `vocab` are this tp rank's shares; `element` is in bytes.
-    """
-
-    rows: int
-    tokens: int
-    stream: int
-    span: int
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    element: int
-
-    @classmethod
-    def of(cls, program: Program) -> Sizes:
-        """Return the sizes that a program's rules cut evenly, the same on every rank."""
-        model, layout = program.model, program.layout
-        return cls(
-            rows=layout.microbatch,
-            tokens=layout.microbatch * program.sequence,
-            stream=layout.microbatch * program.stream,
-            span=program.train.seq_len,
-            dim=model.dim,
-            heads=model.n_heads // layout.tp,
-            kv_heads=model.n_kv_heads // layout.tp,
-            head_dim=model.head_dim,
-            ffn=model.ffn_dim // layout.tp,
-            vocab=model.vocab_size // layout.tp,
-            element=ELEMENT_BYTES[program.train.precision],
-        )
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes of the residual stream on this rank."""
-        return self.stream * self.dim * self.element
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the stream as products take it: gathered over tp."""
-        return self.tokens * self.dim * self.element
-
-    def product(self, inner: int, outer: int) -> float:
-        """Return the FLOPs of a product of all tokens with a matrix `[outer, inner]`."""
-        return 2.0 * self.tokens * inner * outer
 
 
 class _Op(NamedTuple):
@@ -188,7 +135,7 @@ def _layer(
     recompute = "none" if recomputed else program.layout.recompute
     ops = (
         *_attention(program, sizes, kind, cp_rank),
-        *_mlp(program, sizes),
+        *_feed_forward(program, sizes, kind),
     )
     # The layer's dropout keys, in the context that a second forward starts from, too.
     keys = sizes.rows * _INT64 if program.model.dropout else 0
@@ -264,11 +211,18 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
         yield _norm(program, sizes, "attn_post_norm")
 
 
+def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[_Op]:
+    if program.model.norms_before:
+        yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
+    has_experts = program.model.has_experts(kind)
+    yield from expert_operations(program, sizes) if has_experts else _mlp(program, sizes)
+    if program.model.norms_after:
+        yield _norm(program, sizes, "mlp_post_norm")
+
+
 def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     flops = sizes.product(sizes.dim, sizes.ffn)
-    if program.model.norms_before:
-        yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
     if program.model.gated_mlp:
         yield _Op("mlp.gate", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.up", "product", flops, 0, hidden)
@@ -277,8 +231,48 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
         yield _Op("mlp.up", "product", flops, _input_kept(program, sizes), hidden)
         yield _Op("mlp.act", "activation", saved=hidden)
     yield _Op("mlp.down", "product", flops, hidden, _row_kept(program, sizes))
-    if program.model.norms_after:
-        yield _norm(program, sizes, "mlp_post_norm")
+
+
+def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
+    """Yield the operations of a router, of the experts and of the shared one.
+
+    All are inside of the part that tp cuts, and take the tokens of all its ranks.
+    """
+    model, el = program.model, sizes.element
+    scores = sizes.tokens * model.experts * _WIDE
+    beside = sizes.tokens * sizes.shared_ffn * el
+    flops = sizes.product(sizes.dim, sizes.shared_ffn)
+    tokens = sizes.whole_bytes  # counted at the first that keeps them
+    if model.shared_ffn_dim:
+        yield _Op("mlp.shared.gate", "product", flops, tokens, beside)
+        yield _Op("mlp.shared.up", "product", flops, 0, beside)
+        yield _Op("mlp.shared.act", "activation", saved=2 * beside)
+        yield _Op("mlp.shared.down", "product", flops, beside, sizes.whole_bytes)
+    if model.shared_gate:
+        one = sizes.tokens * el  # a number of each token
+        # Its sigmoid, and what that multiplies.
+        yield _Op("mlp.shared_gate", "product", sizes.product(sizes.dim, 1), 0, one)
+        yield _Op("mlp.shared_gate.act", "activation", saved=one + sizes.whole_bytes)
+    # The tokens, their softmax and the experts that were picked.
+    picked = sizes.pairs * _INT64
+    yield _Op(
+        "mlp.router",
+        "product",
+        sizes.product(sizes.dim, model.experts),
+        scores + picked + (0 if model.shared_ffn_dim else tokens),
+        scores,
+    )
+    # The pairs' shares, their tokens and places, and how many an expert has.
+    order = sizes.pairs * (_WIDE + 2 * _INT64) + model.experts * _INT64
+    yield _Op("mlp.experts.order", "routing", saved=order)
+    hidden = sizes.pairs * sizes.expert_ffn * el
+    results = sizes.pairs * sizes.dim * el
+    yield _Op("mlp.experts.gate", "product", sizes.expert_product, 0, hidden)
+    yield _Op("mlp.experts.up", "product", sizes.expert_product, 0, hidden)
+    yield _Op("mlp.experts.act", "activation", saved=2 * hidden)
+    # Under tp the sum over the ranks is kept too.
+    summed = sizes.stream_bytes if program.layout.tp > 1 else 0
+    yield _Op("mlp.experts.down", "product", sizes.expert_product, 0, results + summed)
 
 
 def _input_kept(program: Program, sizes: Sizes) -> int:
@@ -299,36 +293,6 @@ def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
     yield _norm(program, sizes, "norm")
     yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), sizes.stream_bytes)
     yield _Op("loss", "loss", saved=_WIDE)  # where its sum will be
-
-
-def loss_rows(tokens: int, element: int, target: Target) -> int:
-    """Return of how many of a microbatch's tokens the logits are there together.
-
-    Enough for the products of a CPU, or to keep a GPU busy. In half a precision (`element` 2 bytes)
-    a quarter of all at least: as often is the gradient of the head's weight rounded to it.
-    """
-    least, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
-    return -(-tokens // min(max(tokens // least, 1), rounds))
-
-
-def loss_element(element: int, *, capped: bool = False) -> int:
-    """Return the bytes of a logit where products have `element` of them: as fp32, and rounded.
-
-    Where they are `capped`, their slopes are kept too.
-    """
-    return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
-
-
-def loss_room(sizes: Sizes, rows: int, products: Route) -> int:
-    """Return what the product for the gradient of the head's weight needs for itself, in bytes.
-
-    `rows` are the tokens of a round; the first one makes the gradient, further ones add to it.
-    """
-    if sizes.element != _WIDE:
-        return 0
-    shape = sizes.vocab, rows, sizes.dim
-    again = products.room(*shape, adds=True) if rows < sizes.tokens else 0
-    return max(products.room(*shape), again)
 
 
 def _head_ranks(program: Program) -> int:

@@ -21,8 +21,9 @@ from meshwright.spec.parts import Part
 Region = tuple[tuple[int, int], ...]
 
 TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
-# Whole on each rank of tp, which has some of the heads that it is used for.
-_OF_HEADS: Final = frozenset({"head_dim"})
+# Whole on each rank of tp, which uses it for a part of what it is for: some of the heads, or a part
+# of each expert's width.
+_USED_IN_PART: Final = frozenset({"head_dim", "routes"})
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Sharding:
 
     `tp_dim` is the dim cut over tp, if any. `shard_ranks` ranks share dim 0 of what remains.
     `is_partial` says that the gradient of each tp rank is a part of a sum: the parameter is whole
-    on all of them but sees other tokens on each, as norms do under sequence parallelism, or other
-    heads, as norms of heads do.
+    on all of them but sees other tokens on each, as norms do under sequence parallelism, other
+    heads, as norms of heads do, or another part of experts, as routers do.
     """
 
     part: Part
@@ -111,7 +112,7 @@ def shard(part: Part, layout: Layout) -> Sharding:
         cut = [dim for dim, axis in enumerate(part.axes) if axis in TENSOR_AXES]
         tp_dim = cut[0] if cut else None
     is_whole = layout.tp > 1 and tp_dim is None
-    is_partial = is_whole and (layout.sp or not _OF_HEADS.isdisjoint(part.axes))
+    is_partial = is_whole and (layout.sp or not _USED_IN_PART.isdisjoint(part.axes))
     return Sharding(part, layout.tp, tp_dim, layout.shard_ranks, is_partial)
 
 

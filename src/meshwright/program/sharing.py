@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective, CollectiveKind, Phase
-from meshwright.program.operations import ELEMENT_BYTES
 from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
+from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.spec.training import TrainSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from meshwright.layout import Layout
@@ -37,6 +37,16 @@ class Case:
         return 1024.0 if self.train.precision == "fp16" else 1.0
 
     @property
+    def in_fp32(self) -> Case:
+        """The same case with products in fp32."""
+        train = self.train.model_copy(update={"precision": "fp32", "fp8": False})
+        return replace(self, train=train)
+
+    def from_seed(self, seed: int) -> Case:
+        """Return the same case with weights and batches from another seed."""
+        return replace(self, train=self.train.model_copy(update={"seed": seed}))
+
+    @property
     def label(self) -> str:
         """The layout's label, then what is unusual about the model and the batch."""
         return f"{self.layout.label}, {' '.join(self._words())}"
@@ -51,6 +61,7 @@ class Case:
             "dropout": model.dropout > 0,
             "packed": self.packed,
             "compiled": self.train.is_compiled,
+            f"{model.experts}x{model.top_k}": model.experts > 0,
         }
         yield from (name for name, is_set in flags.items() if is_set)
         yield f"{model.n_layers}L"

@@ -94,6 +94,27 @@ _KINDS: Final = (
     _Kind("olmo3", packed=True, flags=_LOCAL),
     _Kind("smollm3", packed=True, flags=_ODD),
 )
+# Numbers of experts that nothing divides, from one expert of a token to all of them.
+_MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
+_EXPERT_KINDS: Final = (
+    _Kind("mixtral", flags={"experts": 5, "top_k": 2}),
+    _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}),
+    _Kind(
+        "qwen2_moe",
+        flags={**_MIXTURE, "shared_ffn_dim": 96, "layer_pattern": [{"dense": True}, {}]},
+    ),
+    _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 1}),
+    _Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64, "dropout": 0.1}),
+    _Kind(
+        "qwen2_moe",
+        packed=True,
+        flags={**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True, "tie_embeddings": True},
+    ),
+    _Kind(
+        "mixtral",
+        flags={"experts": 3, "top_k": 3, "tie_embeddings": True, "layer_pattern": [{"window": 9}]},
+    ),
+)
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
     *("fp32", "fp32", "bf16", "fp32", "fp32", "fp16"),
@@ -116,6 +137,8 @@ _BIG: Final = {
     16: "dp8 shard2 zero2 mb1",
 }
 _BIG_VOCAB: Final = 34768
+# How many layouts of each table are also dealt to models with experts.
+_OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -141,22 +164,37 @@ def matrix(world: int) -> tuple[Case, ...]:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
     cases = {case.layout: case for case in _large(world)}
     for turn, layout in enumerate(map(Layout.parse, _NAMED[world])):
-        cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn)
+        cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn, _KINDS)
     turns = count(25 * world)  # each table deals from another place, so that more of them meet
     for again in range(_ROUNDS[world]):
         for layout in _layouts(world, again):
-            case = _dealt(layout, next(turns))
+            case = _dealt(layout, next(turns), _KINDS)
             if case is not None:
                 cases.setdefault(case.layout, case)
-    return (*cases.values(), *(refused(world) if world < 16 else ()))
+    of_experts = tuple(_of_experts(world))
+    return (*cases.values(), *of_experts, *(refused(world) if world < 16 else ()))
+
+
+def _of_experts(world: int) -> Iterator[Case]:
+    """Yield the cases of models with experts."""
+    turns = count(25 * world)
+    layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again)]
+    found: dict[Layout, Case] = {}
+    for layout in _spread(layouts, len(layouts)):
+        if len(found) == _OF_EXPERTS[world]:
+            break
+        case = _dealt(layout, next(turns), _EXPERT_KINDS)
+        if case is not None:
+            found.setdefault(case.layout, case)
+    yield from found.values()
 
 
 def _large(world: int) -> Iterator[Case]:
     """Yield the cases of so many ranks with much to compute, and with much to exchange."""
     long, big = Layout.parse(_LONG[world]), Layout.parse(_BIG[world])
     train = TrainSpec(batch=3 * long.dp * long.microbatch, seq_len=128)
-    yield _case(long, train, turn=0)
-    case = _case(big, TrainSpec(batch=3 * big.dp, seq_len=16), turn=2)  # tied: one such tensor
+    yield _case(long, train, 0, _KINDS)
+    case = _case(big, TrainSpec(batch=3 * big.dp, seq_len=16), 2, _KINDS)  # tied: one such tensor
     model = case.model.model_copy(update={"vocab_size": _BIG_VOCAB, "n_layers": 2})
     yield replace(case, model=model)
 
@@ -238,7 +276,7 @@ def _spread(choices: Sequence[T], number: int) -> list[T]:
     return [choices[turn * step % total] for turn in range(min(number, total))]
 
 
-def _dealt(layout: Layout, turn: int) -> Case | None:
+def _dealt(layout: Layout, turn: int, kinds: Sequence[_Kind]) -> Case | None:
     """Return the case of a layout with what a turn deals it, or None where no size obeys."""
     offload = _turned(_OFFLOADS, turn)
     if offload == "params" and not layout.zero:
@@ -249,15 +287,15 @@ def _dealt(layout: Layout, turn: int) -> Case | None:
         update = {"microbatch": microbatch, "offload": offload}
         precision = _turned(_PRECISIONS, turn)
         train = TrainSpec(batch=batch, seq_len=seq_len, precision=precision)
-        case = _case(layout.model_copy(update=update), train, turn)
+        case = _case(layout.model_copy(update=update), train, turn, kinds)
         if broken(case.model, case.train, case.layout) is None:
             found.append(case)
     return _turned(found, turn) if found else None
 
 
-def _case(layout: Layout, train: TrainSpec, turn: int) -> Case:
+def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[_Kind]) -> Case:
     """Return the case of a layout with a small model that it divides."""
-    kind = _turned(_KINDS, turn)
+    kind = _turned(kinds, turn)
     layers = max(4, layout.stages)
     if layout.is_pipelined and layers < MOST_LAYERS:
         layers += turn % 2  # stages of different sizes

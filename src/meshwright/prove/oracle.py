@@ -27,14 +27,22 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def streams(
-    spec: ModelSpec, weights: Weights, batch: Batch, *, drops: bool = True, fp8: bool = False
+    spec: ModelSpec,
+    weights: Weights,
+    batch: Batch,
+    *,
+    drops: bool = True,
+    fp8: bool = False,
+    gaps: list[float] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
 
     By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values: those of
-    the embedding after it is yielded, as it is a module's own output.
+    the embedding after it is yielded, as it is a module's own output. `gaps` gets, for each layer
+    of experts, the smallest distance of a router's score that was picked from one that was not.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
+    model.gaps = gaps
     x = F.embedding(batch.inputs, weights["embed.weight"])
     yield "embed", x
     x = _times(x, spec.embedding_scale)
@@ -45,10 +53,16 @@ def streams(
 
 
 def loss_sum(
-    spec: ModelSpec, weights: Weights, batch: Batch, *, drops: bool = True, fp8: bool = False
+    spec: ModelSpec,
+    weights: Weights,
+    batch: Batch,
+    *,
+    drops: bool = True,
+    fp8: bool = False,
+    gaps: list[float] | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of a batch's targets, in nats."""
-    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8)
+    """Return the summed cross-entropy of a batch's targets, in nats; `gaps` as in `streams`."""
+    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, gaps=gaps)
     x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
     logits = _capped(_wide(F.linear(x, head)), spec.logits_softcap)
@@ -64,6 +78,7 @@ class _Model:
         self, spec: ModelSpec, weights: Weights, batch: Batch, keys: Tensor | None, fp8: bool
     ) -> None:
         self.spec, self.weights, self.keys = spec, weights, keys
+        self.gaps: list[float] | None = None
         self.linear: Linear = float8_linear if fp8 else F.linear
         seq = batch.inputs.shape[1]
         places = torch.arange(seq)
@@ -87,7 +102,8 @@ class _Model:
         scale = spec.residual_scale
         mixed = x.add(self.dropped(attended, keys, site=1), alpha=scale)
         source = x if spec.parallel_residual else mixed
-        fed = normed("mlp_post_norm", self.feed_forward(at, normed("mlp_norm", source)))
+        feed = self.experts if spec.has_experts(spec.layer(layer)) else self.feed_forward
+        fed = normed("mlp_post_norm", feed(f"{at}.mlp", normed("mlp_norm", source)))
         return mixed.add(self.dropped(fed, keys, site=2), alpha=scale)
 
     def attention(self, layer: int, x: Tensor) -> Tensor:
@@ -120,12 +136,40 @@ class _Model:
 
     def feed_forward(self, at: str, x: Tensor) -> Tensor:
         """Return what follows attention: gated, or two products."""
-        up = self.project(f"{at}.mlp.up", x)
+        up = self.project(f"{at}.up", x)
         if self.spec.gated_mlp:
-            between = self.activated(self.project(f"{at}.mlp.gate", x)) * up
+            between = self.activated(self.project(f"{at}.gate", x)) * up
         else:
             between = self.activated(up)
-        return self.project(f"{at}.mlp.down", between)
+        return self.project(f"{at}.down", between)
+
+    def experts(self, at: str, x: Tensor) -> Tensor:
+        """Return what each token's experts make of it, and the shared one.
+
+        Every expert sees every token here; a share of 0 takes out those that were not picked.
+        """
+        spec, weights = self.spec, self.weights
+        scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{at}.router.weight"]))
+        if self.gaps is not None and spec.top_k < spec.experts:
+            ranked = scores.detach().sort(-1, descending=True).values
+            self.gaps.append((ranked[..., spec.top_k - 1] - ranked[..., spec.top_k]).min().item())
+        every = scores.softmax(-1)
+        least = every.sort(-1, descending=True).values[..., spec.top_k - 1, None]
+        shares = torch.where(every >= least, every, torch.zeros_like(every))
+        if spec.norm_top_k:
+            shares = shares / shares.sum(-1, keepdim=True)
+        total = torch.zeros_like(x)
+        gate, up, down = (weights[f"{at}.experts.{one}.weight"] for one in ("gate", "up", "down"))
+        for expert in range(spec.experts):
+            between = self.activated(F.linear(x, gate[expert])) * F.linear(x, up[expert])
+            share = shares[..., expert, None].to(x.dtype)
+            total = total + F.linear(between * share, down[expert])
+        if spec.shared_ffn_dim:
+            shared = self.feed_forward(f"{at}.shared", x)
+            if spec.shared_gate:
+                shared = self.project(f"{at}.shared_gate", x).sigmoid() * shared
+            total = total + shared
+        return total
 
     def activated(self, x: Tensor) -> Tensor:
         """Return the activation of x."""

@@ -46,8 +46,7 @@ def prove_parity(
     reference_of = reference_of or partial(shared_reference, world=world)
     verdicts = check(case, groups, world, reference_of(case), fault)
     if case.train.precision != "fp32":
-        train = case.train.model_copy(update={"precision": "fp32", "fp8": False})
-        twin = replace(case, train=train)
+        twin = case.in_fp32
         verdicts += tuple(
             replace(verdict, claim=f"in fp32: {verdict.claim}")
             for verdict in check(twin, groups, world, reference_of(twin), fault)

@@ -58,6 +58,7 @@ class Steps:
     `gradients` are those of the first step, `updates` all that has been added to weights, `state`
     what the optimizer keeps, by its key. `evaluation` is the mean loss of the last weights on the
     first and one more batch, without dropout. `moments` are those of each step, where asked for.
+    `gap` is the smallest distance of a router's score that was picked from one that was not.
     """
 
     losses: tuple[float, ...]
@@ -67,6 +68,7 @@ class Steps:
     updates: Tensors
     state: Mapping[str, Tensors]
     moments: tuple[AfterStep, ...] = ()
+    gap: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
         one.updates(),
         step_of.state(),
         tuple(moments),
+        min(one.gaps, default=math.inf),
     )
 
 
@@ -243,6 +246,7 @@ class _OneDevice:
         dtype = torch.float64 if exact else torch.float32
         self.masters = {name: one.to(dtype, copy=True) for name, one in self._start.items()}
         self.fp8 = case.train.fp8 and not exact
+        self.gaps: list[float] = []
 
     def used(self) -> dict[str, Tensor]:
         """Return the weights as products take them."""
@@ -259,7 +263,7 @@ class _OneDevice:
         used = {name: weight.requires_grad_() for name, weight in self.used().items()}
         total, sums = 0.0, dict[str, Tensor]()
         for part in self._parts(batch):
-            loss = loss_sum(case.model, used, part, fp8=self.fp8)
+            loss = loss_sum(case.model, used, part, fp8=self.fp8, gaps=self.gaps)
             found = torch.autograd.grad(loss * (scale / count), list(used.values()))
             total += loss.item() / count
             for name, gradient in zip(used, found, strict=True):
@@ -285,7 +289,7 @@ class _OneDevice:
         """Return the mean loss over the targets of some batches, without dropout."""
         used, model = self.used(), self.case.model
         total = sum(
-            loss_sum(model, used, part, drops=False, fp8=self.fp8).item()
+            loss_sum(model, used, part, drops=False, fp8=self.fp8, gaps=self.gaps).item()
             for batch in batches
             for part in self._parts(batch)
         )

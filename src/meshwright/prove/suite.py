@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from meshwright.execute.groups import open_groups
 from meshwright.execute.world import World
@@ -14,6 +15,11 @@ from meshwright.prove.order import prove_order
 from meshwright.prove.parity import prove_parity
 from meshwright.prove.reference import Reference, shared_reference
 from meshwright.prove.verdict import Verdict
+
+# Scores of experts that differ by less may change places: rounding was seen to move them by 7e-6.
+_NEAR: Final = 5e-5
+# How many seeds are tried; about one in ten has such scores.
+_SEEDS: Final = 8
 
 
 class Suite:
@@ -34,10 +40,24 @@ class Suite:
             if not order.passed:  # it would hang
                 return (order,)
             verdicts = (order,)
-        world = self._world
+        world, case = self._world, self._told_apart(case)
         groups = open_groups(case.layout, world, self._timeout_s)
         verdicts += prove_parity(case, groups, world, self._reference)
         return verdicts + prove_conformance(case, groups, world)
+
+    def _told_apart(self, case: Case) -> Case:
+        """Return the case from the first seed with which rounding swaps no experts in fp32.
+
+        Two experts whose scores for a token differ by less than rounding are both right for it; but
+        which of them it is changes the model's function by far more than rounding.
+        """
+        if case.model.experts == case.model.top_k:
+            return case
+        for seed in range(case.train.seed, case.train.seed + _SEEDS):
+            seeded = case.from_seed(seed)
+            if self._reference(seeded.in_fp32).exact.gap > _NEAR:
+                break
+        return seeded
 
     def _reference(self, case: Case) -> Reference:
         """Return what one device computes."""

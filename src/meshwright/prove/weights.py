@@ -21,6 +21,8 @@ from meshwright.spec.parts import parts
 
 # Approximate standard deviation of attention scores: some keys count ten times as much as others.
 _SCORES = 1.5
+# Of a router's scores: some experts count several times as much as others.
+_ROUTES = 2.0
 # Of the embedding. If it is also the head, the logits' is eight times this at 64 dims.
 _EMBED_STD = 0.25
 
@@ -44,10 +46,12 @@ def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) 
 def _std(name: str, shape: Sequence[int]) -> float:
     if name == "embed.weight":
         return _EMBED_STD
-    keeping = 1 / math.sqrt(shape[1])
+    keeping = 1 / math.sqrt(shape[-1])
     if name.endswith((".attn.q.weight", ".attn.k.weight")):
         return math.sqrt(_SCORES) * keeping
-    return 0.5 * keeping if name.endswith((".attn.o.weight", ".mlp.down.weight")) else keeping
+    if name.endswith(".router.weight"):
+        return _ROUTES * keeping
+    return 0.5 * keeping if name.endswith((".attn.o.weight", ".down.weight")) else keeping
 
 
 def logits_std(spec: ModelSpec) -> float:

@@ -17,7 +17,7 @@ from meshwright.spec.families.base import Family, Key
 from meshwright.spec.families.layers import StoredLayer, shortest_pattern
 from meshwright.spec.families.unknown import refuse_model_type
 from meshwright.spec.hf_rotary import read_rotary, rotary_keys, sliding_base
-from meshwright.spec.hf_values import flag, number, optional, size
+from meshwright.spec.hf_values import agree, at, flag, number, optional, size
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 
 _ACTIVATIONS: Final = {
@@ -58,6 +58,10 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise ConfigError(refuse_model_type(model_type, list(_MODEL_TYPES)))
     family = _MODEL_TYPES[model_type]
+    for key, other in family.renamed.items():
+        name, value = agree([at(config, key), at(config, other)], None)
+        if name == other:
+            config = {**config, key: value}
     for key, inert in (_INERT | dict(family.inert)).items():
         value = config.get(key)
         if value is not None and value not in inert:
@@ -72,8 +76,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if family.layers is not None:
         base = sliding_base(config, family)
         layers = [
-            LayerSpec(window=window, rotary=rotary, rope_theta=None if window is None else base)
-            for window, rotary in family.layers.read(config, fields["n_layers"])
+            LayerSpec(
+                window=window,
+                rotary=rotary,
+                rope_theta=None if window is None else base,
+                dense=dense,
+            )
+            for window, rotary, dense in family.layers.read(config, fields["n_layers"])
         ]
         pattern = shortest_pattern(layers)
         fields["layer_pattern"] = () if pattern == (PLAIN_LAYER,) else pattern
@@ -123,7 +132,8 @@ def hf_config(
     }
     if family.layers is not None:
         layers = [
-            StoredLayer(one.window, one.rotary) for one in map(spec.layer, range(spec.n_layers))
+            StoredLayer(one.window, one.rotary, one.dense)
+            for one in map(spec.layer, range(spec.n_layers))
         ]
         config |= family.layers.write(layers, family.name)
     return config | rotary_keys(spec, family)

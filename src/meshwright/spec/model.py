@@ -24,6 +24,7 @@ from meshwright.spec.families.base import FEATURES, LATER, NEWEST
 # Far above what anybody trains: a program has a row for each layer, microbatch and rank.
 LARGEST: Final = 2**31 - 1
 MOST_LAYERS: Final = 2048
+MOST_EXPERTS: Final = 4096
 
 
 def _known_family(name: str) -> str:
@@ -164,16 +165,23 @@ class RopeScaling(Spec):
 
 
 class LayerSpec(Spec):
-    """What the attention of a layer sees and rotates.
+    """What the attention of a layer sees and rotates, and what follows it.
 
     A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a base
     of its own, which `ModelSpec.rope_scaling` leaves alone; None: the model's base and scaling.
-    Without `rotary` nothing is rotated.
+    Without `rotary` nothing is rotated. A `dense` layer has an MLP where others have experts.
     """
 
     window: int | None = Field(default=None, gt=0, le=LARGEST)
     rope_theta: float | None = Field(default=None, gt=0)
     rotary: bool = True
+    dense: bool = False
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only models with experts have: earlier dumps stay what they were."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "dense" or value}
 
 
 PLAIN_LAYER: Final = LayerSpec()
@@ -211,6 +219,12 @@ class ModelSpec(Spec):
     (`head_dim ** -0.5` unless given); `logits_divisor` divides the logits. A soft cap bounds scores
     or logits x to `cap * tanh(x / cap)`. `layer_pattern` says what layers see and rotate, from the
     first on, and begins anew where it ends; empty: all see and rotate everything.
+
+    With `experts` the MLP of a layer is so many gated ones, each `expert_ffn_dim` wide (None:
+    `ffn_dim`), of which a router picks `top_k` for each token: those of the largest softmax of the
+    router's scores. Their results are weighed by it, with `norm_top_k` divided by the sum of those
+    picked. A shared expert of width `shared_ffn_dim` (0: none) sees every token; with `shared_gate`
+    its result is weighed by the sigmoid of a score of its own.
     """
 
     preset: str | None = None
@@ -245,6 +259,12 @@ class ModelSpec(Spec):
     logits_softcap: float | None = Field(default=None, gt=0)
     layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(_as_tuple)] = ()
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    experts: int = Field(default=0, ge=0, le=MOST_EXPERTS)
+    top_k: int = Field(default=0, ge=0, le=MOST_EXPERTS)
+    expert_ffn_dim: int | None = Field(default=None, gt=0, le=LARGEST)
+    norm_top_k: bool = True
+    shared_ffn_dim: int = Field(default=0, ge=0, le=LARGEST)
+    shared_gate: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     init_from: str | None = None
@@ -259,6 +279,15 @@ class ModelSpec(Spec):
         if not self.layer_pattern:
             return PLAIN_LAYER
         return self.layer_pattern[index % len(self.layer_pattern)]
+
+    def has_experts(self, layer: LayerSpec) -> bool:
+        """Whether a layer has experts in place of one MLP."""
+        return self.experts > 0 and not layer.dense
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert's projections."""
+        return self.ffn_dim if self.expert_ffn_dim is None else self.expert_ffn_dim
 
     def rotary_base(self, layer: LayerSpec) -> RotaryBase | None:
         """Return by which base a layer rotates; None where it rotates nothing."""
@@ -345,4 +374,20 @@ class ModelSpec(Spec):
         if self.rope_scaling is not None and self.rotary_dim:
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
         FAMILIES[self.family].refuse_others(dict(self))
+        self._check_experts()
         return self
+
+    def _check_experts(self) -> None:
+        if not self.experts:
+            given = {"top_k": 0, "shared_ffn_dim": 0, "expert_ffn_dim": None}
+            for key, none in given.items():
+                if (value := getattr(self, key)) != none:
+                    raise ValueError(f"model.{key} = {value} needs experts, but model.experts = 0")
+            if any(layer.dense for layer in self.layer_pattern):
+                raise ValueError("a dense layer in model.layer_pattern needs model.experts above 0")
+        elif not 1 <= self.top_k <= self.experts:
+            what = f"model.top_k = {self.top_k} must be from 1 to model.experts = {self.experts}"
+            raise ValueError(refusal(what, legal=[min(max(self.top_k, 1), self.experts)]))
+        if self.shared_gate and not self.shared_ffn_dim:
+            what = "model.shared_gate = true needs a shared expert, but model.shared_ffn_dim = 0"
+            raise ValueError(refusal(what, legal=["model.shared_gate = false"]))

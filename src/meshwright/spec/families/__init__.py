@@ -11,12 +11,16 @@ from meshwright.spec.families.gemma3 import GEMMA3
 from meshwright.spec.families.granite import GRANITE
 from meshwright.spec.families.llama import LLAMA
 from meshwright.spec.families.mistral import MISTRAL
+from meshwright.spec.families.mixtral import MIXTRAL
 from meshwright.spec.families.neox import NEOX
 from meshwright.spec.families.olmo2 import OLMO2
 from meshwright.spec.families.olmo3 import OLMO3
+from meshwright.spec.families.olmoe import OLMOE
 from meshwright.spec.families.phi3 import PHI3
 from meshwright.spec.families.qwen2 import QWEN2
+from meshwright.spec.families.qwen2_moe import QWEN2_MOE
 from meshwright.spec.families.qwen3 import QWEN3
+from meshwright.spec.families.qwen3_moe import QWEN3_MOE
 from meshwright.spec.families.smollm3 import SMOLLM3
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -24,5 +28,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     for one in (
         *(LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE, PHI3),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
     )
 }

@@ -32,6 +32,12 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "attention_softcap": None,
         "logits_softcap": None,
         "layer_pattern": (),
+        "experts": 0,
+        "top_k": 0,
+        "expert_ffn_dim": None,
+        "norm_top_k": True,
+        "shared_ffn_dim": 0,
+        "shared_gate": False,
     }
 )
 
@@ -44,7 +50,11 @@ LATER: Final = frozenset(FEATURES) - {
 }
 # Those of them that no model chose when that began.
 NEWEST: Final = frozenset(
-    {"norm_placement", "norm_plus_one", "attention_softcap", "logits_softcap", "layer_pattern"}
+    {
+        *("norm_placement", "norm_plus_one", "attention_softcap", "logits_softcap"),
+        *("layer_pattern", "experts", "top_k", "expert_ffn_dim", "norm_top_k"),
+        *("shared_ffn_dim", "shared_gate"),
+    }
 )
 
 
@@ -90,6 +100,8 @@ class Family:
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     ties: bool = False
+    # Other names of keys, which newer versions write.
+    renamed: Mapping[str, str] = field(default_factory=dict)
     # What layers see and rotate; None: all see and rotate all.
     layers: LayerKeys | None = None
     grouped: bool = True
@@ -194,6 +206,30 @@ def gemma_modules(**more: str) -> dict[str, str]:
     ):
         names[f"{ours}_norm"] = f"model.layers.{{}}.{theirs}_layernorm"
     return names
+
+
+def expert_modules(at: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return the names of a router and of experts, whose second `{}` is an expert's number.
+
+    `at` is what a layer has them in, the others are an expert's projections.
+    """
+    inside = f"model.layers.{{}}.{at}"
+    names = {"gate": gate, "up": up, "down": down}
+    experts = {f"mlp.experts.{ours}": f"{inside}.experts.{{}}.{one}" for ours, one in names.items()}
+    return {"mlp.router": f"{inside}.gate", **experts}
+
+
+def qwen_experts() -> dict[str, str]:
+    """Return the names of a router and of experts as Qwen and OLMoE have them."""
+    return expert_modules("mlp", *(f"{one}_proj" for one in ("gate", "up", "down")))
+
+
+def expert_keys(count: int, top_k: int, *, theirs: str = "num_experts") -> tuple[Key, ...]:
+    """Return the keys of the number of experts and of those of a token, with their defaults."""
+    return (
+        Key("experts", theirs, "size", count),
+        Key("top_k", "num_experts_per_tok", "size", top_k),
+    )
 
 
 def head_norms() -> dict[str, str]:

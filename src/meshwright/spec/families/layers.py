@@ -12,15 +12,20 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 _KINDS: Final = (FULL, SLIDING)
 _ROTATES: Final = "no_rope_layers"
+_STEP: Final = "decoder_sparse_step"
+_DENSE: Final = "mlp_only_layers"
 
 T = TypeVar("T", bound=Hashable)
 
 
 class StoredLayer(NamedTuple):
-    """A layer's window in tokens (None: it sees all), and whether it rotates queries and keys."""
+    """A layer's window in tokens (None: it sees all), whether it rotates queries and keys, and
+    whether it has one MLP where other layers have experts.
+    """
 
     window: int | None = None
     rotary: bool = True
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,18 @@ class LayerKeys:
     has the window where a file has no `layer_types`; None: the family does not have that key, and
     all layers share the window. `switch` names a key that must be true for any layer to have a
     window. With `rotates` the family has the key `no_rope_layers`, a list with 1 for each layer
-    that rotates and 0 for the others.
+    that rotates and 0 for the others. With `sparse` it has `decoder_sparse_step`, every how many
+    layers one has experts, and `mlp_only_layers`, a list of those that have none.
     """
 
     window: int | None = None
     is_windowed: Callable[[Mapping[str, Any], int], bool] | None = None
     switch: str = ""
     rotates: bool = False
+    sparse: bool = False
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
-        """Return the window of each of `count` layers, and whether it rotates.
+        """Return the window of each of `count` layers, whether it rotates and has one MLP.
 
         Raises `ConfigError` for an unknown kind of layer, and for a list shorter than the layers.
         """
@@ -49,10 +56,10 @@ class LayerKeys:
         if window is None and SLIDING in kinds:
             what = f"layer_types has {SLIDING}, but sliding_window sets no window"
             raise ConfigError(refusal(what, legal=[FULL]))
-        rotates = self._rotates(config, count)
+        each = zip(kinds, self._rotates(config, count), self._dense(config, count), strict=True)
         return tuple(
-            StoredLayer(window if kind == SLIDING else None, rotary)
-            for kind, rotary in zip(kinds, rotates, strict=True)
+            StoredLayer(window if kind == SLIDING else None, rotary, dense)
+            for kind, rotary, dense in each
         )
 
     def write(self, layers: Sequence[StoredLayer], family: str) -> dict[str, Any]:
@@ -77,7 +84,24 @@ class LayerKeys:
             found["max_window_layers"] = kinds.index(SLIDING) if sizes else len(kinds)
         if self.rotates:
             found[_ROTATES] = [int(one.rotary) for one in layers]
+        if self.sparse:
+            found[_STEP] = 1
+            found[_DENSE] = [at for at, one in enumerate(layers) if one.dense]
+        elif any(one.dense for one in layers):
+            raise ConfigError(f"{what} all of its layers have experts")
         return found
+
+    def _dense(self, config: Mapping[str, Any], count: int) -> Sequence[bool]:
+        if not self.sparse:
+            return [False] * count
+        every, given = config.get(_STEP), config.get(_DENSE)
+        every = 1 if every is None else every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(f"{_STEP} = {every!r} must be a whole number of at least 1")
+        given = [] if given is None else given
+        if not isinstance(given, list) or not all(type(one) is int for one in given):
+            raise ConfigError(f"{_DENSE} = {given!r} must be a list of numbers of layers")
+        return [layer in given or (layer + 1) % every != 0 for layer in range(count)]
 
     def _window(self, config: Mapping[str, Any]) -> int | None:
         value = config.get("sliding_window", self.window)

@@ -1,0 +1,84 @@
+"""Products of sorted rows with a matrix of their own for each group: those of experts.
+
+One kernel for all groups where there is one (bf16 on CUDA), else a product for each group that has
+rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class Sorted(NamedTuple):
+    """Pairs of a token and an expert, those of an expert in a row.
+
+    `tokens` int64 `[pairs]` are the places of their tokens. `back` int64 `[pairs]` says where the
+    pairs of each token are, in the order of its experts. `counts` int64 `[experts]`.
+    """
+
+    tokens: Tensor
+    back: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, experts: int) -> Sorted:
+        """Return the pairs of tokens with the experts `ids` `[tokens, top_k]`."""
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        return cls(order // ids.shape[-1], order.argsort(), counts)
+
+    def summed(self, pairs: Tensor, top_k: int) -> Tensor:
+        """Return the sums `[tokens, dim]` over each token's pairs `[pairs, dim]`."""
+        return pairs[self.back].view(-1, top_k, pairs.shape[-1]).sum(1)
+
+
+def products(rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return `rows @ weight.T` by groups, or `rows @ weight`.
+
+    rows `[pairs, in]`, sorted by group; weight `[groups, out, in]`, or `[groups, in, out]` where it
+    is `transposed`; counts int64 `[groups]`.
+    """
+    factors = weight if transposed else weight.transpose(1, 2)
+    if takes_one_kernel(rows):
+        return torch._grouped_mm(rows, factors, offs=_ends(counts))
+    parts = zip(torch.split(rows, on_host(counts, len(rows))), factors, strict=True)
+    return torch.cat([part @ factor for part, factor in parts if len(part)])
+
+
+def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return `grads.T @ rows` of each group: `[groups, out, in]`, 0 for a group without rows.
+
+    grads `[pairs, out]` and rows `[pairs, in]`, sorted by group.
+    """
+    if takes_one_kernel(rows):
+        return torch._grouped_mm(grads.t(), rows, offs=_ends(counts))
+    sizes = on_host(counts, len(rows))
+    found = rows.new_zeros(len(sizes), grads.shape[-1], rows.shape[-1])
+    parts = torch.split(grads, sizes), torch.split(rows, sizes)
+    for room, grad, part in zip(found, *parts, strict=True):
+        if len(part):
+            torch.mm(grad.t(), part, out=room)
+    return found
+
+
+def takes_one_kernel(rows: Tensor) -> bool:
+    """Whether there is a kernel for all groups at once."""
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[-1] % 8 == 0
+
+
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """Return counts that add up to `total` as numbers; without values they are even."""
+    if isinstance(counts, FakeTensor):
+        groups = len(counts)
+        return [(total + at) // groups for at in range(groups)]
+    return [int(count) for count in counts.tolist()]
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)

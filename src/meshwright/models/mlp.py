@@ -1,0 +1,44 @@
+"""The MLPs that follow attention, gated and plain."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwright.models.attention import Project, each
+from meshwright.models.ops import activated, gated
+from meshwright.spec.model import ModelSpec
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP, as Llama's: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(spec.dim, width, bias=spec.mlp_bias)
+        self.up = nn.Linear(spec.dim, width, bias=spec.mlp_bias)
+        self.down = nn.Linear(width, spec.dim, bias=spec.mlp_bias)
+        self.act = spec.activation
+        self.project: Project = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x `[..., dim]`, of the same shape."""
+        gate, up = self.project(x, (self.gate, self.up))
+        out: Tensor = self.down(gated(gate, up, self.act))
+        return out
+
+
+class MLP(nn.Module):
+    """A plain MLP, as GPT-NeoX's: `down(act(up(x)))`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
+        self.act = spec.activation
+        self.project: Project = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x `[..., dim]`, of the same shape."""
+        (up,) = self.project(x, (self.up,))
+        out: Tensor = self.down(activated(up, self.act))
+        return out

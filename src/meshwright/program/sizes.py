@@ -1,0 +1,107 @@
+"""The sizes of what one rank computes of a microbatch, after tp, sp and cp have cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from meshwright.program.lower import Program
+from meshwright.program.target import Route, Target
+
+# Bytes of an element in the precision of the products.
+ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+_WIDE: Final = 4  # bytes of fp32
+
+
+class Sizes(NamedTuple):
+    """Local sizes of one microbatch: `tokens` of attention and products, `stream` of the rest.
+
+    `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
+    `heads`, `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares.
+    `pairs` are those of a token with each of its experts; `element` is in bytes.
+    """
+
+    rows: int
+    tokens: int
+    stream: int
+    span: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    element: int
+    pairs: int
+    expert_ffn: int
+    shared_ffn: int
+
+    @classmethod
+    def of(cls, program: Program) -> Sizes:
+        """Return the sizes that a program's rules cut evenly, the same on every rank."""
+        model, layout = program.model, program.layout
+        return cls(
+            rows=layout.microbatch,
+            tokens=layout.microbatch * program.sequence,
+            stream=layout.microbatch * program.stream,
+            span=program.train.seq_len,
+            dim=model.dim,
+            heads=model.n_heads // layout.tp,
+            kv_heads=model.n_kv_heads // layout.tp,
+            head_dim=model.head_dim,
+            ffn=model.ffn_dim // layout.tp,
+            vocab=model.vocab_size // layout.tp,
+            element=ELEMENT_BYTES[program.train.precision],
+            pairs=layout.microbatch * program.sequence * model.top_k,
+            expert_ffn=model.expert_width // layout.tp,
+            shared_ffn=model.shared_ffn_dim // layout.tp,
+        )
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of the residual stream on this rank."""
+        return self.stream * self.dim * self.element
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the stream as products take it: gathered over tp."""
+        return self.tokens * self.dim * self.element
+
+    def product(self, inner: int, outer: int) -> float:
+        """Return the FLOPs of a product of all tokens with a matrix `[outer, inner]`."""
+        return 2.0 * self.tokens * inner * outer
+
+    @property
+    def expert_product(self) -> float:
+        """FLOPs of a product of all pairs with one of an expert's matrices."""
+        return 2.0 * self.pairs * self.dim * self.expert_ffn
+
+
+def loss_rows(tokens: int, element: int, target: Target) -> int:
+    """Return of how many of a microbatch's tokens the logits are there together.
+
+    Enough for the products of a CPU, or to keep a GPU busy. In half a precision (`element` 2 bytes)
+    a quarter of all at least: as often is the gradient of the head's weight rounded to it.
+    """
+    least, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
+    return -(-tokens // min(max(tokens // least, 1), rounds))
+
+
+def loss_element(element: int, *, capped: bool = False) -> int:
+    """Return the bytes of a logit where products have `element` of them: as fp32, and rounded.
+
+    Where they are `capped`, their slopes are kept too.
+    """
+    return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
+
+
+def loss_room(sizes: Sizes, rows: int, products: Route) -> int:
+    """Return what the product for the gradient of the head's weight needs for itself, in bytes.
+
+    `rows` are the tokens of a round; the first one makes the gradient, further ones add to it.
+    """
+    if sizes.element != _WIDE:
+        return 0
+    shape = sizes.vocab, rows, sizes.dim
+    again = products.room(*shape, adds=True) if rows < sizes.tokens else 0
+    return max(products.room(*shape), again)

@@ -1,0 +1,175 @@
+"""Mixtures of experts: the written-out backward, empty experts, products by groups, refusals."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from meshwright.errors import ConfigError
+from meshwright.models import build_model, grouped, init_model
+from meshwright.models.experts import ExpertMLP
+from meshwright.spec.hf import hf_config, spec_from_hf
+from meshwright.spec.loading import load_config
+from meshwright.spec.parts import active_parameter_count, parameter_count
+from meshwright.spec.resolve import model_spec
+
+SIZES = {"n_layers": 2, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "ffn_dim": 40}
+KINDS = {
+    "two of five": {"family": "mixtral", "experts": 5, "top_k": 2},
+    "one of nine, not renormalised": {
+        "family": "qwen3_moe",
+        "experts": 9,
+        "top_k": 1,
+        "expert_ffn_dim": 16,
+        "norm_top_k": False,
+    },
+    "all, a shared one, gelu": {
+        "family": "qwen2_moe",
+        "experts": 3,
+        "top_k": 3,
+        "expert_ffn_dim": 8,
+        "shared_ffn_dim": 12,
+        "norm_top_k": True,
+        "activation": "gelu",
+    },
+}
+
+
+NONE = ("experts=0", "top_k=0")
+
+
+def spec_of(kind, **more):
+    return model_spec(vocab_size=64, **{**SIZES, **KINDS[kind], **more})
+
+
+def mixture(spec, dtype=torch.float64):
+    """Return the experts of a layer with weights that tell them apart."""
+    torch.manual_seed(0)
+    mlp = ExpertMLP(spec).to(dtype)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return mlp
+
+
+def plainly(spec, mlp, x):
+    """Return the same in torch's own operations, expert by expert."""
+    every = torch.softmax(x @ mlp.router.weight.t(), -1)
+    shares, ids = every.topk(spec.top_k)
+    if spec.norm_top_k:
+        shares = shares / shares.sum(-1, keepdim=True)
+    act = {"silu": F.silu, "gelu": F.gelu}[spec.activation]
+    total = torch.zeros_like(x)
+    gate, up, down = (getattr(mlp.experts, name).weight for name in ("gate", "up", "down"))
+    for token, place in ((t, p) for t in range(len(x)) for p in range(spec.top_k)):
+        one = ids[token, place]
+        hidden = act(gate[one] @ x[token]) * (up[one] @ x[token])
+        total[token] = total[token] + shares[token, place] * (down[one] @ hidden)
+    if mlp.shared is not None:
+        shared = mlp.shared
+        beside = (act(x @ shared.gate.weight.t()) * (x @ shared.up.weight.t())) @ (
+            shared.down.weight.t()
+        )
+        total = total + torch.sigmoid(x @ mlp.shared_gate.weight.t()) * beside
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backward_is_that_of_plain_operations(kind):
+    spec = spec_of(kind)
+    mlp, x = mixture(spec), torch.randn(7, spec.dim, dtype=torch.float64, requires_grad=True)
+    names = ["x", *dict(mlp.named_parameters())]
+    found, wanted = [], []
+    for out, grads in ((mlp(x), found), (plainly(spec, mlp, x), wanted)):
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        grads += torch.autograd.grad((out * weight).sum(), [x, *mlp.parameters()])
+        grads.append(out.detach())
+    for name, one, other in zip([*names, "out"], found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10, msg=name)
+
+
+def test_experts_without_a_token_get_a_gradient_of_zero():
+    spec = spec_of("one of nine, not renormalised")
+    mlp = mixture(spec)
+    mlp(torch.randn(3, spec.dim, dtype=torch.float64)).sum().backward()
+    for name in ("gate", "up", "down"):
+        grad = getattr(mlp.experts, name).weight.grad
+        busy = [one for one in grad if one.any()]
+        assert 1 <= len(busy) <= 3
+        assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 8], [0, 0, 16, 0]])
+def test_one_kernel_for_all_groups_computes_what_the_loop_does(counts, monkeypatch):
+    torch.manual_seed(0)
+    rows, weight = torch.randn(16, 32).bfloat16(), torch.randn(4, 48, 32).bfloat16()
+    grads, sizes = torch.randn(16, 48).bfloat16(), torch.tensor(counts)
+
+    def everything():
+        return (
+            grouped.products(rows, weight, sizes),
+            grouped.products(grads, weight, sizes, transposed=True),
+            grouped.weight_grads(grads, rows, sizes),
+        )
+
+    loop = everything()
+    monkeypatch.setattr(grouped, "takes_one_kernel", lambda rows: True)
+    for one, other in zip(everything(), loop, strict=True):
+        torch.testing.assert_close(one, other, atol=0.06, rtol=0.02)
+
+
+def test_parameters_are_counted_whole_and_as_a_token_meets_them():
+    spec = spec_of("two of five")
+    model = build_model(spec)
+    assert parameter_count(spec) == sum(one.numel() for one in model.parameters())
+    of_one = 3 * spec.dim * spec.ffn_dim
+    assert parameter_count(spec) - active_parameter_count(spec) == spec.n_layers * 3 * of_one
+
+
+def test_a_dense_layer_has_one_mlp():
+    spec = spec_of("two of five", family="qwen3_moe", layer_pattern=[{"dense": True}, {}])
+    model = init_model(build_model(spec, "cpu"), spec, 0)
+    assert [isinstance(block.mlp, ExpertMLP) for block in model.blocks] == [False, True]
+    assert torch.isfinite(model(torch.arange(12)[None])).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.experts=4"], "model.experts = 4 is not of the llama family"),
+        (["model.family=mixtral", "model.top_k=9"], "model.top_k = 9 must be from 1 to"),
+        (["model.family=qwen3_moe", "model.experts=0"], "model.top_k = 8 needs experts"),
+        (
+            [f"model.{one}" for one in (*NONE, "family=mixtral", "layer_pattern=[{dense=true}]")],
+            "a dense layer in model.layer_pattern needs model.experts above 0",
+        ),
+        (
+            ["model.family=qwen2_moe", "model.shared_ffn_dim=0"],
+            "model.shared_gate = true needs a shared expert",
+        ),
+    ],
+)
+def test_what_is_no_mixture_is_refused(words, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, words)
+    assert message in str(error.value)
+
+
+def test_both_spellings_of_the_number_of_experts_are_read():
+    spec = spec_of("one of nine, not renormalised")
+    config = hf_config(spec)
+    assert config["num_experts"] == 9
+    renamed = {"num_local_experts" if k == "num_experts" else k: v for k, v in config.items()}
+    assert spec_from_hf(renamed) == spec_from_hf(config) == spec.model_copy(update={"preset": None})
+    with pytest.raises(ConfigError, match="num_experts = 9 and num_local_experts = 8 must agree"):
+        spec_from_hf({**config, "num_local_experts": 8})
+
+
+def test_dense_layers_are_read_by_both_of_their_keys():
+    config = hf_config(spec_of("one of nine, not renormalised", n_layers=4))
+    assert config["mlp_only_layers"] == []
+    every = spec_from_hf({**config, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [every.layer(at).dense for at in range(4)] == [True, False, True, True]
+    assert hf_config(every)["mlp_only_layers"] == [0, 2, 3]
+    for key, value in (("decoder_sparse_step", 0), ("mlp_only_layers", "all")):
+        with pytest.raises(ConfigError, match=key):
+            spec_from_hf({**config, key: value})
