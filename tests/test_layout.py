@@ -21,6 +21,7 @@ CPU = Machine("cpu", 2, 2, "CPU", is_fixed=False)
 GPUS = Machine("cuda", 8, 64, "GPU", is_fixed=True)
 MODEL = {"n_heads": 8, "n_kv_heads": 8, "dim": 256, "n_layers": 8, "ffn_dim": 768}
 MODEL |= {"vocab_size": 320}
+MIXTURE = {"model.family": "qwen2_moe", "model.experts": 4, "model.top_k": 2}
 
 
 def case(changes):
@@ -64,6 +65,16 @@ BROKEN = [
         {"layout.tp": 8, "model.ffn_dim": 772},
         "layout.tp = 8 must divide model.ffn_dim = 772",
         ["layout.tp = 4"],
+    ),
+    (
+        {"layout.tp": 8, **MIXTURE, "model.expert_ffn_dim": 92},
+        "layout.tp = 8 must divide model.expert_ffn_dim = 92",
+        ["layout.tp = 4"],
+    ),
+    (
+        {"layout.tp": 8, **MIXTURE, "model.shared_ffn_dim": 90},
+        "layout.tp = 8 must divide model.shared_ffn_dim = 90",
+        ["layout.tp = 2"],
     ),
     (
         {"layout.tp": 4, "model.vocab_size": 258},

@@ -96,6 +96,7 @@ _KINDS: Final = (
 )
 # Numbers of experts that nothing divides, from one expert of a token to all of them.
 _MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
+_SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
 _EXPERT_KINDS: Final = (
     _Kind("mixtral", flags={"experts": 5, "top_k": 2}),
     _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}),
@@ -104,16 +105,18 @@ _EXPERT_KINDS: Final = (
         flags={**_MIXTURE, "shared_ffn_dim": 96, "layer_pattern": [{"dense": True}, {}]},
     ),
     _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 1}),
-    _Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64, "dropout": 0.1}),
-    _Kind(
-        "qwen2_moe",
-        packed=True,
-        flags={**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True, "tie_embeddings": True},
-    ),
+    _Kind("qwen3_moe", flags={"experts": 8, "top_k": 3, "expert_ffn_dim": 64, "dropout": 0.1}),
+    _Kind("mixtral", packed=True, flags={"experts": 4, "top_k": 2}),
+    _Kind("qwen2_moe", packed=True, flags={**_SHARED, "tie_embeddings": True}),
+    _Kind("olmoe", flags={"experts": 4, "top_k": 4}),
     _Kind(
         "mixtral",
         flags={"experts": 3, "top_k": 3, "tie_embeddings": True, "layer_pattern": [{"window": 9}]},
     ),
+    _Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64}),
+    _Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}),
+    _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}),
+    _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, "experts": 4, "tie_embeddings": True}),
 )
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
