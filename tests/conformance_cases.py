@@ -59,6 +59,14 @@ MODELS = {
         "layer_pattern": [{"dense": True}, {}],
     },
     "olmoe": {"family": "olmoe", "n_kv_heads": 2, "ffn_dim": 64, "experts": 3, "top_k": 3},
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "n_kv_heads": 4,
+        "ffn_dim": 128,
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn_dim": 48,
+    },
 }
 
 
@@ -181,6 +189,17 @@ CASES = [
     make("shard2 zero2 tp2 sp pp2 1f1b mb2", "tied", "bf16"),
     make("dp2 shard2 zero3 tp2 sp mb2 recompute-full", "neox"),
     make("cp2-ring tp2 pp2 zbv v2 mb2", packed=True),
+]
+
+# What a rank keeps depends on how many tokens come to its experts: messages are compared alone.
+SHARED_OUT = [
+    make("dp2 ep2 mb2", "qwen3_moe", "bf16"),
+    make("shard2 zero1 ep2 mb2 recompute-full", "qwen3_moe"),
+    make("shard4 zero3 ep2 mb1 recompute-selective", "qwen3_moe", "bf16", packed=True),
+    make("shard2 zero2 ep2 tp2 sp mb2 offload-params", "qwen2_moe"),
+    make("dp2 shard2 zero2 ep2 mb2", "qwen2_moe", reduce_dtype="same"),
+    make("cp2-ring zero2 ep2 pp2 zbv v2 mb2", "qwen3_moe"),
+    make("dp4 ep2 mb2 offload-optimizer", "qwen3_moe", "fp16"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance_cases import CASES, labelled, make
+from conformance_cases import CASES, SHARED_OUT, labelled, make
 from meshwright.execute.build import build, seeded
 from meshwright.execute.groups import open_groups
 from meshwright.execute.wire import Wire, WireMessage, WorkCounter
@@ -34,7 +34,7 @@ def counted(world, case, parallel=None, groups=None):
     return {v.claim: v for v in prove_conformance(case, groups, world, parallel)}
 
 
-@pytest.mark.parametrize("case", labelled(CASES))
+@pytest.mark.parametrize("case", labelled([*CASES, *SHARED_OUT]))
 def test_a_program_is_what_its_ranks_do(case):
     for verdicts in on_ranks(case.layout.world, counted, case=case):
         failed = {claim: v.observed for claim, v in verdicts.items() if not v.passed}

@@ -1,6 +1,5 @@
-"""Layouts: every rule with its words, the nearest legal values, what is filled in, the label."""
+"""Layouts: every rule with its words, the nearest legal values, what is filled in."""
 
-import contextlib
 import re
 import sys
 from typing import get_args
@@ -11,7 +10,8 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, Machine, broken, nearest_legal, resolve_layout
-from meshwright.layout.rules import RULES, divisors
+from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import RULES
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
@@ -75,6 +75,27 @@ BROKEN = [
         {"layout.tp": 8, **MIXTURE, "model.shared_ffn_dim": 90},
         "layout.tp = 8 must divide model.shared_ffn_dim = 90",
         ["layout.tp = 2"],
+    ),
+    (
+        {"layout.dp_replicate": 4, "layout.ep": 2},
+        "layout.ep = 2 shares out experts, but model.experts = 0",
+        ["layout.ep = 1"],
+    ),
+    (
+        {"layout.dp_shard": 8, "layout.zero": 2, "layout.ep": 8, **MIXTURE},
+        "layout.ep = 8 must divide model.experts = 4",
+        ["layout.ep = 4"],
+    ),
+    (
+        {
+            "layout.dp_replicate": 4,
+            "layout.dp_shard": 2,
+            "layout.zero": 2,
+            "layout.ep": 4,
+            **MIXTURE,
+        },
+        "layout.ep = 4 must divide the dp_shard x cp ranks with the same weights = 2",
+        ["layout.ep = 2"],
     ),
     (
         {"layout.tp": 4, "model.vocab_size": 258},
@@ -207,7 +228,7 @@ def test_divisors():
 DEGREE = st.one_of(st.integers(1, 9), st.sampled_from([16, 48, 64, 4096, 10**9 + 7, 10**18]))
 LAYOUTS = st.builds(
     Layout,
-    **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), DEGREE),
+    **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), DEGREE),
     **dict.fromkeys(("virtual_stages", "microbatch"), DEGREE),
     zero=st.sampled_from([0, 1, 2, 3]),
     sp=st.booleans(),
@@ -337,44 +358,6 @@ def test_properties():
     assert Layout(cp=5).shard_ranks == 1
     assert layout.is_pipelined
     assert not Layout(tp=2).is_pipelined
-
-
-def test_label():
-    two = dict.fromkeys(("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp"), 2)
-    layout = Layout(**two, sp=True, microbatch=4, recompute="full")
-    assert layout.label == "dp2 shard2 zero2 tp2 sp cp2-ring pp2 1f1b mb4 recompute-full"
-    assert Layout().label == "mb1"
-    assert Layout.parse("") == Layout()
-    assert Layout.parse("tp2  cp2 dp3") == Layout(dp_replicate=3, cp=2, tp=2)
-
-
-@given(LAYOUTS)
-def test_parse_is_the_inverse_of_label(layout):
-    assert Layout.parse(layout.label) == layout
-    assert Layout.parse(" ".join(reversed(layout.label.split()))) == layout
-
-
-REFUSED_LABELS = {
-    "dp2 zero4": "unknown word zero4 in the layout 'dp2 zero4'; nearest legal: zero3 or zero2",
-    "pp2 1f1": "unknown word 1f1 in the layout 'pp2 1f1'; nearest legal: 1f1b",
-    "tp0": "unknown word tp0 in the layout 'tp0'; nearest legal: tp2",
-    "tp2 tp4": "the layout 'tp2 tp4' gives layout.tp twice",
-    "gpipe 1f1b": "the layout 'gpipe 1f1b' gives layout.schedule twice",
-    "cp2-rings": "unknown word cp2-rings in the layout 'cp2-rings'; nearest legal: cp2-ring",
-}
-
-
-@pytest.mark.parametrize("label", REFUSED_LABELS)
-def test_refused_labels(label):
-    with pytest.raises(ConfigError) as caught:
-        Layout.parse(label)
-    assert str(caught.value).startswith(REFUSED_LABELS[label])
-
-
-@given(st.text("dpshardtpcv0123456789-_ bfzero", max_size=20))
-def test_any_label_gives_a_layout_or_a_refusal(label):
-    with contextlib.suppress(ConfigError):
-        assert Layout.parse(label).world >= 1
 
 
 def work_of(function):

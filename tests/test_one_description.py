@@ -16,7 +16,7 @@ from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import elements_of
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
-from meshwright.program.shards import shard_rank
+from meshwright.program.shards import data_rank
 from meshwright.program.target import Target
 from meshwright.search.lightest import lightest
 from meshwright.search.rank import Search
@@ -97,10 +97,10 @@ def test_every_pipeline_rank_updates_the_elements_that_it_holds(label, model):
         real = 0
         for name in names:
             elements = 1
-            for size in program.shardings[name].shape(at["tp"], shard_rank(layout, at)):
+            for size in program.shardings[name].shape(at["tp"], data_rank(layout, at)):
                 elements *= size
             real += elements
-        assert elements_of(model, layout.tp, 1, held) == real
+        assert elements_of(model, layout, held, is_padded=False).total == real
 
 
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "same"])

@@ -86,7 +86,8 @@ def no_data_reduction(parallel):
     """Replicas of shards keep the gradients of their own rows."""
     for module in parallel.modules.values():
         if (replicas := replicas_of(module)) is not None:
-            replicas.replicas = None
+            for unit in replicas.units:
+                unit.peers = replace(unit.peers, replicas=None)
         for inner in wrapped(module):
             setter = inner.set_requires_all_reduce
             inner.set_requires_all_reduce = lambda on, setter=setter: setter(False)
@@ -102,7 +103,8 @@ def no_reduce_scatter(parallel):
 
 def no_sum_in_place(parallel):
     """Ranks that hold whole weights keep the gradients of their own rows."""
-    replicas_of(parallel.modules[0]).link = None
+    for unit in replicas_of(parallel.modules[0]).units:
+        unit.peers = replace(unit.peers, sums=None)
 
 
 def stale_weights(parallel):

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from meshwright.layout import Layout, broken
-from meshwright.layout.rules import divisors
+from meshwright.layout.candidates import divisors
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
 from meshwright.predict.price import estimated, price, worst_estimate, worst_memory

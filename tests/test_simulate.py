@@ -16,7 +16,7 @@ from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.program.profile import MEMORY, from_json
-from meshwright.program.shards import shard_rank, sums_in_place
+from meshwright.program.shards import data_rank, sums_in_place
 from meshwright.program.target import Target
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
@@ -50,7 +50,7 @@ def held_by(case, rank):
     program = lower(case.model, case.train, case.layout)
     at = case.layout.mesh.coordinates(rank)
     names = [n for stage in program.held(at["pp"]) for n in program.parameters(stage)]
-    place = shard_rank(case.layout, at)
+    place = data_rank(case.layout, at)
     shapes = [program.shardings[name].shape(at["tp"], place) for name in names]
     return sum(map(math.prod, shapes)), len(shapes)
 

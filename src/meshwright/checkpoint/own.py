@@ -34,7 +34,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.execute.data import reshard
 from meshwright.execute.world import World, exchange
 from meshwright.layout import Layout
-from meshwright.program.shards import Sharding, shard_rank, whole
+from meshwright.program.shards import Sharding, data_rank, whole
 from meshwright.spec.parts import Part
 
 _OWN: Final = "own"  # what of a manifest is ours
@@ -174,7 +174,7 @@ def _parameters(model: nn.Module, layout: Layout) -> Iterator[Leaf]:
     at = layout.mesh.coordinates(dist.get_rank())
     for number, (name, parameter) in enumerate(model.named_parameters()):
         sharding = _sharding(name, parameter, layout)
-        region = sharding.region(at["tp"], shard_rank(layout, at))
+        region = sharding.region(at["tp"], data_rank(layout, at))
         leaf = Leaf(name, parameter, region, is_turn(number, layout, at, sharding))
         if tuple(leaf.shard.shape) != tuple(stop - start for start, stop in region):
             raise ConfigError(

@@ -19,7 +19,7 @@ from meshwright.execute.gradients import local_shard
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
 from meshwright.layout import Layout
-from meshwright.program.shards import Region, Sharding
+from meshwright.program.shards import Region, Sharding, data_rank
 
 # What the names of the files of a step begin with: parameters, and the state of the optimizer.
 WEIGHTS: Final = "weights"
@@ -148,9 +148,14 @@ def is_turn(number: int, layout: Layout, at: Mapping[str, int], sharding: Shardi
     cut = {"pp"}
     if sharding.tp_dim is not None:
         cut.add("tp")
-    if sharding.shard_ranks > 1:
-        cut |= {"dp_shard", "cp"}
     place, copies = 0, 1
+    if sharding.ep > 1:  # its copies are every `ep`th of the ranks that have the same otherwise
+        cut |= {"dp_shard" if layout.zero else "dp_replicate", "cp"}
+        if not layout.zero:
+            copies = layout.expert_replica_ranks
+            place = data_rank(layout, at) // sharding.ep
+    elif sharding.shard_ranks > 1:
+        cut |= {"dp_shard", "cp"}
     for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
         if axis not in cut:
             degree = layout.mesh.degree(axis)

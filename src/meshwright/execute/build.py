@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.data import distribute_data, replicate_in_place
 from meshwright.execute.deferred import Deferral
+from meshwright.execute.dispatch import over_ranks
 from meshwright.execute.documents import attend_documents
 from meshwright.execute.experts import cut_experts
 from meshwright.execute.float8 import take_float8
@@ -32,7 +33,7 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.models.experts import ExpertMLP
 from meshwright.program.lower import Program
-from meshwright.program.shards import Region, shard_rank, sums_in_place
+from meshwright.program.shards import Region, data_rank, sums_in_place
 from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
@@ -78,6 +79,9 @@ def describe(
         model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
         attend_by_documents(model)
         cut_over_tp(model, program, groups, deferral)
+        share_out_experts(model, program, groups)
+        if layout.tp > 1 or layout.ep > 1:
+            _make_sharded(model, program, groups)
         cut_over_cp(model, program, groups)
         if program.train.fp8:
             take_float8(model.blocks, program.target)
@@ -86,7 +90,9 @@ def describe(
             if wrap is not None:
                 wrap(block)
         if not sums_in_place(layout, program.target):
-            distribute_data(model, model.blocks, layout, program.train, groups.parameters)
+            of_experts = None if groups.experts is None else groups.experts.parameters
+            mesh = groups.parameters
+            distribute_data(model, model.blocks, layout, program.train, mesh, of_experts=of_experts)
         modules[stage.index] = model
     return modules
 
@@ -150,19 +156,33 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
         block.attn.norm_pair = over_all_heads(groups.tp)
     if model.embed is not None:
         VocabEmbedding.take_over(model.embed, tp_region)
-    _make_sharded(model, program, groups)
+
+
+def share_out_experts(model: Transformer, program: Program, groups: Groups) -> None:
+    """Have each rank compute with its own experts, on the tokens of all that share them out."""
+    if groups.experts is None:
+        return
+    for block in model.blocks:
+        mlp = block.mlp
+        if isinstance(mlp, ExpertMLP):
+            count, link = program.model.experts, groups.experts.ep
+            mlp.compute = partial(over_ranks, mlp.experts, count, link)  # type: ignore[method-assign]
 
 
 def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
-    """Replace the parameters that tp cuts by DTensors, on the meta device still."""
-    mesh = groups.parameters["tp"]
+    """Replace parameters by this rank's part, those that tp cuts by DTensors; still meta."""
     for path, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             sharding = program.shardings[f"{path}.{name}"]
-            if sharding.tp_dim is None:
+            if sharding.tp_shape == sharding.part.shape:
                 continue
-            meta = torch.empty(sharding.tp_shape, device="meta")
-            cut = DTensor.from_local(meta, mesh, [Shard(sharding.tp_dim)], run_check=False)
+            cut = torch.empty(sharding.tp_shape, device="meta")
+            if sharding.tp_dim is not None:
+                mesh = groups.parameters
+                if sharding.ep > 1 and groups.experts is not None:
+                    mesh = groups.experts.parameters
+                dims = [Shard(sharding.tp_dim)]
+                cut = DTensor.from_local(cut, mesh["tp"], dims, run_check=False)
             setattr(module, name, nn.Parameter(cut))
 
 
@@ -231,7 +251,7 @@ def fill(parallel: Parallel, source: Source) -> None:
 def region_of(held: HeldParameter, parallel: Parallel) -> Region:
     """Return where this rank's shard of a parameter lies in the whole."""
     at = parallel.groups.at
-    return held.sharding.region(at["tp"], shard_rank(parallel.program.layout, at))
+    return held.sharding.region(at["tp"], data_rank(parallel.program.layout, at))
 
 
 def cut(full: Tensor, region: Region) -> Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from meshwright.execute.groups import Groups
 from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
-from meshwright.program.shards import shard_rank
+from meshwright.program.shards import data_rank
 from meshwright.spec.training import TrainSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,38 +53,49 @@ def distribute_data(
     mesh: DeviceMesh,
     replicas: str = "replicate",
     shards: str = "shard",
+    of_experts: DeviceMesh | None = None,
 ) -> None:
     """Replicate or shard a model over data, block by block and then the rest.
 
-    `replicas` and `shards` name the axes of the mesh. Gradients are summed, not averaged: the loss
+    `replicas` and `shards` name the axes of the mesh, and of that on which experts lie where they
+    are shared out. Gradients are summed, not averaged: the loss
     is already divided by the global number of target tokens, which stays right for uneven batches.
     """
     if not needs_wrapping(layout, train):
         return
     policy = mixed_precision(train)
-    if layout.zero == 0:
-        for module in (*blocks, model):
+    offload = OffloadPolicy()
+    if layout.offload == "params":
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+
+    def wrap(module: nn.Module, mesh: DeviceMesh) -> None:
+        if layout.zero == 0:
             replicate(module, mesh=mesh[replicas], mp_policy=policy)
-    else:
-        over = mesh[replicas, shards] if layout.dp_replicate > 1 else mesh[shards]
-        offload = OffloadPolicy()
-        if layout.offload == "params":
-            offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        for module in (*blocks, model):
-            fully_shard(
-                module,
-                mesh=over,
-                mp_policy=policy,
-                offload_policy=offload,
-                reshard_after_forward=layout.zero == 3,
-            )
+            return
+        fully_shard(
+            module,
+            mesh=mesh[replicas, shards] if layout.dp_replicate > 1 else mesh[shards],
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=layout.zero == 3,
+        )
+
+    units: list[nn.Module] = []
+    for block in blocks:
+        experts = getattr(getattr(block, "mlp", None), "experts", None)
+        if of_experts is not None and isinstance(experts, nn.Module):
+            wrap(experts, of_experts)
+            units.append(experts)
+        wrap(block, mesh)
+        units.append(block)
+    wrap(model, mesh)
+    units.append(model)
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
         managed.set_gradient_divide_factor(1.0)
     # By itself FSDP2 takes the order from the forward, last in first out: with several microbatches
     # under way it gathers a unit again that it has just dropped.
-    units = (*blocks, model)
     for before, unit in zip((units[0], *units), units, strict=False):
         assert isinstance(unit, FSDPModule)
         assert isinstance(before, FSDPModule)
@@ -103,7 +114,7 @@ def replicate_in_place(
     used = DTYPES[train.precision]
     summed = torch.float32 if train.reduce_dtype == "fp32" else used
     # Not the group's own word for it: rehearsals have groups that don't know.
-    rank = shard_rank(layout, groups.at) % layout.shard_ranks
+    rank = data_rank(layout, groups.at)
     replicas = Replicas(model, groups, rank, layout.zero, (used, summed))
     object.__setattr__(model, "replicas", replicas)
     return {name: weight.master for name, weight in replicas.weights.items()}

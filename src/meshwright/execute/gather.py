@@ -10,17 +10,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.execute.gradients import HeldParameter
+from meshwright.execute.groups import Link
 from meshwright.execute.parallel import Parallel
+from meshwright.program.shards import Sharding
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded; a collective when it is."""
-    if not isinstance(tensor, DTensor):
+def full_tensor(tensor: Tensor, ep: Link | None = None) -> Tensor:
+    """Return the whole of a tensor that may be sharded; a collective when it is.
+
+    `ep` is the link over which experts are shared out, where the tensor is of experts.
+    """
+    if isinstance(tensor, DTensor):
+        # Shards that are kept on the host meet on the device, where their groups communicate.
+        on_device = tensor.to(tensor.device_mesh.device_type)
+        assert isinstance(on_device, DTensor)
+        tensor = on_device.full_tensor()
+    if ep is None or ep.size == 1:
         return tensor
-    # Shards that are kept on the host meet on the device, where their groups communicate.
-    on_device = tensor.to(tensor.device_mesh.device_type)
-    assert isinstance(on_device, DTensor)
-    return on_device.full_tensor()
+    parts = [torch.empty_like(tensor) for _ in ep.ranks]
+    dist.all_gather(parts, tensor.contiguous(), group=ep.group)
+    return torch.cat(parts)
+
+
+def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
+    """Return the whole of a parameter, or of what is cut like it; a collective where it is cut."""
+    experts = parallel.groups.experts
+    return full_tensor(tensor.detach(), experts.ep if experts and sharding.ep > 1 else None)
 
 
 @torch.no_grad()
@@ -30,7 +45,7 @@ def on_stages(
     """Yield the whole tensors of this rank's own stages; a collective among a stage's ranks."""
     for held in parallel.held:
         tensor = tensor_of(held)
-        yield held, None if tensor is None else full_tensor(tensor.detach())
+        yield held, None if tensor is None else whole_of(tensor, held.sharding, parallel)
 
 
 @torch.no_grad()
@@ -55,7 +70,7 @@ def on_rank_0(
         owner = owners[name]
         whole = None
         if owner == at["pp"]:
-            whole = full_tensor(tensor_of(mine[name]).detach())
+            whole = whole_of(tensor_of(mine[name]), sharding, parallel)
         if not in_first_column:
             continue
         if at["pp"] == 0:

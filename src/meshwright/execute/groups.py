@@ -58,6 +58,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """What the parameters of experts communicate through where ranks share out the experts.
+
+    `parameters` is torch's mesh with the axes `pp, replicate, shard, ep, tp`, on which they lie.
+    `ep` are ranks that have all experts between them; `shard` and `replicate` are as those of
+    `Groups`, of the ranks that have the same experts.
+    """
+
+    parameters: DeviceMesh
+    ep: Link
+    shard: Link
+    replicate: Link
+
+
+@dataclass(frozen=True)
 class Groups:
     """All that a rank communicates through.
 
@@ -65,7 +80,8 @@ class Groups:
     lie: `shard` joins dp_shard and cp, or `replicate` joins dp_replicate and cp without ZeRO, since
     ranks of one context group hold gradients of the same weights. `data` are the ranks that see
     different tokens. `ends` are the first and the last pipeline rank, which share tied weights.
-    `recorder` is where this rank enters what it does.
+    `experts` is None where each rank has all experts. `recorder` is where this rank enters what it
+    does.
     """
 
     at: Mapping[str, int]
@@ -77,6 +93,7 @@ class Groups:
     replicate: Link
     data: Link
     ends: Link
+    experts: ExpertGroups | None = None
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
 
 
@@ -117,9 +134,32 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     }
     links |= _shared(links, layout, world, timeout_s)
     at = mesh.coordinates(world.rank)
-    groups = Groups(at, parameters, **links, recorder=world.recorder)
+    experts = None
+    if layout.ep > 1:
+        experts = _of_experts(layout, world, opener, parameters, timeout_s)
+    groups = Groups(at, parameters, **links, experts=experts, recorder=world.recorder)
     _label(groups)
     return groups
+
+
+def _of_experts(
+    layout: Layout, world: World, opener: _Opener, plain: DeviceMesh, timeout_s: float
+) -> ExpertGroups:
+    """Return what experts communicate through, of a layout that shares them out."""
+    names = ("pp", "replicate", "shard", "ep", "tp")
+    sizes = (layout.expert_replica_ranks, layout.expert_shard_ranks, layout.ep)
+    known = {axis: plain.get_group(axis) for axis in ("pp", "tp")}
+    parameters = opener.mesh((layout.pp, *sizes, layout.tp), names, known)
+    ranks = torch.arange(layout.world).view(layout.pp, *sizes, layout.tp)
+    links = {}
+    for dim, axis in enumerate(names):
+        rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+        row = next(row for row in rows if world.rank in row)
+        group = parameters.get_group(axis) if len(row) > 1 else None
+        links[axis] = Link(group, tuple(row), row.index(world.rank))
+    shared = _shared({"shard": links["shard"]}, layout, world, timeout_s)
+    shard = shared.get("shard", links["shard"])
+    return ExpertGroups(parameters, links["ep"], shard, links["replicate"])
 
 
 def _shared(
@@ -152,6 +192,13 @@ def _label(groups: Groups) -> None:
         link: Link = getattr(groups, axis)
         if link.group is not None:
             found[axis] = link.group
+    if groups.experts is not None:
+        of_experts = {
+            "ep": groups.experts.ep,
+            "expert_shard": groups.experts.shard,
+            "expert_replicate": groups.experts.replicate,
+        }
+        found |= {axis: link.group for axis, link in of_experts.items() if link.group is not None}
     for axis, group in found.items():
         if group.size() > 1:
             groups.recorder.group(group.group_name, dist.get_process_group_ranks(group), axis)
@@ -193,11 +240,19 @@ class _Opener:
             opened[key] = group
         return opened[key]
 
-    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """Return a mesh over all ranks."""
+    def mesh(
+        self,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        known: Mapping[str, dist.ProcessGroup] | None = None,
+    ) -> DeviceMesh:
+        """Return a mesh over all ranks; some of its axes may have `known` groups."""
         ranks = torch.arange(math.prod(shape)).view(shape)
         groups = []
         for dim, size in enumerate(shape):
+            if known and names[dim] in known:
+                groups.append(known[names[dim]])
+                continue
             rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
             groups.append(cast(dist.ProcessGroup, self.open([tuple(row) for row in rows])))
         return DeviceMesh.from_group(groups, self._world.device.type, ranks, mesh_dim_names=names)

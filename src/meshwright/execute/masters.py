@@ -6,6 +6,8 @@ to fp32. ZeRO-1, arXiv:1910.02054, section 5.1: of these a rank has the rows tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -158,18 +160,16 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
-def take_over(
-    model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, rank: int, *, reshards: bool = False
-) -> dict[str, Weight]:
+def take_over(model: nn.Module, make: Callable[[str, nn.Parameter], Weight]) -> dict[str, Weight]:
     """Replace the parameters of a model by those that products use; returns them by name.
 
-    One that several modules share stays one.
+    `make` is given a parameter's name and itself. One that several modules share stays one.
     """
     weights: dict[nn.Parameter, Weight] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in weights:
-                weights[parameter] = Weight(parameter, dtype, mesh, rank, reshards=reshards)
+                weights[parameter] = make(f"{path}.{name}", parameter)
             setattr(module, name, weights[parameter].used)
     of = {weight.used: weight for weight in weights.values()}
     return {name: of[used] for name, used in model.named_parameters()}

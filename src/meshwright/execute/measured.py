@@ -24,8 +24,11 @@ _CAUSES: Final[Mapping[str, str]] = {
     "tp": "tp",
     "cp": "cp",
     "pp": "bubble",
+    "ep": "ep",
     "shard": "data",
+    "expert_shard": "data",
     "replicate": "data",
+    "expert_replicate": "data",
     "data": "data",
     "ends": "data",
 }

@@ -8,23 +8,53 @@ rows, after which a rank has the sums of its own. ZeRO-3 has a block's weights w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.execute.exchange import Exchange, gather
 from meshwright.execute.flight_recorder import Pending
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.masters import Weight, take_over
 from meshwright.execute.shared import Left
-from meshwright.program.shards import unit_of
+from meshwright.program.shards import EXPERTS, unit_of
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that share some weights, by the axes `shard` and `tp` of `mesh`, and have copies.
+
+    `rank` is this one's place in `shards`. Gradients are summed along `sums`: `shards`, and then
+    `replicas`, which have the same rows; where ZeRO cuts nothing `replicas` alone. None where
+    nobody is to be told.
+    """
+
+    mesh: DeviceMesh
+    shards: Link
+    rank: int
+    sums: Link | None
+    replicas: Link | None
+
+    @classmethod
+    def of(cls, parameters: DeviceMesh, shards: Link, replicas: Link, rank: int) -> Peers:
+        """Return the peers along some links, where a rank is at a place of `shards`."""
+        sums = shards if shards.size > 1 else replicas
+        return cls(parameters["shard", "tp"], shards, rank, sums, replicas)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether ZeRO gives each of them rows of its own."""
+        return self.shards.size > 1
 
 
 class Unit:
-    """Weights that are gathered and summed together.
+    """Weights that are gathered and summed together, with the same peers.
 
     `is_current` says that products have what the masters are, or will when it has arrived. `left`
     is how many gradients the backward has not brought yet. `has_met` says that the sums of this
@@ -32,8 +62,9 @@ class Unit:
     computes with it.
     """
 
-    def __init__(self, weights: Sequence[Weight], *, reshards: bool) -> None:
-        self.weights, self.left, self.reshards = weights, len(weights), reshards
+    def __init__(self, weights: Sequence[Weight], peers: Peers, *, reshards: bool) -> None:
+        self.weights, self.left, self.peers = weights, len(weights), peers
+        self.reshards = reshards and peers.cuts
         self.is_current, self.has_met = False, False
         self.arriving: Sequence[Pending | Left] = ()
 
@@ -60,9 +91,7 @@ class Unit:
 class Replicas:
     """Sums the gradients of a model over data, unit by unit, and gathers what ZeRO has updated.
 
-    `weights` are by name. Gradients are summed along `link`: with the ranks that share rows under
-    ZeRO, and then with those that have the same rows, `replicas`; else with these alone. None where
-    nobody is to be told.
+    `weights` are by name, `units` in the order in which a forward needs them.
     """
 
     def __init__(
@@ -75,78 +104,96 @@ class Replicas:
     ) -> None:
         """Take over the parameters of a model, in fp32.
 
-        `rank` is this one's place among those that share rows. `dtypes` are those of products and
-        of sums.
+        `rank` is this one's place among the layout's `alike_ranks`. `dtypes` are those of products
+        and of sums.
         """
-        mesh, self._recorder = groups.parameters, groups.recorder
+        self._recorder = groups.recorder
         used, self._summed = dtypes
-        self._shards = groups.shard
-        self.replicas: Link | None = groups.replicate
-        self._rank, self._zero = rank, zero if groups.shard.size > 1 else 0
-        self.link: Link | None = self._shards if self._zero else self.replicas
+        self._zero = zero if groups.shard.size > 1 else 0
         self._due = self._is_last = False
         # The last exchange: of which unit, and whether it completes its sums.
         self._leaving: tuple[Exchange, Unit, bool] | None = None
         self._works: list[tuple[Pending, list[Tensor]]] = []
-        reshards = self._zero == 3
-        self.weights = take_over(model, used, mesh["shard", "tp"], rank, reshards=reshards)
+        plain, of_experts = _peers(groups, rank)
+
+        def peers(name: str) -> Peers:
+            return of_experts if EXPERTS in name else plain
+
+        def make(name: str, parameter: nn.Parameter) -> Weight:
+            mesh, rank, cuts = peers(name).mesh, peers(name).rank, peers(name).cuts
+            return Weight(parameter, used, mesh, rank, reshards=self._zero == 3 and cuts)
+
+        self.weights = take_over(model, make)
+        ep = 1 if groups.experts is None else groups.experts.ep.size
         found: dict[str, list[Weight]] = {}
         for name, weight in self.weights.items():
-            found.setdefault(unit_of(name, in_place=True), []).append(weight)
+            found.setdefault(unit_of(name, in_place=True, ep=ep), []).append(weight)
         # What is in no block stays for a step.
         self.units = [
-            Unit(weights, reshards=reshards and name.startswith("layers."))
+            Unit(weights, peers(name), reshards=self._zero == 3 and name.startswith("layers."))
             for name, weights in found.items()
         ]
-        # The module that a unit is needed by first.
-        first = {"embed": "", "rest": "norm"}
-        for index, (name, unit) in enumerate(zip(found, self.units, strict=True)):
-            if self._zero or used != torch.float32:
-                module = model.get_submodule(first.get(name, name))
-                leave = partial(self._leave, index) if unit.reshards else None
-                around_forward(module, partial(self._need, index), leave)
+        # What is needed together: the units of a block, and each other one.
+        turns: dict[str, list[Unit]] = {}
+        for name, unit in zip(found, self.units, strict=True):
+            turns.setdefault(name.removesuffix(EXPERTS), []).append(unit)
             for place, weight in enumerate(unit.weights):
-                hook = self._hook(index, place)
+                hook = self._hook(unit, place)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._turns = list(turns.values())
+        if not self._zero and used == torch.float32:
+            return
+        # The module that a turn is needed by first.
+        first = {"embed": "", "rest": "norm"}
+        for index, name in enumerate(turns):
+            module = model.get_submodule(first.get(name, name))
+            is_block = name.startswith("layers.")
+            leave = partial(self._leave, index) if self._zero == 3 and is_block else None
+            around_forward(module, partial(self._need, index), leave)
 
-    def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
+    def _hook(self, unit: Unit, place: int) -> Callable[[Tensor], None]:
         """Return what a weight of a unit calls when its gradient has come.
 
         It keeps no weight alive: where torch holds it, Python's collector sees no circle.
         """
-        this = ref(self)
+        this, of = ref(self), ref(unit)
 
         def hook(parameter: Tensor) -> None:
-            replicas = this()
-            if replicas is not None:
-                unit = replicas.units[index]
+            replicas, unit = this(), of()
+            if replicas is not None and unit is not None:
                 replicas._ready(unit, unit.weights[place], parameter)
 
         return hook
 
     def _need(self, index: int) -> None:
-        """Have a unit as it is now, and the one after it on its way."""
-        if index + 1 == len(self.units):
+        """Have a turn's units as they are now, and those of the turn after it on their way."""
+        turns = self._turns
+        if index + 1 == len(turns):
             self._settle()  # before there are logits
-        for unit in self.units[index : index + 2]:
+        for unit in chain(*turns[index : index + 2]):
             self._gather(unit)
-        self.units[index].arrive()
+        for unit in turns[index]:
+            unit.arrive()
 
     def _leave(self, index: int, out: Tensor) -> None:
-        """Drop a unit after its forward; its backward is to have it again."""
-        self.units[index].drop()
+        """Drop a turn's units after its forward; its backward is to have them again."""
+        for unit in self._turns[index]:
+            unit.drop()
         if out.requires_grad:
             out.register_hook(lambda _: self._need_again(index))  # type: ignore[no-untyped-call]
 
     def _need_again(self, index: int) -> None:
-        """Have a unit for its backward and the one before it on its way, and drop the one after."""
-        units = self.units
-        if index + 1 < len(units):
-            units[index + 1].drop()
-        self._gather(units[index])
-        if index and units[index - 1].reshards:
-            self._gather(units[index - 1])
-        units[index].arrive()
+        """Have units for their backward and those before on their way, and drop those after."""
+        turns = self._turns
+        if index + 1 < len(turns):
+            for unit in turns[index + 1]:
+                unit.drop()
+        before = turns[index - 1] if index else []
+        for unit in (*turns[index], *before):
+            if unit.reshards:
+                self._gather(unit)
+        for unit in turns[index]:
+            unit.arrive()
 
     def end(self) -> None:
         """Take note that a backward is over."""
@@ -162,8 +209,9 @@ class Replicas:
         for weight in unit.weights:
             weight.make_room()
             weight.round()
-        if self._zero:
-            unit.arriving = gather(unit.weights, self._shards, self._rank, self._recorder)
+        peers = unit.peers
+        if peers.cuts:
+            unit.arriving = gather(unit.weights, peers.shards, peers.rank, self._recorder)
 
     def expire(self) -> None:
         """Take note that weights may have changed."""
@@ -172,9 +220,9 @@ class Replicas:
 
     def look_ahead(self) -> None:
         """Begin to gather what a backward needs first."""
-        blocks = [unit for unit in self.units if unit.reshards]
-        if blocks:
-            self._gather(blocks[-1])
+        blocks = [turn for turn in self._turns if any(unit.reshards for unit in turn)]
+        for unit in blocks[-1] if blocks else ():
+            self._gather(unit)
 
     def begin(self, *, is_last: bool, defers: bool) -> None:
         """Take note of the backward to come: the last one before the update, or one of two halves.
@@ -183,15 +231,20 @@ class Replicas:
         """
         self._is_last = is_last and not defers
         self._due = (is_last or self._zero >= 2) and not defers
-        if self._due:
-            for unit in self.units:
+        for unit in self.units:
+            if self._is_due(unit):
                 unit.left = len(unit.weights)
+
+    def _is_due(self, unit: Unit) -> bool:
+        """Whether the backward that has begun sums a unit's gradients."""
+        return self._due if unit.peers.cuts else self._is_last
 
     def _ready(self, unit: Unit, weight: Weight, parameter: Tensor) -> None:
         """Take note that a gradient has come, and sum those of its unit when it is the last."""
-        if not (self._due and self._zero) or weight.is_summing:  # else it is sent as it is
+        is_due = self._is_due(unit)
+        if not (is_due and unit.peers.cuts) or weight.is_summing:  # else it is sent as it is
             weight.widen(self._summed)
-        if not self._due:
+        if not is_due:
             return
         unit.left -= 1
         if unit.left == 0:
@@ -201,8 +254,8 @@ class Replicas:
         """Take in gradients that were computed outside of autograd, and sum them where due."""
         for weight in self.weights.values():
             weight.widen(self._summed)
-        if self._due:
-            for unit in reversed(self.units):
+        for unit in reversed(self.units):
+            if self._is_due(unit):
                 self._sum(unit)
 
     @torch.no_grad()
@@ -211,12 +264,13 @@ class Replicas:
         weights = [weight for weight in unit.weights if weight.gradient is not None]
         if not weights:
             return
-        if self._zero:
+        peers = unit.peers
+        if peers.cuts:
             self._settle()
-            sent = Exchange(weights, self.link, self._rank, self._summed, self._recorder)
+            sent = Exchange(weights, peers.sums, peers.rank, self._summed, self._recorder)
             self._leaving = (sent, unit, self._is_last)
         else:
-            self._meet(self.link, [w.gradient for w in weights if w.gradient is not None])
+            self._meet(peers.sums, [w.gradient for w in weights if w.gradient is not None])
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -233,7 +287,9 @@ class Replicas:
         """Sum this rank's rows over replicas of it."""
         unit.has_met = True
         sums = [weight.shard_gradient for weight in unit.weights]
-        self._meet(self.replicas, [rows for rows in sums if rows is not None and rows.numel()])
+        self._meet(
+            unit.peers.replicas, [rows for rows in sums if rows is not None and rows.numel()]
+        )
 
     def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
         """Sum gradients where they are, with those of other ranks if there are any."""
@@ -252,7 +308,7 @@ class Replicas:
                 self._sum(unit)
         self._settle()
         for unit in self.units:
-            if self._zero and not unit.has_met:
+            if unit.peers.cuts and not unit.has_met:
                 self._meet_again(unit)
         for work, _ in self._works:
             work.wait()
@@ -262,6 +318,17 @@ class Replicas:
             for weight in unit.weights:
                 weight.hand_on()
         self.expire()
+
+
+def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
+    """Return the peers of a rank for what all ranks have, and for experts."""
+    place = rank % groups.shard.size
+    plain = Peers.of(groups.parameters, groups.shard, groups.replicate, place)
+    experts = groups.experts
+    if experts is None:
+        return plain, plain
+    place = rank // experts.ep.size % experts.shard.size
+    return plain, Peers.of(experts.parameters, experts.shard, experts.replicate, place)
 
 
 def around_forward(

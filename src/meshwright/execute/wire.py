@@ -25,7 +25,10 @@ from meshwright.program.lower import Program
 from meshwright.program.ring import causal_pieces
 
 # Axes in the order in which a group's name is looked for.
-_AXES: Final = ("tp", "cp", "pp", "shard", "replicate", "data", "ends", "world")
+_AXES: Final = (
+    *("tp", "cp", "pp", "ep", "shard", "expert_shard", "replicate", "expert_replicate"),
+    *("data", "ends", "world"),
+)
 
 # The operation, and its argument that is a message: `program.collectives.Collective` says which.
 # An all-gather of the functional kind returns it instead.
@@ -60,6 +63,7 @@ _ENTERS: Final = f"{shared.SPACE}::enter"
 class WireMessage(NamedTuple):
     """A message as this rank sees it: kind, axis, bytes as in `program.collectives.Collective`.
 
+    Along `ep`, where a router decides what travels, the bytes are 0.
     Anything torch sends that has no kind there is recorded by the name of its operation.
     """
 
@@ -115,7 +119,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = values[message] if message else out
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        self.messages[WireMessage(kind, self._axis_of(group), size)] += 1
+        self.messages[_message(kind, self._axis_of(group), size)] += 1
 
     def _axis_of(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -131,8 +135,12 @@ def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[WireMe
     """Return what a program says that a rank sends in a step, by the axes as `wire` names them."""
     found: Counter[WireMessage] = Counter()
     for one in collectives(program, rank):
-        found[WireMessage(one.kind, wire.axis(one.axis), one.bytes)] += one.count
+        found[_message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
     return found
+
+
+def _message(kind: str, axis: str, size: int) -> WireMessage:
+    return WireMessage(kind, axis, 0 if axis == "ep" else size)
 
 
 def message_differences(
@@ -154,6 +162,10 @@ def _named(groups: Groups) -> Mapping[str, str]:
     found = {axis: link.name for axis, link in links.items() if link.group is not None}
     for axis in ("shard", "replicate"):
         found[axis] = groups.parameters.get_group(axis).group_name
+        if groups.experts is not None:
+            found[f"expert_{axis}"] = groups.experts.parameters.get_group(axis).group_name
+    if groups.experts is not None:
+        found["ep"] = groups.experts.ep.name
     if dist.is_initialized():
         found["world"] = dist.group.WORLD.group_name  # type: ignore[union-attr]
     return found

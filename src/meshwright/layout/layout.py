@@ -9,8 +9,9 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.layout.candidates import divisors
 from meshwright.layout.mesh import Mesh
-from meshwright.layout.rules import broken, divisors, nearest_legal
+from meshwright.layout.rules import broken, nearest_legal
 from meshwright.layout.schedules import microbatch_rule
 from meshwright.spec.loading import Config
 from meshwright.spec.model import Spec
@@ -55,7 +56,8 @@ _MOST_MICROBATCHES: Final = 2**16  # each has entries in the table of actions
 class Layout(Spec):
     """One layout, complete: the product of its degrees is the number of ranks.
 
-    `microbatch` is in sequences per data-parallel rank.
+    `microbatch` is in sequences per data-parallel rank. `ep` is no axis of the mesh: it divides the
+    ranks that would hold the same experts, see `alike_ranks`.
     """
 
     pp: int = Field(default=1, gt=0)
@@ -63,6 +65,7 @@ class Layout(Spec):
     dp_shard: int = Field(default=1, gt=0)
     cp: int = Field(default=1, gt=0)
     tp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
     zero: Zero = 0
     sp: bool = False
     cp_kind: ContextKind = "ring"
@@ -115,6 +118,24 @@ class Layout(Spec):
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
+    def alike_ranks(self) -> int:
+        """Ranks of data that hold the same weights, or ZeRO's shards of them: `ep` divides these.
+
+        Neighbours first: rank 0 to `ep` - 1 of them have all experts between them.
+        """
+        return self.shard_ranks if self.zero else self.replica_ranks
+
+    @property
+    def expert_shard_ranks(self) -> int:
+        """Ranks over which ZeRO spreads the states of an expert."""
+        return self.shard_ranks // self.ep if self.zero else 1
+
+    @property
+    def expert_replica_ranks(self) -> int:
+        """Ranks that hold the same states of an expert and sum their gradients."""
+        return self.replica_ranks if self.zero else self.replica_ranks // self.ep
+
+    @property
     def is_pipelined(self) -> bool:
         """Whether microbatches pass through several ranks."""
         return self.pp > 1
@@ -131,6 +152,7 @@ class Layout(Spec):
             (f"zero{self.zero}", self.zero > 0),
             (f"tp{self.tp}", self.tp > 1),
             ("sp", self.sp),
+            (f"ep{self.ep}", self.ep > 1),
             (f"cp{self.cp}-{self.cp_kind}", self.cp > 1 or self.cp_kind != "ring"),
             (f"pp{self.pp}", self.pp > 1),
             (self.schedule, self.pp > 1 or self.schedule != "1f1b"),
@@ -165,6 +187,7 @@ _DEGREES = {
     "dp": "dp_replicate",
     "shard": "dp_shard",
     "tp": "tp",
+    "ep": "ep",
     "cp": "cp",
     "pp": "pp",
     "v": "virtual_stages",

@@ -7,12 +7,11 @@ first broken rule, then one of the rule that this breaks, and hold each result a
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from meshwright.layout.candidates import NUMBERS
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.model import LARGEST, ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
@@ -91,6 +90,20 @@ def _microbatch(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | Non
     return _divides("layout.microbatch", layout.microbatch, "train.batch per data rank", local)
 
 
+def _experts(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if layout.ep == 1:
+        return None
+    if not model.experts:
+        return f"layout.ep = {layout.ep} shares out experts, but model.experts = 0"
+    if model.experts % layout.ep:
+        return _divides("layout.ep", layout.ep, "model.experts", model.experts)
+    if layout.alike_ranks % layout.ep == 0:
+        return None
+    axes = "dp_shard x cp" if layout.zero else "dp_replicate x cp"
+    of = f"the {axes} ranks with the same weights"
+    return _divides("layout.ep", layout.ep, of, layout.alike_ranks)
+
+
 def _shards(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.zero or layout.dp_shard == 1:
         return None
@@ -167,6 +180,7 @@ RULES = (
     *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_heads", "n_kv_heads", "ffn_dim")),
     *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("expert_ffn_dim", "shared_ffn_dim")),
     Rule(_cut_over_tp("vocab_size"), ("model.vocab_size", "layout.tp")),
+    Rule(_experts, ("layout.ep",)),
     Rule(_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_virtual_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_batch, ("train.batch", "layout.dp_replicate", "layout.dp_shard")),
@@ -324,69 +338,9 @@ def _options(case: _Case, key: str, width: int) -> list[_Change]:
         at = choices.index(old)
         others = sorted((abs(i - at), i) for i in range(len(choices)) if i != at)
         return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]
-    numbers = sorted(set(_NUMBERS[key](case)) - {old}, key=lambda number: abs(number - old))
+    numbers = sorted(set(NUMBERS[key](*case)) - {old}, key=lambda number: abs(number - old))
     below = [number for number in numbers if 0 < number < old]
     above = [number for number in numbers if old < number <= LARGEST]
     # Degree 1 obeys most rules; it is tried even where many others are nearer.
     tried = dict.fromkeys(below[:width] + below[-1:] + above[:width])
     return [_Change(key, n, n > old, abs(n - old) / old) for n in tried]
-
-
-@lru_cache(maxsize=256)
-def divisors(value: int) -> tuple[int, ...]:
-    """Return the divisors of a number; of one above 2^32, those that a degree may be."""
-    small = [d for d in range(1, min(math.isqrt(value), 1 << 16) + 1) if value % d == 0]
-    return tuple(sorted({*small, *(value // d for d in small)}))
-
-
-def _tensor_sizes(model: ModelSpec) -> int:
-    """Return the greatest common divisor of what tp cuts."""
-    widths = (model.ffn_dim, model.expert_width, model.shared_ffn_dim)
-    return math.gcd(model.n_heads, model.n_kv_heads, *widths)
-
-
-def _up_to(top: int, near: int) -> Iterable[int]:
-    """Return the numbers from 1 to `top` that are near a given one."""
-    near = min(near, max(top, 1))
-    return (1, *range(max(1, near - 64), min(top, near + 64) + 1))
-
-
-def _multiples(near: int, *units: int) -> Iterator[int]:
-    for unit in units:
-        for factor in range(-1, 3):
-            yield (near // unit + factor) * unit
-
-
-def _batches(case: _Case) -> Iterable[int]:
-    layout = case.layout
-    one_each = layout.dp * layout.microbatch
-    # A schedule wants a number of microbatches, often of a multiple of the pipeline's ranks.
-    filled = one_each * layout.pp
-    return _multiples(case.train.batch, layout.dp, one_each, filled, 2 * filled)
-
-
-def _seq_lens(case: _Case) -> Iterable[int]:
-    cp, tp = case.layout.cp, case.layout.tp
-    return _multiples(case.train.seq_len, cp, 2 * cp, cp * tp, cp * math.lcm(2, tp))
-
-
-def _vocab_sizes(case: _Case) -> Iterable[int]:
-    """Return the padded vocabularies: never smaller, since the tokenizer needs its entries."""
-    size, tp = case.model.vocab_size, case.layout.tp
-    return (-(-size // unit) * unit for unit in (tp, math.lcm(tp, 64)))
-
-
-_NUMBERS: Mapping[str, Callable[[_Case], Iterable[int]]] = {
-    "layout.tp": lambda c: divisors(_tensor_sizes(c.model)),
-    "layout.cp": lambda c: divisors(c.train.seq_len),
-    "layout.pp": lambda c: _up_to(c.model.n_layers // c.layout.virtual_stages, c.layout.pp),
-    "layout.virtual_stages": lambda c: _up_to(
-        c.model.n_layers // c.layout.pp, c.layout.virtual_stages
-    ),
-    "layout.dp_replicate": lambda c: divisors(c.train.batch),
-    "layout.dp_shard": lambda c: divisors(c.train.batch),
-    "layout.microbatch": lambda c: divisors(max(c.train.batch // c.layout.dp, 1)),
-    "train.batch": _batches,
-    "train.seq_len": _seq_lens,
-    "model.vocab_size": _vocab_sizes,
-}

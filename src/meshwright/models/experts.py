@@ -93,7 +93,7 @@ class ExpertMLP(nn.Module):
     """Experts, and the shared one if there is one, in place of an MLP.
 
     `enter` and `leave` are what comes before and after the part that tensor parallelism cuts, as
-    the experts' widths; the router is in it, on all tokens.
+    the experts' widths; the router is in it, on all tokens. Expert parallelism replaces `compute`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -115,10 +115,15 @@ class ExpertMLP(nn.Module):
             beside = self.shared(tokens)
             if self.shared_gate is not None:
                 beside = torch.sigmoid(self.shared_gate(tokens)) * beside
-        out = self.experts(tokens, self.router(tokens))
+        out = self.compute(tokens, self.router(tokens))
         if beside is not None:
             out = out + beside
         return self.leave(out.view_as(inside))
+
+    def compute(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return what the experts of each token make of it; tokens `[tokens, dim]`."""
+        out: Tensor = self.experts(tokens, routing)
+        return out
 
 
 class _Route(torch.autograd.Function):
@@ -172,7 +177,7 @@ class _Experts(torch.autograd.Function):
         inputs, counts = x[pairs.tokens], pairs.counts
         gates, ups = products(inputs, gate, counts), products(inputs, up, counts)
         del inputs
-        hidden = gated(gates, ups, module.act).mul_(_of_pairs(shares, pairs, x.dtype))
+        hidden = gated(gates, ups, module.act).mul_(pairs.sorted(shares)[:, None].to(x.dtype))
         ctx.save_for_backward(x, shares, *pairs, gates, ups, *weights)
         ctx.module = module
         return pairs.summed(products(hidden, down, counts), top_k)
@@ -184,7 +189,7 @@ class _Experts(torch.autograd.Function):
         module: Experts = ctx.module
         pairs = Sorted(*places)
         counts, act = pairs.counts, module.act
-        share = _of_pairs(shares, pairs, x.dtype)
+        share = pairs.sorted(shares)[:, None].to(x.dtype)
         arriving = grad[pairs.tokens]
         to_hidden = products(arriving, down, counts, transposed=True)
         acts = activated(gates, act)
@@ -203,10 +208,3 @@ class _Experts(torch.autograd.Function):
         to_x += products(to_ups, up, counts, transposed=True)
         total = pairs.summed(to_x, shares.shape[-1])
         return total, None, to_share, None, to_gate, to_up, to_down
-
-
-def _of_pairs(shares: Tensor, pairs: Sorted, dtype: torch.dtype) -> Tensor:
-    """Return the share of each pair, `[pairs, 1]`."""
-    sorted_shares = torch.empty_like(shares.flatten())
-    sorted_shares[pairs.back] = shares.flatten()
-    return sorted_shares[:, None].to(dtype)

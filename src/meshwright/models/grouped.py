@@ -33,6 +33,13 @@ class Sorted(NamedTuple):
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         return cls(order // ids.shape[-1], order.argsort(), counts)
 
+    def sorted(self, shares: Tensor) -> Tensor:
+        """Return the share of each pair, `[pairs]`, of those of each token `[tokens, top_k]`."""
+        flat = shares.flatten()
+        found = torch.empty_like(flat)
+        found[self.back] = flat
+        return found
+
     def summed(self, pairs: Tensor, top_k: int) -> Tensor:
         """Return the sums `[tokens, dim]` over each token's pairs `[pairs, dim]`."""
         return pairs[self.back].view(-1, top_k, pairs.shape[-1]).sum(1)
@@ -45,6 +52,8 @@ def products(rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool =
     is `transposed`; counts int64 `[groups]`.
     """
     factors = weight if transposed else weight.transpose(1, 2)
+    if not len(rows):
+        return rows.new_empty(0, factors.shape[-1])
     if takes_one_kernel(rows):
         return torch._grouped_mm(rows, factors, offs=_ends(counts))
     parts = zip(torch.split(rows, on_host(counts, len(rows))), factors, strict=True)
@@ -56,7 +65,7 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
     grads `[pairs, out]` and rows `[pairs, in]`, sorted by group.
     """
-    if takes_one_kernel(rows):
+    if len(rows) and takes_one_kernel(rows):
         return torch._grouped_mm(grads.t(), rows, offs=_ends(counts))
     sizes = on_host(counts, len(rows))
     found = rows.new_zeros(len(sizes), grads.shape[-1], rows.shape[-1])

@@ -42,6 +42,9 @@ class Seconds(NamedTuple):
     cp_forward: float
     cp_backward: float
     cp_recompute: float
+    ep_forward: float
+    ep_backward: float
+    ep_recompute: float
 
     @property
     def total(self) -> float:
@@ -127,6 +130,7 @@ class Kernels:
         tp: int,
         cp_kind: str,
         recompute: str,
+        ep: int = 1,
         *,
         defers: bool = False,
     ) -> Seconds:
@@ -158,6 +162,7 @@ class Kernels:
             tp_backward,
             tp_again if recompute == "full" or self.system.selective == "blocks" else 0.0,
             *self._context(work, cp, tp, cp_kind, attention),
+            *self._dispatch(work, ep, tp),
         )
 
     def _with_host(self, device: float, launches: float, passes: int) -> float:
@@ -211,6 +216,7 @@ class Kernels:
                     tp_backward,
                     0.0,
                     *_NONE,
+                    *_NONE,
                 )
             )
         return ends[0], ends[1]
@@ -258,6 +264,18 @@ class Kernels:
         """Return the pass of a message: other systems make the logits in the forward."""
         is_early = message.purpose in ("logits", "loss") and not self.system.fuses_loss
         return "forward" if is_early else message.phase
+
+    def _dispatch(self, work: Work, ep: int, tp: int) -> tuple[float, float, float]:
+        """Return the seconds of tokens on their way to experts and back, as for `_context`.
+
+        Nothing is computed meanwhile.
+        """
+        sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
+        for message in work.messages:
+            if message.axis == "ep":
+                each = self.network.seconds(message.kind, message.bytes, ep, tp, "ep")
+                sums[message.phase] += message.times * each
+        return sums["forward"], sums["backward"], sums["recompute"]
 
     def _context(
         self, work: Work, cp: int, tp: int, cp_kind: str, attention: tuple[float, float]

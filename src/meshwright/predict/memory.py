@@ -55,9 +55,9 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero, reduced = layout.shard_ranks, layout.zero, setting.reduced_bytes
-    whole = elements_of(model, layout.tp, 1, held)
-    part = elements_of(model, layout.tp, ranks, held) // ranks
-    unit = weights(model, layout.tp, ranks)
+    whole = elements_of(model, layout, held, is_padded=False).total
+    part = elements_of(model, layout, held).share(layout)
+    unit = weights(model, layout.tp, ranks, layout.ep)
     largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
     terms = []
 

@@ -130,6 +130,9 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.pairs * sizes.expert_ffn * el
     is_cut = program.layout.sp and program.layout.tp > 1
     came = _of_result(program, sizes) + (whole if is_cut else 0)
+    router_came = came
+    if program.layout.ep > 1:  # the gradient of what was sent back, as it came
+        came += pairs
     wide = hidden // el * _WIDE
     # The gradient of a share is a sum over what is widened to fp32.
     weighing = wide if el == _WIDE else 3 * wide
@@ -138,7 +141,9 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     yield Need("mlp.experts.down", came + pairs + 3 * hidden, (down,), pairs + hidden)
     yield Need("mlp.experts.gate", came + pairs + 2 * hidden, (gate, up), pairs + 2 * hidden)
     yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
-    yield Need("mlp.experts.order", came + 2 * pairs + whole)
+    is_traded = program.layout.ep > 1  # gradients of what had come travel back
+    yield Need("mlp.experts.order", came + (3 if is_traded else 2) * pairs + whole)
+    came = router_came
     scores = sizes.tokens * model.experts * _WIDE
     widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
     router = came + 2 * whole + 2 * scores + widened

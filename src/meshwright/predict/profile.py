@@ -35,8 +35,11 @@ _CATEGORIES: Final = {
 _CAUSE_OF_AXIS: Final = {
     "tp": "tp",
     "cp": "cp",
+    "ep": "ep",
     "shard": "data",
+    "expert_shard": "data",
     "replicate": "data",
+    "expert_replicate": "data",
     "data": "data",
 }
 
@@ -179,6 +182,12 @@ def _traffic(
     groups = {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
+        "ep": (layout.ep, layout.tp),
+        "expert_shard": (layout.expert_shard_ranks, layout.tp * layout.ep),
+        "expert_replicate": (
+            layout.expert_replica_ranks,
+            layout.tp * layout.ep * layout.expert_shard_ranks,
+        ),
         "shard": (layout.shard_ranks, layout.tp),
         "replicate": (layout.replica_ranks, layout.tp * layout.shard_ranks),
         "data": (layout.dp * layout.cp, layout.tp),

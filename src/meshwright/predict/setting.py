@@ -150,4 +150,5 @@ def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> L
         layout.cp_kind,
         layout.microbatch,
         recompute or layout.recompute,
+        layout.ep,
     )

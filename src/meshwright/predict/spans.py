@@ -75,6 +75,7 @@ class _Pen:
         self.kinds = {
             "tp": "all_gather" if layout.sp else "all_reduce",
             "cp": "all_to_all" if layout.cp_kind == "ulysses" else "recv",
+            "ep": "all_to_all",
             "shard": "all_gather" if layout.zero == 3 else reduction(setting, layout),
         }
 
@@ -98,7 +99,7 @@ class _Pen:
         """Yield what an action waits for along the other axes, put together at its end."""
         found: Pass = self.passes[action.stage][action.kind != "F"]
         share = self.scale * (_HALF if action.kind in ("I", "W") else 1.0)
-        waits = {"tp": found.tp, "cp": found.cp, "shard": found.gathers}
+        waits = {"tp": found.tp, "cp": found.cp, "ep": found.ep, "shard": found.gathers}
         start = end - share * sum(waits.values())
         for axis, seconds in waits.items():
             if seconds > 0:

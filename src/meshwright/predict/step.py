@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -88,7 +88,7 @@ def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTi
     found = work_of(setting, layout)
     defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
     first, last = kernels.ends(found, layout.tp, defers=defers)
-    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute)
+    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute, layout.ep)
     layers = tuple(kernels.layer(found, work, *shape, defers=defers) for work in found.layers)
     return MicrobatchTimes(layers, first, last)
 
@@ -100,6 +100,7 @@ class Pass(NamedTuple):
     recompute: float
     tp: float
     cp: float
+    ep: float
     gathers: float
 
     @property
@@ -150,10 +151,13 @@ class ActionTimes:
         held = HeldLayers.of(self.model, (stage,))
         forward, backward = map(held.total, self.gathers)
         of = partial(self.parts.of, held)
-        tp, cp = (of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp"))
+        tp, cp, ep = (
+            of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp", "ep")
+        )
+        forth = of("tp_forward"), of("cp_forward"), of("ep_forward")
         return (
-            Pass(of("forward"), 0.0, of("tp_forward"), of("cp_forward"), forward),
-            Pass(of("backward"), of("recompute"), tp, cp, backward),
+            Pass(of("forward"), 0.0, *forth, forward),
+            Pass(of("backward"), of("recompute"), tp, cp, ep, backward),
         )
 
 
@@ -201,6 +205,7 @@ def rank_causes(
         "recompute": per_step["recompute"],
         "tp": per_step["tp_forward"] + per_step["tp_backward"] + per_step["tp_recompute"],
         "cp": per_step["cp_forward"] + per_step["cp_backward"] + per_step["cp_recompute"],
+        "ep": per_step["ep_forward"] + per_step["ep_backward"] + per_step["ep_recompute"],
         "gathers": count * pace.gathers.of(held),
         "data": data_wait(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
@@ -261,18 +266,44 @@ def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> flo
     return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride, "pp")
 
 
+class _Peers(NamedTuple):
+    """Ranks that some elements meet: along which axes, how many, and how far apart they are."""
+
+    elements: float
+    shard: str
+    shards: int
+    shard_stride: int
+    replicate: str
+    replicas: int
+    replica_stride: int
+
+
+def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
+    """Yield the ranks that elements meet over data: those of experts have others."""
+    tp, ranks, replicas = layout.tp, layout.shard_ranks, layout.replica_ranks
+    yield _Peers(plain, "shard", ranks, tp, "replicate", replicas, tp * ranks)
+    if experts:
+        ranks, replicas = layout.expert_shard_ranks, layout.expert_replica_ranks
+        apart = tp * layout.ep
+        names = "expert_shard", "expert_replicate"
+        yield _Peers(experts, names[0], ranks, apart, names[1], replicas, apart * ranks)
+
+
 def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[float, float]:
     """Return the seconds of ZeRO's messages of a layer and microbatch: a gather, a sum."""
     ranks, zero = layout.shard_ranks, layout.zero
     if ranks == 1 or zero < 2:
         return 0.0, 0.0
-    network, elements = kernels.network, weights(setting.model, layout.tp, ranks).layer
-    gather = 0.0
-    if zero == 3:
-        kind = gathering(setting, layout)
-        gather = network.seconds(kind, elements * setting.element, ranks, layout.tp, "shard")
-    size = elements * setting.reduced_bytes
-    return gather, network.seconds(reduction(setting, layout), size, ranks, layout.tp, "shard")
+    network, found = kernels.network, weights(setting.model, layout.tp, ranks, layout.ep)
+    experts, gather, reduce = max(found.experts), 0.0, 0.0
+    for one in _peers(layout, found.layer - experts, experts):
+        among = one.shards, one.shard_stride, one.shard
+        if zero == 3:
+            kind = gathering(setting, layout)
+            gather += network.seconds(kind, one.elements * setting.element, *among)
+        size = one.elements * setting.reduced_bytes
+        reduce += network.seconds(reduction(setting, layout), size, *among)
+    return gather, reduce
 
 
 def gathering(setting: Setting, layout: Layout) -> str:
@@ -322,21 +353,22 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
     turn waits for the slowest of all nodes, each of which meets the messages of all others.
     """
-    elements = elements_of(setting.model, layout.tp, layout.shard_ranks, held)
+    found = elements_of(setting.model, layout, held)
     network, reduced = kernels.network, setting.reduced_bytes
-    ranks = layout.shard_ranks
-    replicas = layout.replica_ranks
-    turns = held.layers * (ranks * replicas - 1)
+    turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
     seconds = 0.0
-    if ranks > 1 and layout.zero <= 2:
-        if layout.zero == 1:
-            kind = reduction(setting, layout)
-            seconds += network.seconds(kind, elements * reduced, ranks, layout.tp, "shard")
-        gather = gathering(setting, layout)
-        seconds += network.seconds(gather, elements * setting.element, ranks, layout.tp, "shard")
-    if replicas > 1:
-        size = elements * reduced / ranks
-        seconds += network.seconds("all_reduce", size, replicas, layout.tp * ranks, "replicate")
+    for one in _peers(layout, *found):
+        among = one.shards, one.shard_stride, one.shard
+        if one.shards > 1 and layout.zero <= 2:
+            if layout.zero == 1:
+                kind = reduction(setting, layout)
+                seconds += network.seconds(kind, one.elements * reduced, *among)
+            gather = gathering(setting, layout)
+            seconds += network.seconds(gather, one.elements * setting.element, *among)
+        if one.replicas > 1:
+            size = one.elements * reduced / one.shards
+            copies = one.replicas, one.replica_stride, one.replicate
+            seconds += network.seconds("all_reduce", size, *copies)
     return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
 
 
@@ -354,8 +386,7 @@ def optimizer_seconds(
     setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
-    whole = elements_of(setting.model, layout.tp, layout.shard_ranks, held)
-    elements = whole / layout.shard_ranks
+    elements = elements_of(setting.model, layout, held).share(layout)
     if layout.offload == "none":
         return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth

@@ -12,7 +12,7 @@ from typing import Final
 from meshwright.predict.byte_count import ByteCount
 from meshwright.predict.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
-from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
+from meshwright.program.shards import Sharding, data_rank, sums_in_place, unit_of
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 
@@ -41,13 +41,10 @@ class Units:
         self.element = ELEMENT_BYTES[train.precision]
         self.reduced = _FP32 if train.reduce_dtype == "fp32" else self.element
         self.in_place = sums_in_place(layout, program.target)
-        self.exchanges = self.in_place and layout.shard_ranks > 1
-        self.reshards = self.exchanges and layout.zero == 3
-        self.sums = self.in_place and layout.zero == 0 and layout.dp * layout.cp > 1
         self.offload = layout.offload
         # gloo works on a copy of what it gathers for FSDP2, and of what it sums for all.
         self.copies = 2 if program.target.on_cpu else 1
-        tp, place = layout.tp, shard_rank(layout, at) % layout.shard_ranks
+        tp, place = layout.tp, data_rank(layout, at)
         ends: dict[str, dict[str, Sharding]] = {}
         for name in program.parameters(stage):
             if not name.startswith("layers."):
@@ -87,14 +84,31 @@ class Units:
     @property
     def all(self) -> list[UnitSizes]:
         """The units in the order of the forward."""
-        units = [self.embed, *self.blocks, self.root]
-        return [unit for unit in units if unit.numels]
+        return [unit for turn in self._turns for unit in turn if unit.numels]
+
+    @property
+    def _turns(self) -> list[tuple[UnitSizes, ...]]:
+        """What is needed together, in the order of the forward."""
+        return [(self.embed,), *self.blocks, (self.root,)]
+
+    def _exchanges(self, unit: UnitSizes) -> bool:
+        """Whether the ranks that share a unit's rows exchange them by themselves."""
+        return self.in_place and unit.ranks > 1
+
+    def _reshards(self, unit: UnitSizes) -> bool:
+        """Whether they have a unit's weights only where they need them."""
+        return self._exchanges(unit) and self.layout.zero == 3
+
+    def _sums(self, unit: UnitSizes) -> bool:
+        """Whether ranks that have all of a unit sum its gradients in place."""
+        copies = self.layout.dp * self.layout.cp // unit.ep
+        return self.in_place and unit.ranks == 1 and copies > 1
 
     def hold(self) -> None:
         """Count what lasts: weights and the optimizer's states."""
         for unit in self.all:
             weights = unit.shard
-            if self.in_place and self.reshards:
+            if self._reshards(unit):
                 weights = unit.own
             elif self.in_place and self.element == _FP32:
                 weights = unit.whole
@@ -107,41 +121,46 @@ class Units:
 
     def enter_root(self) -> None:
         """Gather the root for the forward; where ranks sum by themselves, the embedding."""
-        self._need(self.embed)
+        self._need(0)
         self._gather(self.root, forward=True)
 
     def enter(self, index: int) -> None:
         """Gather a block for its forward."""
-        self._need(self.blocks[index])
-        self._gather(self.blocks[index], forward=True)
+        self._need(index + 1)
+        for unit in self.blocks[index]:
+            self._gather(unit, forward=True)
 
     def enter_head(self) -> None:
         """Have the last norm and the head, where they are a unit of their own."""
-        self._need(self.root)
+        self._need(len(self.blocks) + 1)
 
-    def _need(self, unit: UnitSizes) -> None:
-        """Gather a unit whose weights are not there, and the next one ahead."""
-        units = self.all
-        if not self.exchanges or unit not in units:
+    def _need(self, turn: int) -> None:
+        """Gather units whose weights are not there, and those of the next turn ahead."""
+        if not self.in_place or self.layout.shard_ranks == 1:
             return
-        at = units.index(unit)
-        if at + 1 == len(units):
+        turns = [[unit for unit in units if unit.numels] for units in self._turns]
+        if not turns[turn]:
+            return
+        later = [units for units in turns[turn:] if units]
+        if len(later) == 1:
             self._settle()
-        for each in units[at : at + 2]:
-            self._begin(each)
+        for units in later[:2]:
+            for unit in units:
+                self._begin(unit)
 
     def _begin(self, unit: UnitSizes) -> None:
         """Begin to gather a unit, where ranks sum by themselves."""
-        if unit.is_gathered:
+        if unit.is_gathered or not self._exchanges(unit):
             return
         unit.is_gathered = True
-        self.bytes_held.add(GATHERED, unit.whole * self.element * self.reshards)
+        self.bytes_held.add(GATHERED, unit.whole * self.element * self._reshards(unit))
         self.bytes_held.note("gather")
 
     def leave(self, index: int) -> None:
         """Drop a block after its forward, where ZeRO-3 does."""
-        if self.reshards or (self.layout.zero == 3 and not self.in_place):
-            self._reshard(self.blocks[index])
+        for unit in self.blocks[index]:
+            if self._reshards(unit) or (self.layout.zero == 3 and not self.in_place):
+                self._reshard(unit)
 
     def leave_root(self) -> None:
         """End the forward of a stage."""
@@ -153,23 +172,33 @@ class Units:
     def begin_backward(self, is_last: bool, defers: bool) -> None:
         """Gather the root for the backward, and the last block ahead."""
         self.is_last, self.defers = is_last, defers
-        if self.reshards and self.blocks:
-            self._begin(self.blocks[-1])
+        if self.blocks:
+            self._begin_again(len(self.blocks) - 1)
         self._gather(self.root)
         if self.blocks:
-            self._gather_ahead(len(self.blocks) - 1)
+            self._gather_ahead(self.blocks[-1][0])
+
+    def _begin_again(self, index: int) -> None:
+        """Begin to gather what ranks have dropped of a block, where they sum by themselves."""
+        for unit in filter(self._reshards, self.blocks[index]):
+            self._begin(unit)
+
+    def _drop(self, index: int) -> None:
+        """Drop what is gathered of a block, where ranks sum by themselves."""
+        for unit in filter(self._reshards, self.blocks[index]):
+            self._reshard(unit)
 
     def enter_backward(self, index: int) -> None:
         """Take a block that was gathered ahead, and gather the one before it."""
-        if self.reshards:
-            if index + 1 < len(self.blocks):
-                self._reshard(self.blocks[index + 1])
-            self._begin(self.blocks[index])
-            if index:
-                self._begin(self.blocks[index - 1])
-        self._gather(self.blocks[index])
+        if index + 1 < len(self.blocks):
+            self._drop(index + 1)
+        self._begin_again(index)
         if index:
-            self._gather_ahead(index - 1)
+            self._begin_again(index - 1)
+        for unit in self.blocks[index]:
+            self._gather(unit)
+        if index:
+            self._gather_ahead(self.blocks[index - 1][0])
 
     def leave_head_backward(self) -> None:
         """Do with the last norm and the head as with blocks, where they are a unit."""
@@ -178,12 +207,13 @@ class Units:
 
     def leave_backward(self, index: int) -> None:
         """Accumulate or reduce the gradients of a block, and drop its weights where due."""
-        self._close(self.blocks[index])
+        for unit in reversed(self.blocks[index]):
+            self._close(unit)
 
     def leave_root_backward(self) -> None:
         """Do so with what is left; the last reduction's input stays until the next one."""
-        if self.reshards and self.blocks:
-            self._reshard(self.blocks[0])
+        if self.blocks:
+            self._drop(0)
         last = self.embed if self.in_place else self.root
         names = [name for name in last.numels if name not in last.grown]
         self._grow(last, [name for name in names if "embed" in name])
@@ -192,7 +222,8 @@ class Units:
 
     def grow(self, index: int, names: Sequence[str]) -> None:
         """Make the gradients of a block's parameters, or add to those that are there."""
-        self._grow(self.blocks[index], names)
+        for unit in self.blocks[index]:
+            self._grow(unit, names)
 
     def grow_root(self, names: Sequence[str]) -> None:
         """Do so with what is in no block."""
@@ -233,7 +264,7 @@ class Units:
     def finish(self) -> None:
         """End the backwards of a step."""
         self._settle()
-        for unit in self.all if self.reshards else ():
+        for unit in filter(self._reshards, self.all):
             self._reshard(unit)
 
     def _gather(self, unit: UnitSizes, forward: bool = False) -> None:
@@ -241,7 +272,7 @@ class Units:
             return
         bytes_held, size = self.bytes_held, unit.padded * self.element
         unit.is_gathered = True
-        if self.layout.shard_ranks == 1 or not size:
+        if unit.ranks == 1 or not size:
             bytes_held.add(GATHERED, size)
             return
         if id(unit) not in self._ahead:
@@ -256,10 +287,9 @@ class Units:
         if not forward:
             bytes_held.drop(BUFFERS, size)
 
-    def _gather_ahead(self, index: int) -> None:
-        unit = self.blocks[index]
+    def _gather_ahead(self, unit: UnitSizes) -> None:
         has_to = not (self.in_place or unit.is_gathered or id(unit) in self._ahead)
-        if has_to and self.layout.shard_ranks > 1:
+        if has_to and unit.ranks > 1:
             self._begin_gather(unit)
 
     def _begin_gather(self, unit: UnitSizes) -> None:
@@ -285,7 +315,7 @@ class Units:
             self.bytes_held.add(GRADIENTS, unit.numels[name] * size)
         for name in names:
             count, held = unit.numels[name], unit.grown.get(name, 0)
-            to_be_wide = widens and (joins or held > 0 or not self._is_sent_at_once)
+            to_be_wide = widens and (joins or held > 0 or not self._is_sent_at_once(unit))
             if to_be_wide and not held:
                 self.bytes_held.add(GRADIENTS, count * self.reduced)
             if to_be_wide or held:
@@ -293,16 +323,16 @@ class Units:
                 self.bytes_held.drop(GRADIENTS, count * size)
             unit.grown[name] = self.reduced if to_be_wide else size
 
-    @property
-    def _is_sent_at_once(self) -> bool:
+    def _is_sent_at_once(self, unit: UnitSizes) -> bool:
         """Whether the gradients of this backward are exchanged as soon as they are there."""
-        return self.exchanges and not self.defers and (self.is_last or self.layout.zero >= 2)
+        is_due = self.is_last or self.layout.zero >= 2
+        return is_due and not self.defers and self._exchanges(unit)
 
     def _close(self, unit: UnitSizes) -> None:
         if self.in_place:
-            if self._is_sent_at_once and unit.grown:
+            if self._is_sent_at_once(unit) and unit.grown:
                 self._exchange(unit)
-            elif self.sums and self.is_last and not self.defers:
+            elif self._sums(unit) and self.is_last and not self.defers:
                 self._settle()
                 self._input = unit.whole * self.reduced * (self.copies - 1)
                 self.bytes_held.add(BUFFERS, self._input)
@@ -321,7 +351,7 @@ class Units:
         """Send the rows of others, and receive those of one's own from each of them."""
         bytes_held = self.bytes_held
         self._settle()
-        others = (self.layout.shard_ranks - 1) * unit.own
+        others = (unit.ranks - 1) * unit.own
         self._input = (unit.whole - unit.own + others) * self.reduced
         bytes_held.add(BUFFERS, self._input)
         if not unit.has_shard_gradient:

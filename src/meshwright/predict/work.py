@@ -88,9 +88,13 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm and head."""
+    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm and head.
+
+    `experts` are those of a layer that ranks share out, which `layers` count, too.
+    """
 
     layers: tuple[int, ...]
+    experts: tuple[int, ...]
     embedding: int
     head: int
 
@@ -152,25 +156,25 @@ def layout_work(
     cp_kind: str,
     microbatch: int,
     recompute: str,
+    ep: int = 1,
 ) -> LayoutWork:
     """Return the work of a microbatch; only what changes it is asked for, so that it is cached.
 
     Sequences are alike, so that a microbatch is one of them, times their number.
     """
     if microbatch > 1:
-        one = layout_work(model, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+        one = layout_work(model, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep)
         return _times(one, microbatch)
     if len(model.layer_kinds) > 1:
         each = [
-            layout_work(alike, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute)
+            layout_work(alike, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep)
             for kind in model.layer_kinds
             for alike in [model.model_copy(update={"layer_pattern": (kind,)})]
         ]
         return each[0]._replace(layers=tuple(one.layers[0] for one in each))
-    train = TrainSpec.model_validate({"batch": 1, "seq_len": seq_len, "precision": precision})
-    layout = Layout.model_validate(
-        {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "microbatch": 1, "recompute": recompute}
-    )
+    train = TrainSpec.model_validate({"batch": ep, "seq_len": seq_len, "precision": precision})
+    degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "dp_replicate": ep}
+    layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     one_layer, two_layers = (_probe(model, train, layout, count) for count in (1, 2))
     sizes = Sizes.of(one_layer)
     ops = operations(one_layer, one_layer.stages[0])
@@ -218,14 +222,14 @@ def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> P
 
 
 def _messages(program: Program) -> tuple[Message, ...]:
-    """Return the messages of one microbatch over tp and cp; data parallelism has its own terms.
+    """Return the messages of one microbatch over tp, cp and ep; data parallelism has its own terms.
 
     Those of the loss are as one: how many they are depends on the device.
     """
     every = [
         Message(one.kind, one.axis, one.bytes, one.count, one.phase, one.purpose, one.overlaps)
         for one in collectives(program, 0)
-        if one.axis in ("tp", "cp") and one.phase != "step"
+        if one.axis in ("tp", "cp", "ep") and one.phase != "step"
     ]
     loss = [message for message in every if message.purpose == "loss"]
     size = sum(message.bytes * message.times for message in loss)
@@ -319,25 +323,54 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
 
 
 @lru_cache(maxsize=1024)
-def weights(model: ModelSpec, tp: int, shard_ranks: int) -> Weights:
-    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them."""
-    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=1)
-    layers = []
+def weights(model: ModelSpec, tp: int, shard_ranks: int, ep: int = 1) -> Weights:
+    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
+
+    Of experts those of one of `ep` ranks.
+    """
+    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=1, ep=ep)
+    if shard_ranks == 1:
+        layout = Layout(tp=tp, dp_replicate=ep, ep=ep)
+    layers, experts = [], []
     for kind in model.layer_kinds:
         found = parts(model.model_copy(update={"n_layers": 1, "layer_pattern": (kind,)}))
         sizes = {part.name: shard(part, layout).padded_elements for part in found}
+        shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
+        experts.append(sum(map(sizes.__getitem__, shared_out)))
         layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
     embedding = sizes["embed.weight"]
-    return Weights(tuple(layers), embedding, sum(sizes.values()) - layers[-1] - embedding)
+    return Weights(
+        tuple(layers), tuple(experts), embedding, sum(sizes.values()) - layers[-1] - embedding
+    )
 
 
-def elements_of(model: ModelSpec, tp: int, shard_ranks: int, held: HeldLayers) -> int:
+class Elements(NamedTuple):
+    """Elements that a pipeline rank holds, whole but for tp: of `experts` that ranks share out its
+    own, and `plain` ones, which are all others."""
+
+    plain: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.plain + self.experts
+
+    def share(self, layout: Layout) -> int:
+        """Return those that a rank trains, where ZeRO cuts them."""
+        return self.plain // layout.shard_ranks + self.experts // layout.expert_shard_ranks
+
+
+def elements_of(
+    model: ModelSpec, layout: Layout, held: HeldLayers, *, is_padded: bool = True
+) -> Elements:
     """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
 
     A tied head is a copy of the embedding.
     """
-    found = weights(model, tp, shard_ranks)
-    total = int(held.total(found.layers))
+    found = weights(model, layout.tp, layout.shard_ranks if is_padded else 1, layout.ep)
+    experts = int(held.total(found.experts))
+    plain = int(held.total(found.layers)) - experts
     if held.has_embedding or (held.has_head and model.tie_embeddings):
-        total += found.embedding
-    return total + (found.head if held.has_head else 0)
+        plain += found.embedding
+    return Elements(plain + (found.head if held.has_head else 0), experts)

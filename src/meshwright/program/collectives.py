@@ -17,7 +17,7 @@ from meshwright.program.actions import Kind, Table
 from meshwright.program.lower import Program
 from meshwright.program.messages import Collective, CollectiveKind, Overlaps, Phase
 from meshwright.program.operations import gathers_again
-from meshwright.program.shards import shard_rank
+from meshwright.program.shards import data_rank
 from meshwright.program.sharing import gathers, reductions
 from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.stages import Stage
@@ -43,10 +43,11 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
         *_targets(program),
         *_tp_regions(program, sizes, stages),
         *_context(program, sizes, stages),
+        *_dispatch(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
         *gathers(program, at, stages),
         *reductions(program, at, stages),
-        *_completion(program, stages, at["tp"], shard_rank(program.layout, at)),
+        *_completion(program, stages, at["tp"], data_rank(program.layout, at)),
     ]
     if program.layout.world > 1:
         found.append(
@@ -238,6 +239,44 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
             yield message(kind, keys, steps * count, phase, f"keys and values {way}")
         what = f"the keys' gradients {way}"
         yield message(kind, of_keys * _FP32, steps * passes, "backward", what)
+
+
+def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield what expert parallelism sends: tokens to their experts, and results back.
+
+    GShard, arXiv:2006.16668, section 3.2. Before them the ranks tell how many come. A second
+    forward sends the results back where something after them needs its input again.
+    """
+    layout, model = program.layout, program.model
+    if layout.ep == 1:
+        return
+    kinds = (model.layer(layer) for stage in stages for layer in stage.layers)
+    passes = program.microbatches * sum(map(model.has_experts, kinds))
+    pairs = sizes.tokens * model.top_k
+    counts, shares = model.experts * _WIDE, pairs * _FP32
+    rows = pairs * model.dim * sizes.element
+    again = 0 if layout.recompute == "none" else passes
+    returns = bool(model.dropout or model.norms_after)
+    phases: tuple[tuple[Phase, int, int], ...] = (
+        ("forward", passes, passes),
+        ("recompute", again, again * returns),
+    )
+    for phase, there, back in phases:
+        for size, count, what in (
+            (counts, there, "how many tokens come"),
+            (rows, there, "tokens to their experts"),
+            (shares, there, "their shares"),
+            (rows, back, "results to their tokens"),
+        ):
+            reason = f"{phase}: {what}"
+            yield Collective("all_to_all", "ep", size, count, phase, "experts", reason)
+    for size, what in (
+        (rows, "gradients of results"),
+        (rows, "gradients of tokens"),
+        (shares, "gradients of shares"),
+    ):
+        reason = f"backward: {what}"
+        yield Collective("all_to_all", "ep", size, passes, "backward", "experts", reason)
 
 
 def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:

@@ -18,16 +18,29 @@ Purpose = Literal[
     "loss",
     "head",
     "attention",
+    "experts",
     "stream",
     "weights",
     "gradients",
     "norm",
 ]
-Axis = Literal["tp", "cp", "pp", "shard", "replicate", "data", "ends", "world"]
+Axis = Literal[
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "shard",
+    "expert_shard",
+    "replicate",
+    "expert_replicate",
+    "data",
+    "ends",
+    "world",
+]
 
 # Axes whose messages go through a shared-memory channel where CPU ranks share a machine, and the
 # largest that do in one piece: of a gather the part of one rank. docs/decisions/0025 and 0026.
-_BY_CHANNEL: Final = frozenset({"tp", "shard"})
+_BY_CHANNEL: Final = frozenset({"tp", "shard", "expert_shard"})
 LARGEST_SHARED: Final = 1 << 22  # bytes
 
 
@@ -46,7 +59,11 @@ class Collective:
 
     `axis` names the ranks: those of the mesh, where `shard` joins dp_shard and cp, and `replicate`
     is dp_replicate, without ZeRO joined with cp; `data` joins all three, `ends` are the first and
-    the last pipeline rank, `world` is everyone.
+    the last pipeline rank, `world` is everyone. `ep` are ranks that share out the experts,
+    `expert_shard` and `expert_replicate` those of the other two that have the same experts.
+
+    How many tokens travel along `ep` depends on the router: `bytes` is the mean, which is what
+    travels where all experts get equally many.
     """
 
     kind: CollectiveKind

@@ -30,7 +30,9 @@ MEMORY: Final = (
 # What a step's time goes to. Axes stand for messages that the rank waits for; `bubble` is waiting
 # for another pipeline stage, its messages included; `data` are those of data parallelism; `input`
 # is waiting for the batch; `host` is the rest.
-CAUSES: Final = ("compute", "recompute", "tp", "cp", "data", "bubble", "optimizer", "input", "host")
+CAUSES: Final = (
+    *("compute", "recompute", "tp", "cp", "ep", "data", "bubble", "optimizer", "input", "host"),
+)
 
 
 class Span(NamedTuple):

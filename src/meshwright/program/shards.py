@@ -21,6 +21,8 @@ from meshwright.spec.parts import Part
 Region = tuple[tuple[int, int], ...]
 
 TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+# What the unit of a layer's experts is called, after the layer.
+EXPERTS: Final = ".mlp.experts"
 # Whole on each rank of tp, which uses it for a part of what it is for: some of the heads, or a part
 # of each expert's width.
 _USED_IN_PART: Final = frozenset({"head_dim", "routes"})
@@ -40,6 +42,7 @@ class Sharding:
     """One parameter on the mesh.
 
     `tp_dim` is the dim cut over tp, if any. `shard_ranks` ranks share dim 0 of what remains.
+    Of experts each of `ep` ranks has its own, before anything else is cut.
     `is_partial` says that the gradient of each tp rank is a part of a sum: the parameter is whole
     on all of them but sees other tokens on each, as norms do under sequence parallelism, other
     heads, as norms of heads do, or another part of experts, as routers do.
@@ -50,10 +53,18 @@ class Sharding:
     tp_dim: int | None
     shard_ranks: int
     is_partial: bool
+    ep: int = 1
 
-    def slices(self, tp_rank: int, shard_rank: int) -> tuple[Slice, ...]:
-        """Return the cuts, one after the other, that lead from the whole to a rank's shard."""
+    def slices(self, tp_rank: int, data_rank: int) -> tuple[Slice, ...]:
+        """Return the cuts, one after the other, that lead from the whole to a rank's shard.
+
+        `data_rank` is what the function `data_rank` returns.
+        """
         cuts, rows = [], self.part.shape[0]
+        shard_rank, ep_rank = divmod(data_rank, self.ep)
+        if self.ep > 1:
+            rows //= self.ep
+            cuts.append(Slice(0, ep_rank * rows, (ep_rank + 1) * rows))
         if self.tp_dim is not None:
             size = self.part.shape[self.tp_dim] // self.tp
             cuts.append(Slice(self.tp_dim, tp_rank * size, (tp_rank + 1) * size))
@@ -64,17 +75,17 @@ class Sharding:
             cuts.append(Slice(0, start, min(start + size, rows)))
         return tuple(cuts)
 
-    def region(self, tp_rank: int, shard_rank: int) -> Region:
+    def region(self, tp_rank: int, data_rank: int) -> Region:
         """Return where a rank's shard lies in the whole tensor."""
         found = [(0, size) for size in self.part.shape]
-        for cut in self.slices(tp_rank, shard_rank):
+        for cut in self.slices(tp_rank, data_rank):
             start = found[cut.dim][0]
             found[cut.dim] = (start + cut.start, start + cut.stop)
         return tuple(found)
 
-    def shape(self, tp_rank: int, shard_rank: int) -> tuple[int, ...]:
+    def shape(self, tp_rank: int, data_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
-        return tuple(stop - start for start, stop in self.region(tp_rank, shard_rank))
+        return tuple(stop - start for start, stop in self.region(tp_rank, data_rank))
 
     @property
     def rows_each(self) -> int:
@@ -93,8 +104,9 @@ class Sharding:
 
     @cached_property
     def tp_shape(self) -> tuple[int, ...]:
-        """Shape of what a rank multiplies with: cut over tp, gathered over data."""
+        """Shape of what a rank multiplies with: cut over tp, gathered over data; its experts."""
         shape = list(self.part.shape)
+        shape[0] //= self.ep
         if self.tp_dim is not None:
             shape[self.tp_dim] //= self.tp
         return tuple(shape)
@@ -102,7 +114,7 @@ class Sharding:
     @property
     def distinct(self) -> int:
         """Into how many different shards it is cut: ranks of a stage / this is its copies."""
-        return self.shard_ranks * (self.tp if self.tp_dim is not None else 1)
+        return self.ep * self.shard_ranks * (self.tp if self.tp_dim is not None else 1)
 
 
 def shard(part: Part, layout: Layout) -> Sharding:
@@ -113,6 +125,9 @@ def shard(part: Part, layout: Layout) -> Sharding:
         tp_dim = cut[0] if cut else None
     is_whole = layout.tp > 1 and tp_dim is None
     is_partial = is_whole and (layout.sp or not _USED_IN_PART.isdisjoint(part.axes))
+    if layout.ep > 1 and part.is_of_experts:
+        ranks = layout.expert_shard_ranks
+        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
     return Sharding(part, layout.tp, tp_dim, layout.shard_ranks, is_partial)
 
 
@@ -125,21 +140,23 @@ def sums_in_place(layout: Layout, target: Target) -> bool:
     return layout.zero == 0 or (target.on_cpu and layout.offload != "params")
 
 
-def unit_of(name: str, *, in_place: bool) -> str:
+def unit_of(name: str, *, in_place: bool, ep: int = 1) -> str:
     """Return the unit that a parameter is gathered and summed with, of a stage.
 
-    A block, or the rest of the stage. Where ranks sum by themselves the embedding is one of its
-    own: its gradient comes last, the others of the rest come first.
+    A block, or the rest of the stage. Experts that ranks share out are one of their own: others
+    have them. So is the embedding where ranks sum by themselves: its gradient comes last, the
+    others of the rest come first.
     """
     room, _, rest = name.partition(".")
     if room == "layers":
-        return f"layers.{rest.partition('.')[0]}"
+        block, _, inner = rest.partition(".")
+        return f"layers.{block}{EXPERTS if ep > 1 and inner.startswith(EXPERTS[1:]) else ''}"
     return "embed" if in_place and room == "embed" else "rest"
 
 
-def shard_rank(layout: Layout, at: Mapping[str, int]) -> int:
-    """Return which of the `shard_ranks` the rank at some coordinates is."""
-    return at["dp_shard"] * layout.cp + at["cp"]
+def data_rank(layout: Layout, at: Mapping[str, int]) -> int:
+    """Return which of the layout's `alike_ranks` the rank at some coordinates is."""
+    return at["dp_shard" if layout.zero else "dp_replicate"] * layout.cp + at["cp"]
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -8,26 +8,45 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Final, NamedTuple
 
+from meshwright.layout import Layout
 from meshwright.program.lower import Program
-from meshwright.program.messages import Collective, CollectiveKind, Phase
-from meshwright.program.shards import Sharding, shard_rank, sums_in_place, unit_of
+from meshwright.program.messages import Axis, Collective, CollectiveKind, Phase
+from meshwright.program.shards import EXPERTS, Sharding, data_rank, sums_in_place, unit_of
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.spec.training import TrainSpec
 
 _FP32: Final = 4  # bytes
+_OF_REPLICAS: Final = "replicas: sum gradients"
 
 
 class _MessageUnit(NamedTuple):
     """What is gathered or reduced in one message, see `program.shards.unit_of`.
 
     Elements: `deferred` of parameters whose gradients may come in a backward of their own, `prompt`
-    of the others.
+    of the others. `axes` are the ranks that share it, and those that hold copies.
     """
 
     name: str
     deferred: int
     prompt: int
+    axes: _Axes
+
+
+class _Axes(NamedTuple):
+    """The ranks that ZeRO cuts some weights over, and those that have the same shards."""
+
+    shard: Axis
+    shards: int
+    replicate: Axis
+    replicas: int
+
+
+def _axes(layout: Layout, sharding: Sharding) -> _Axes:
+    if sharding.ep > 1:
+        ranks = sharding.shard_ranks, layout.expert_replica_ranks
+        return _Axes("expert_shard", ranks[0], "expert_replicate", ranks[1])
+    return _Axes("shard", sharding.shard_ranks, "replicate", layout.replica_ranks)
 
 
 def _units(
@@ -35,13 +54,15 @@ def _units(
 ) -> list[_MessageUnit]:
     """Return the units of a stage; `elements` says what a parameter has in the message."""
     sums: dict[str, list[int]] = {}
+    axes: dict[str, _Axes] = {}
     for name in program.parameters(stage):
-        unit = unit_of(name, in_place=in_place)
+        unit = unit_of(name, in_place=in_place, ep=program.layout.ep)
         sharding = program.shardings[name]
         # The head's comes with its input's.
         waits = unit.startswith("layers.") and sharding.part.is_product
         sums.setdefault(unit, [0, 0])[0 if waits else 1] += elements(sharding)
-    return [_MessageUnit(name, *found) for name, found in sums.items()]
+        axes[unit] = _axes(program.layout, sharding)
+    return [_MessageUnit(name, waits, comes, axes[name]) for name, (waits, comes) in sums.items()]
 
 
 def gathers(
@@ -61,11 +82,20 @@ def gathers(
     element = ELEMENT_BYTES[program.train.precision]
     for stage in stages:
         for unit in _units(program, stage, attrgetter("padded_elements"), in_place=False):
+            if unit.axes.shards == 1:
+                continue
             size = (unit.deferred + unit.prompt) * element
-            what = "a block" if unit.name.startswith("layers.") else "the rest of the stage"
-            reason = f"ZeRO: the weights of {what}"
+            reason = f"ZeRO: the weights of {_what(unit.name)}"
             for phase, times in _passes(program, layout.zero == 3):
-                yield Collective("all_gather", "shard", size, times, phase, "weights", reason)
+                axis = unit.axes.shard
+                yield Collective("all_gather", axis, size, times, phase, "weights", reason)
+
+
+def _what(unit: str) -> str:
+    """Return what a unit is, in words."""
+    if unit.endswith(EXPERTS):
+        return "a block's experts"
+    return "a block" if unit.startswith("layers.") else "the rest of the stage"
 
 
 def _passes(program: Program, is_each: bool) -> tuple[tuple[Phase, int], ...]:
@@ -85,26 +115,29 @@ def _rows_gathered(
     Stage 3 gathers blocks alone for each forward and each backward, the rest of a stage once.
     """
     layout, element = program.layout, ELEMENT_BYTES[program.train.precision]
-    place, ranks = shard_rank(layout, at), layout.shard_ranks
-    counts: Counter[tuple[CollectiveKind, Phase, bool, int]] = Counter()
+    place = data_rank(layout, at)
+    counts: Counter[tuple[CollectiveKind, Axis, Phase, str, int]] = Counter()
     for stage in stages:
         for name in program.parameters(stage):
             sharding = program.shardings[name]
-            is_block = name.startswith("layers.")
+            axis, ranks = _axes(layout, sharding)[:2]
+            if ranks == 1:
+                continue
+            what = _what(unit_of(name, in_place=True, ep=layout.ep))
             mine = math.prod(sharding.shape(at["tp"], place))
             each = sharding.rows_each
             full, left = divmod(sharding.tp_shape[0], each)
-            for phase, times in _passes(program, layout.zero == 3 and is_block):
-                counts["send", phase, is_block, mine] += times * (ranks - 1)
-                counts["recv", phase, is_block, each * sharding.row_elements] += times * full
-                counts["recv", phase, is_block, left * sharding.row_elements] += times
-                counts["recv", phase, is_block, mine] -= times
-    for (kind, phase, is_block, size), count in counts.items():
+            is_each = layout.zero == 3 and name.startswith("layers.")
+            for phase, times in _passes(program, is_each):
+                counts["send", axis, phase, what, mine] += times * (ranks - 1)
+                counts["recv", axis, phase, what, each * sharding.row_elements] += times * full
+                counts["recv", axis, phase, what, left * sharding.row_elements] += times
+                counts["recv", axis, phase, what, mine] -= times
+    for (kind, axis, phase, what, size), count in counts.items():
         if size and count:
-            what = "a block" if is_block else "the rest of the stage"
             way = "rows to all others" if kind == "send" else "the rows of others"
             reason = f"ZeRO: the weights of {what}, {way}"
-            yield Collective(kind, "shard", size * element, count, phase, "weights", reason)
+            yield Collective(kind, axis, size * element, count, phase, "weights", reason)
 
 
 def reductions(
@@ -119,9 +152,7 @@ def reductions(
     in_place = sums_in_place(layout, program.target)
     if in_place and layout.shard_ranks > 1:
         yield from _exchanges(program, at, stages)
-        return
     element = reduced_bytes(program.train)
-    replicas, ranks = layout.replica_ranks, layout.shard_ranks
     each = layout.zero >= 2 and not in_place
     phase = _summed_in(each)
     for stage in stages:
@@ -130,16 +161,20 @@ def reductions(
         met = _summed_in(sum(meets for *_, meets in rounds) > 1)
         for has_deferred, has_prompt, meets in rounds:
             for unit in units:
+                axes = unit.axes
                 size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
-                if not size:
+                if not size or (in_place and axes.shards > 1):
                     continue
-                if ranks > 1:
+                if axes.shards > 1:
                     reason = "ZeRO: sum and cut gradients"
-                    yield Collective("reduce_scatter", "shard", size, 1, phase, "gradients", reason)
-                if replicas > 1 and meets:
-                    reason = "replicas: sum gradients"
-                    size //= ranks
-                    yield Collective("all_reduce", "replicate", size, 1, met, "gradients", reason)
+                    yield Collective(
+                        "reduce_scatter", axes.shard, size, 1, phase, "gradients", reason
+                    )
+                if axes.replicas > 1 and meets:
+                    size //= axes.shards
+                    yield Collective(
+                        "all_reduce", axes.replicate, size, 1, met, "gradients", _OF_REPLICAS
+                    )
 
 
 def _summed_in(each: bool) -> Phase:
@@ -160,7 +195,7 @@ def _exchanges(
 
     What a reduce-scatter is without the sums on the way, arXiv:1910.02054, section 5.
     """
-    place, tp_rank = shard_rank(program.layout, at), at["tp"]
+    place, tp_rank = data_rank(program.layout, at), at["tp"]
     each = program.layout.zero >= 2
     phase = _summed_in(each)
 
@@ -175,18 +210,16 @@ def _exchanges(
         for has_deferred, has_prompt, _ in _rounds(program, at["pp"], stage, each):
             for unit in sent:
                 count = has_deferred * unit.deferred + has_prompt * unit.prompt
-                if count:
+                if count and unit.axes.shards > 1:
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
-                    size = count * reduced_bytes(program.train)
-                    yield Collective("all_to_all", "shard", size, 1, phase, "gradients", reason)
-        if program.layout.dp_replicate > 1:
-            for unit in _units(program, stage, own, in_place=True):
-                size = (unit.deferred + unit.prompt) * _FP32
-                if size:
-                    reason = "replicas: sum gradients"
-                    yield Collective(
-                        "all_reduce", "replicate", size, 1, "step", "gradients", reason
-                    )
+                    size, axis = count * reduced_bytes(program.train), unit.axes.shard
+                    yield Collective("all_to_all", axis, size, 1, phase, "gradients", reason)
+        for unit in _units(program, stage, own, in_place=True):
+            size, axes = (unit.deferred + unit.prompt) * _FP32, unit.axes
+            if size and axes.shards > 1 and axes.replicas > 1:
+                yield Collective(
+                    "all_reduce", axes.replicate, size, 1, "step", "gradients", _OF_REPLICAS
+                )
 
 
 def _rounds(

@@ -24,7 +24,7 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
 from meshwright.program.lower import Program
-from meshwright.program.shards import shard_rank, whole
+from meshwright.program.shards import data_rank, whole
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
@@ -106,7 +106,7 @@ def _wrong_weight(search: _Search) -> Divergence | None:
 
 def _part(full: Tensor, held: HeldParameter, search: _Search) -> Tensor:
     at = search.groups.at
-    region = held.sharding.region(at["tp"], shard_rank(search.program.layout, at))
+    region = held.sharding.region(at["tp"], data_rank(search.program.layout, at))
     return cut(full, region)
 
 
@@ -199,10 +199,10 @@ def _wrong_gradient(search: _Search) -> Divergence | None:
         found = _gradient_of(search, _only(batch, search, microbatch))
         if found is None:
             continue
-        for data_rank in range(search.program.layout.dp):
-            alone = _gradient_of(search, _only(batch, search, microbatch, data_rank))
+        for place in range(search.program.layout.dp):
+            alone = _gradient_of(search, _only(batch, search, microbatch, place))
             if alone is not None:
-                return _divergence(alone, microbatch, data_rank)
+                return _divergence(alone, microbatch, place)
         return _divergence(found, microbatch, None)
     found = _gradient_of(search, batch)
     return None if found is None else _divergence(found, None, None)

@@ -94,11 +94,11 @@ _KINDS: Final = (
     _Kind("olmo3", packed=True, flags=_LOCAL),
     _Kind("smollm3", packed=True, flags=_ODD),
 )
-# Numbers of experts that nothing divides, from one expert of a token to all of them.
+# From one expert of a token to all of them. Most numbers of experts divide among ranks.
 _MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
 _SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
 _EXPERT_KINDS: Final = (
-    _Kind("mixtral", flags={"experts": 5, "top_k": 2}),
+    _Kind("mixtral", flags={"experts": 4, "top_k": 3}),
     _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}),
     _Kind(
         "qwen2_moe",
@@ -313,4 +313,8 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[_Kind]) -
         **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
     optimizer = _turned(_OPTIMIZERS, turn)
+    if model.experts:
+        most = math.gcd(model.experts, layout.alike_ranks)
+        legal = [ep for ep in (2, 4, 8) if most % ep == 0]
+        layout = layout.model_copy(update={"ep": _turned((*legal, *legal, 1), turn)})
     return Case(model, train, layout, packed=kind.packed, optimizer=optimizer)

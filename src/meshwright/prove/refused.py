@@ -60,7 +60,7 @@ def _tensor(world: int) -> Iterator[Case]:
     yield _case(f"{rule}ffn_dim = 129", label, ffn_dim=129)
     yield _case(f"{rule}vocab_size = 129", label, vocab_size=129)
     for key in ("expert_ffn_dim", "shared_ffn_dim"):
-        mixture = {"family": "qwen2_moe", "experts": 4, "top_k": 2, key: 129}
+        mixture: dict[str, Any] = {"family": "qwen2_moe", "experts": 4, "top_k": 2, key: 129}
         yield _case(f"{rule}{key} = 129", label, **mixture)
     seq_len = 3 * world + 1
     yield _case(
@@ -127,6 +127,22 @@ def _data(world: int) -> Iterator[Case]:
     )
     yield _case(
         f"layout.dp_shard = {world} shards, but layout.zero = 0 replicates", f"shard{world} mb1"
+    )
+    mixture: dict[str, Any] = {"family": "qwen3_moe", "experts": 4 * world, "top_k": 2}
+    yield _case(
+        f"layout.ep = {world} shares out experts, but model.experts = 0", f"dp{world} ep{world} mb1"
+    )
+    odd = {**mixture, "experts": world + 1}
+    yield _case(
+        f"layout.ep = {world} must divide model.experts = {world + 1}",
+        f"dp{world} ep{world} mb1",
+        **odd,
+    )
+    yield _case(
+        f"layout.ep = {2 * world} must divide the dp_replicate x cp ranks with the same weights "
+        f"= {world}",
+        f"dp{world} ep{2 * world} mb1",
+        **mixture,
     )
     yield _case(
         "layout.offload = params needs sharded states, but layout.zero = 0 replicates",

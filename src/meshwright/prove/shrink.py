@@ -22,6 +22,7 @@ _SHRINK_ORDER: Final = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 _MOST_VIRTUAL: Final = 4
 _SEQ_LEN: Final = 32
 _DIM: Final = 64
+_EXPERTS: Final = 8
 
 
 def shrink(
@@ -76,7 +77,8 @@ def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
         update |= {"schedule": "1f1b", "virtual_stages": 1}
     elif SCHEDULES[layout.schedule].max_virtual is None:
         update["virtual_stages"] = min(layout.virtual_stages, _MOST_VIRTUAL)
-    return layout.model_copy(update=update)
+    small = layout.model_copy(update=update)
+    return small.model_copy(update={"ep": math.gcd(layout.ep, small.alike_ranks)})
 
 
 def _small_train(train: TrainSpec, layout: Layout, microbatches: int) -> TrainSpec:
@@ -125,12 +127,27 @@ def _small_model(
         "rope_scaling": scaling(head_dim),
         "ffn_dim": round_up(2 * _DIM, layout.tp),
         "layer_pattern": kinds if model.layer_pattern else (),
+        **_small_experts(model, layout),
         **FAMILIES[model.family].of_width(_DIM),
     }
     if model.attention_scale is not None:  # scores as large as they were
         scale = model.attention_scale * math.sqrt(model.head_dim / head_dim)
         sizes["attention_scale"] = scale
     return ModelSpec.model_validate_json(model.model_copy(update=sizes).model_dump_json())
+
+
+def _small_experts(model: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """Return the sizes of few small experts, which the layout divides, where there are any."""
+    if not model.experts:
+        return {}
+    count = round_up(min(model.experts, _EXPERTS), layout.ep)
+    width = None if model.expert_ffn_dim is None else round_up(_DIM, layout.tp)
+    return {
+        "experts": count,
+        "top_k": min(model.top_k, count),
+        "expert_ffn_dim": width,
+        "shared_ffn_dim": round_up(_DIM, layout.tp) if model.shared_ffn_dim else 0,
+    }
 
 
 def _small_kinds(model: ModelSpec, train: TrainSpec, small: TrainSpec) -> tuple[LayerSpec, ...]:

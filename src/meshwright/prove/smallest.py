@@ -79,7 +79,7 @@ def smallest(case: Case, fails: Callable[[Case], bool], most_tries: int = MOST_T
 def _complexity(case: Case) -> int:
     """Return a number that each simplification lowers: counts, and values that are not plain."""
     layout, model = case.layout, case.model
-    counts = [*layout.mesh.shape, layout.microbatch, layout.virtual_stages, layout.zero]
+    counts = [*layout.mesh.shape, layout.ep, layout.microbatch, layout.virtual_stages, layout.zero]
     counts += [_microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
     if layout.is_pipelined:
         counts.append(list(SCHEDULES).index(layout.schedule))
@@ -96,6 +96,7 @@ def _complexity(case: Case) -> int:
 def _updates(case: Case) -> Iterator[_Update]:
     """Yield simplifications, those that remove most first."""
     layout, model = case.layout, case.model
+    yield from ({"layout": {"ep": n}} for n in range(1, layout.ep))
     for axis in AXES:
         yield from ({"layout": {axis: n}} for n in range(1, getattr(layout, axis)))
     yield {"layout": {"microbatch": 1}}

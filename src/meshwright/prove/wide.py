@@ -47,16 +47,18 @@ def prove_sums(
 
     Gradients of every other microbatch, and of those between, are computed alone, with the same
     scale for each token: both are rounded as in the whole step, so their sum is its gradient.
+    Where ranks share out experts, one product makes the gradients of a microbatch of all of them:
+    then only microbatches that follow one another on a rank are told apart.
     Yields nothing where the number of microbatches is odd, where `train.reduce_dtype` lets sums be
     rounded, or where float8 products have a scale that depends on all rows.
     """
-    program, train = program_of(case, world), case.train
-    microbatches = train.batch // case.layout.microbatch
-    if microbatches % 2 or train.reduce_dtype != "fp32" or train.fp8:
+    program, train, layout = program_of(case, world), case.train, case.layout
+    together = train.batch if layout.ep == 1 else train.batch // layout.dp
+    if together // layout.microbatch % 2 or train.reduce_dtype != "fp32" or train.fp8:
         return
     whole = make_batch(case, 0)
     whole = whole._replace(targets=whole.inputs.roll(-1, 1))  # as many in each microbatch
-    odd = torch.arange(train.batch) // case.layout.microbatch % 2 == 1
+    odd = torch.arange(train.batch) % together // layout.microbatch % 2 == 1
     parallel = build_small(program, groups, world, fault)
 
     def found(batch: Batch, scale: float) -> list[Tensor | None]:
@@ -69,9 +71,9 @@ def prove_sums(
     for held, *three in zip(parallel.held, everything, first, second, strict=True):
         worst = worse(worst, Difference(_off(*three), _SUM, held.name, world.rank, held.stage))
     worst = max(everyones(worst, world), key=lambda one: one.share)
-    layout = case.layout.model_dump(mode="json")
     passed = worst.share <= 1
-    yield Verdict("sums of gradients in fp32", layout, 0.0, worst.error, _SUM, passed)
+    told = layout.model_dump(mode="json")
+    yield Verdict("sums of gradients in fp32", told, 0.0, worst.error, _SUM, passed)
 
 
 def _taken(held: HeldParameter) -> Tensor | None:

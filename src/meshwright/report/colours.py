@@ -63,6 +63,7 @@ CAUSE_COLOURS: Final[Mapping[str, str]] = {
     "recompute": SKY,
     "tp": ORANGE,
     "cp": AMBER,
+    "ep": MINT,
     "data": GREEN,
     "bubble": HATCH,
     "optimizer": PURPLE,

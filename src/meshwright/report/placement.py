@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from meshwright.layout import Layout
 from meshwright.layout.mesh import AXES
 from meshwright.program.lower import Program
-from meshwright.program.shards import Sharding, shard_rank
+from meshwright.program.shards import Sharding, data_rank
 from meshwright.report.colours import BLUE, GREEN, ORANGE, PURPLE, SKY, SOFT, YELLOW, blend
 from meshwright.report.figure import Figure, axis, figure, note
 from meshwright.report.page import Page, prose, table
@@ -124,7 +124,7 @@ def _cell(program: Program, place: int, column: Mapping[str, int]) -> _Cell:
     layout = program.layout
     at = {"pp": place, **column}
     rank = layout.mesh.rank(at)
-    part = (at["tp"], shard_rank(layout, at) if layout.zero else 0)
+    part = (at["tp"], data_rank(layout, at) if layout.zero else data_rank(layout, at) % layout.ep)
     where = ", ".join(f"{one} {at[one]}" for one in AXES if layout.mesh.degree(one) > 1)
     held = _held(program, place, part)
     lines = [f"<b>rank {rank}</b>", where, _stage_words(program, place)]

@@ -224,6 +224,7 @@ def _shape(base: StepProfile) -> Iterator[Advice]:
     todo = {
         "tp": f"A smaller layout.tp{'' if sp else ', or layout.sp=true'}.",
         "cp": "A smaller layout.cp, or longer sequences on each rank.",
+        "ep": "A smaller layout.ep, or ranks of ep within a node.",
         "data": "A larger train.batch"
         + (", or a smaller layout.zero where memory allows." if zero else "."),
     }

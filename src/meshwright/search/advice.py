@@ -27,6 +27,7 @@ def lost_by(found: Prediction, winner: Prediction) -> str:
         "compute": "less efficient products",
         "tp": "tensor-parallel messages",
         "cp": "context-parallel messages",
+        "ep": "tokens on their way to experts",
         "data": "waiting for gathered weights" if gathers else "summing gradients",
         "bubble": "an idle pipeline",
         "recompute": "recomputation",
@@ -101,7 +102,7 @@ def _tensors(found: Prediction, setting: Setting) -> str | None:
 
 def _messages(found: Prediction, setting: Setting) -> str | None:
     causes, total = found.time.causes, found.time.total
-    waits = {cause: causes[cause] / total for cause in ("tp", "data", "cp")}
+    waits = {cause: causes[cause] / total for cause in ("tp", "data", "cp", "ep")}
     large = [f"{cause} {share:.0%}" for cause, share in waits.items() if share > _WASTED]
     return f"the step waits for messages: {', '.join(large)}" if large else None
 
@@ -111,6 +112,7 @@ def _host(found: Prediction, setting: Setting) -> str | None:
     layout = found.layout
     if layout.offload == "none":
         return None
+    # Experts, too: `ep` and their own sharding divide them by as much.
     parameters = parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
     on_node = min(setting.cluster.per_node, layout.world)
     size = parameters * _HOST_BYTES * on_node

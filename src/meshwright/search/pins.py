@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken, unsharded
-from meshwright.layout.rules import divisors, nearest_legal
+from meshwright.layout.candidates import divisors
+from meshwright.layout.rules import nearest_legal
 from meshwright.predict.setting import Setting
 from meshwright.search.space import Pins
 from meshwright.spec.loading import Config

@@ -304,11 +304,11 @@ class Search:
         """Return the ZeRO stages of a division of the devices, with what each costs."""
         # Weights on the host are sent anew for each microbatch.
         often = one.microbatch if "params" in offloaded else 0
-        key = (one.pp, one.dp_replicate, one.cp, one.tp, offloaded, often)
+        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, offloaded, often)
         if key not in self._choices:
             found = [
                 self._choice(one, sharding, offload)
-                for sharding in shardings(one.dp_replicate, one.cp)
+                for sharding in shardings(one.dp_replicate, one.cp, one.ep)
                 for offload in offloads(sharding.zero)
                 if offload in offloaded
             ]
@@ -349,7 +349,7 @@ class Search:
         """Return the seconds of a pipeline rank's messages and of its update, once a step."""
         often = layout.microbatch if layout.offload == "params" else 0
         shared = (layout.dp_replicate, layout.dp_shard, layout.zero, layout.offload, often)
-        key = (layout.pp, layout.cp, layout.tp, *shared, held)
+        key = (layout.pp, layout.cp, layout.tp, layout.ep, *shared, held)
         if key not in self._seconds_once:
             self._seconds_once[key] = (
                 data_messages(self.setting, self.kernels, layout, held),

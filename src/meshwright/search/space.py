@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from meshwright.layout import Layout, broken
-from meshwright.layout.rules import divisors
+from meshwright.layout.candidates import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec, Zero
@@ -18,7 +20,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 # Keys of a layout that a core has; the others are the sharding's and the schedule's.
-OF_CORE = ("pp", "cp", "tp", "cp_kind", "microbatch", "recompute")
+OF_CORE = ("pp", "cp", "tp", "ep", "cp_kind", "microbatch", "recompute")
 OF_SHARDING = ("dp_replicate", "dp_shard", "zero", "offload")
 OF_SCHEDULE = ("schedule", "virtual_stages")
 Pins = Mapping[str, object]
@@ -35,10 +37,10 @@ class Core(NamedTuple):
     layout: Layout
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
-        """Degrees of pp, dp, cp and tp: how the devices are divided."""
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """Degrees of pp, dp, cp, tp and ep: how the devices are divided."""
         one = self.layout
-        return one.pp, one.dp_replicate, one.cp, one.tp
+        return one.pp, one.dp_replicate, one.cp, one.tp, one.ep
 
 
 class Schedule(NamedTuple):
@@ -76,11 +78,12 @@ def _of_degrees(
         )
         if broken(model, train, plain) is not None:
             continue
+        shared_out = divisors(math.gcd(model.experts, dp * cp)) if model.experts else (1,)
         for microbatch in divisors(train.batch // dp):
             if microbatch > 1 and microbatch * train.seq_len // cp > _MICROBATCH_TOKENS:
                 break
-            for recompute in RECOMPUTES:
-                changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute}
+            for recompute, ep in product(RECOMPUTES, shared_out):
+                changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute, "ep": ep}
                 yield Core(plain.model_copy(update=changes))
 
 
@@ -99,12 +102,16 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shardings(dp: int, cp: int) -> tuple[ZeroSharding, ...]:
-    """Return the ZeRO stages with each number of ranks that they may shard over."""
+def shardings(dp: int, cp: int, ep: int = 1) -> tuple[ZeroSharding, ...]:
+    """Return the ZeRO stages with each number of ranks that they may shard over.
+
+    Ranks that shard share out the experts, too, so that `ep` divides them.
+    """
     found = [ZeroSharding(0, 1)]
     stages: tuple[Zero, ...] = (1, 2, 3)
+    legal = [shards for shards in divisors(dp) if shards * cp > 1 and shards * cp % ep == 0]
     for zero in stages:
-        found += (ZeroSharding(zero, shards) for shards in divisors(dp) if shards * cp > 1)
+        found += (ZeroSharding(zero, shards) for shards in legal)
     return tuple(found)
 
 
@@ -115,10 +122,10 @@ def offloads(zero: int) -> tuple[Offload, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _kept(dp: int, cp: int, offloaded: tuple[Offload, ...] | None) -> int:
+def _kept(dp: int, cp: int, ep: int, offloaded: tuple[Offload, ...] | None) -> int:
     return sum(
         sum(offloaded is None or one in offloaded for one in offloads(choice.zero))
-        for choice in shardings(dp, cp)
+        for choice in shardings(dp, cp, ep)
     )
 
 
@@ -139,7 +146,7 @@ def size_of(
     if pins:
         kept, orders = _pinned(one, chains, offloaded, pins)
     else:
-        kept, orders = _kept(one.dp_replicate, one.cp, offloaded), len(chains)
+        kept, orders = _kept(one.dp_replicate, one.cp, one.ep, offloaded), len(chains)
     # With sequence parallelism or without, where there is a choice.
     return orders * kept * (2 if one.sp and "sp" not in (pins or {}) else 1)
 
@@ -153,7 +160,7 @@ def _pinned(
     """Return how many shardings and how many schedules of a core are as a user fixed them."""
     kept = sum(
         obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
-        for choice in shardings(one.dp_replicate, one.cp)
+        for choice in shardings(one.dp_replicate, one.cp, one.ep)
         for offload in offloads(choice.zero)
         if offloaded is None or offload in offloaded
     )

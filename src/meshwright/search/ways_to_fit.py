@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any, NamedTuple, get_args
 
 from meshwright.layout import Layout, broken
-from meshwright.layout.rules import divisors
+from meshwright.layout.candidates import divisors
 from meshwright.predict.price import Prediction, estimated, price
 from meshwright.predict.setting import Setting
 from meshwright.search.lightest import with_train

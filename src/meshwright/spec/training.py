@@ -216,6 +216,7 @@ class LayoutSection(Spec):
     dp_shard: int | None = Field(default=None, gt=0, le=MOST_RANKS)
     cp: int = Field(default=1, gt=0, le=MOST_RANKS)
     tp: int = Field(default=1, gt=0, le=MOST_RANKS)
+    ep: int = Field(default=1, gt=0, le=MOST_RANKS)
     zero: Zero = 0
     sp: bool = False
     cp_kind: ContextKind = "ring"

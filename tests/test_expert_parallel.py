@@ -1,0 +1,308 @@
+"""Ranks that share out the experts: parity, faults that proofs must catch, checkpoints, plans."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+
+from meshwright.checkpoint.commit import steps
+from meshwright.checkpoint.restore import StoredSource, newest_good, restore, stored_of
+from meshwright.checkpoint.saver import Saver
+from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
+from meshwright.execute import measured
+from meshwright.execute.build import build, seeded
+from meshwright.execute.data import replicas_of
+from meshwright.execute.dispatch import over_ranks
+from meshwright.execute.flight_recorder_file import Group
+from meshwright.execute.groups import Link, open_groups
+from meshwright.execute.optimize import Shards
+from meshwright.launch.explain import mismatch
+from meshwright.layout import Layout
+from meshwright.models.experts import Experts, Routing
+from meshwright.program.lower import lower
+from meshwright.program.messages import Axis
+from meshwright.prove.batches import make_batch
+from meshwright.prove.case import Case
+from meshwright.prove.compare import mine
+from meshwright.prove.parity import prove_parity
+from meshwright.prove.shrink import shrink
+from meshwright.report import causes
+from meshwright.search.plan import plan
+from meshwright.spec.loading import load_config
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import OptimizerSpec, TrainSpec
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.update import update
+from ranks import on_ranks
+
+MODEL = model_spec(
+    family="qwen3_moe",
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    vocab_size=72,
+    ffn_dim=48,
+    experts=4,
+    top_k=2,
+    expert_ffn_dim=24,
+)
+TRAIN = TrainSpec(batch=8, seq_len=16, seed=3)
+
+
+def case_of(label):
+    return Case(MODEL, TRAIN, Layout.parse(label))
+
+
+def proven(world, label, fault=None):
+    case = case_of(label)
+    return prove_parity(case, open_groups(case.layout, world), world, fault=fault)
+
+
+def traded(world, ids):
+    """Return how far results and gradients of shared out experts are from those of all of them."""
+    torch.manual_seed(5)
+    whole = Experts(MODEL).double()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    each = MODEL.experts // world.size
+    own = Experts(MODEL.model_copy(update={"experts": each})).double()
+    rows = slice(world.rank * each, (world.rank + 1) * each)
+    with torch.no_grad():
+        for mine_of, theirs in zip(own.parameters(), whole.parameters(), strict=True):
+            mine_of.copy_(theirs[rows])
+    every = torch.randn(world.size, 6, MODEL.dim, dtype=torch.float64)
+    shares = torch.rand(world.size, 6, 2, dtype=torch.float64)
+    routed = torch.tensor(ids)
+    leaves = [
+        (one.clone().requires_grad_(), two.clone().requires_grad_())
+        for one, two in zip(every, shares, strict=True)
+    ]
+    total = torch.stack([whole(x, Routing(routed[at], s)) for at, (x, s) in enumerate(leaves)])
+    total.square().sum().backward()
+    x = every[world.rank].clone().requires_grad_()
+    share = shares[world.rank].clone().requires_grad_()
+    link = Link(torch.distributed.group.WORLD, tuple(range(world.size)), world.rank)
+    out = over_ranks(own, MODEL.experts, link, x, Routing(routed[world.rank], share))
+    out.square().sum().backward()
+    pairs = [(out, total[world.rank]), (x.grad, leaves[world.rank][0].grad)]
+    pairs.append((share.grad, leaves[world.rank][1].grad))
+    pairs += [
+        (a.grad, b.grad[rows]) for a, b in zip(own.parameters(), whole.parameters(), strict=True)
+    ]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+SPREAD = [[[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [3, 2]], [[2, 0], [1, 0], [3, 1]] * 2]
+# All tokens meet the experts of rank 0, and none those of rank 1; and the other way round.
+CROWDED = [[[0, 1]] * 6, [[1, 0]] * 6]
+ACROSS = [[[2, 3]] * 6, [[0, 1]] * 6]
+
+
+@pytest.mark.parametrize("ids", [SPREAD, CROWDED, ACROSS], ids=["spread", "crowded", "across"])
+def test_shared_out_experts_are_all_experts(ids):
+    assert max(on_ranks(2, traded, ids=ids)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "label", ["dp2 ep2 mb2", "shard2 zero3 ep2 mb2", "dp2 shard2 zero2 ep2 mb1", "tp2 dp2 ep2 mb2"]
+)
+def test_a_layout_that_shares_out_experts_is_one_device(label):
+    verdicts = on_ranks(Layout.parse(label).world, proven, label=label)[0]
+    assert [verdict.claim for verdict in verdicts if not verdict.passed] == []
+
+
+def of_experts(parallel):
+    return [held for held in parallel.held if held.sharding.ep > 1]
+
+
+def divided_gradients(parallel):
+    """Gradients of experts are means over the ranks that share them out."""
+    replicas = replicas_of(parallel.modules[0])
+    finish = replicas.finish
+
+    def divided():
+        finish()
+        for held in of_experts(parallel):
+            held.gradient.div_(2)
+
+    replicas.finish = divided
+
+
+def no_sum_of_copies(parallel):
+    """Ranks that have the same experts keep the gradients of their own tokens."""
+    for unit in replicas_of(parallel.modules[0]).units:
+        if is_of_experts(parallel, unit):
+            unit.peers = replace(unit.peers, sums=None)
+
+
+def is_of_experts(parallel, unit):
+    masters = {id(weight.master) for weight in unit.weights}
+    return any(id(held.parameter) in masters for held in of_experts(parallel))
+
+
+def anothers_experts(parallel):
+    """Each rank has the experts that belong to its neighbour."""
+    link = parallel.groups.experts.ep
+    for held in of_experts(parallel):
+        parts = [torch.empty_like(held.shard) for _ in link.ranks]
+        torch.distributed.all_gather(parts, held.shard.contiguous(), group=link.group)
+        held.shard.copy_(parts[1 - link.rank])
+
+
+def mixtures(parallel):
+    return [block.mlp for module in parallel.modules.values() for block in module.blocks]
+
+
+def no_gradient_of_shares(parallel):
+    """Routers do not learn from what their experts make."""
+    for mlp in mixtures(parallel):
+        compute = mlp.compute
+        mlp.compute = partial(
+            lambda compute, x, routing: compute(x, Routing(routing.ids, routing.shares.detach())),
+            compute,
+        )
+
+
+def another_expert(parallel):
+    """A rank takes the tokens that come for one of its experts for those of another."""
+    for mlp in mixtures(parallel):
+        forward = mlp.experts.forward
+        mlp.experts.forward = partial(
+            lambda forward, x, routing: forward(x, Routing(1 - routing.ids, routing.shares)),
+            forward,
+        )
+
+
+def no_sum_of_routers(parallel):
+    """Each rank of tp keeps its part of the routers' gradients."""
+    parallel.held[:] = [
+        held._replace(sharding=replace(held.sharding, is_partial=False))
+        if "router" in held.name
+        else held
+        for held in parallel.held
+    ]
+
+
+FAULTS = [
+    (divided_gradients, "dp2 ep2 mb2"),
+    (divided_gradients, "shard2 zero1 ep2 mb2"),
+    (no_sum_of_copies, "dp4 ep2 mb2"),
+    (no_sum_of_copies, "shard4 zero2 ep2 mb2"),
+    (anothers_experts, "shard2 zero3 ep2 mb2"),
+    (no_gradient_of_shares, "dp2 ep2 mb2"),
+    (another_expert, "dp2 ep2 mb2"),
+    (no_sum_of_routers, "tp2 dp2 ep2 mb2"),
+    (no_sum_of_routers, "tp2 mb2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "label"), FAULTS, ids=[f"{fault.__name__} {label}" for fault, label in FAULTS]
+)
+def test_faults_of_shared_out_experts_are_caught(fault, label):
+    verdicts = on_ranks(Layout.parse(label).world, proven, label=label, fault=fault)[0]
+    failed = {verdict.claim for verdict in verdicts if not verdict.passed}
+    assert failed
+
+
+def test_every_axis_of_messages_has_a_cause_and_ranks():
+    """A step is measured along each of them, and a report says which link it crosses."""
+    assert set(get_args(Axis)) - {"world"} == set(measured._CAUSES)
+    assert set(get_args(Axis)) == set(causes._JOINED)
+
+
+def test_tokens_that_differ_in_number_are_no_disagreement():
+    def witness(rank, kind, size):
+        group = Group("ep", "ep", (0, 1))
+        record = SimpleNamespace(
+            kind=kind,
+            bytes=size,
+            group=group,
+            sequence=4,
+            step=1,
+            is_transfer=False,
+            phase="forward",
+            begun=0.0,
+        )
+        return SimpleNamespace(rank=rank, reading=SimpleNamespace(records=[record]))
+
+    assert mismatch([witness(0, "all_to_all", 80), witness(1, "all_to_all", 120)]) == ""
+    assert mismatch([witness(0, "all_reduce", 80), witness(1, "all_reduce", 120)])
+    assert mismatch([witness(0, "all_to_all", 80), witness(1, "all_gather", 80)])
+
+
+LAYOUTS = (
+    *("mb1", "shard2 zero2 ep2 mb2", "dp4 ep4 mb1", "tp2 mb2", "shard4 zero3 ep2 mb2"),
+    *("dp2 ep2 tp2 mb2", "pp2 dp2 ep2 1f1b mb1", "shard2 zero1 mb2", "dp2 shard2 zero2 ep2 mb2"),
+)
+
+
+def rewritten(world, label, root, start):
+    """Train two steps, or take what is at `start`, and save."""
+    layout = Layout.parse(label)
+    source = seeded(MODEL, TRAIN.seed) if start is None else None
+    good = None if start is None else newest_good(Path(start), world, pytest.fail)
+    if good is not None:
+        source = StoredSource(good.folder)
+    parallel = build(lower(MODEL, TRAIN, layout), open_groups(layout, world), world.device, source)
+    shards = Shards(parallel.held, on_host=False)
+    adam = OptimizerSpec(warmup_steps=0, schedule="constant")
+    trained = Trained(parallel, shards, build_optimizer(shards.leaves, adam))
+    if good is not None:
+        restore(trained, good)
+    for step in (1, 2) if good is None else ():
+        batch = mine(make_batch(case_of(label), step), parallel.program, world)
+        update(parallel, batch, world, shards, trained.optimizer, LossScale(), 1.0)
+    saver = Saver(Path(root), world, 1, lambda saved: None)
+    saver.save(2, chunks_of(trained), {"scalars": scalars_of(trained)}, {})
+
+
+def tensors(root):
+    folder = steps(Path(root))[-1]
+    return {
+        f"{kind} {name}": stored.whole(name)
+        for kind in (WEIGHTS, OPTIMIZER)
+        for stored in [stored_of(folder, kind)]
+        for name in stored.names
+    }
+
+
+def test_a_checkpoint_goes_through_all_layouts_bit_for_bit(tmp_path):
+    start, expected = None, None
+    for number, label in enumerate((*LAYOUTS[1:], LAYOUTS[0])):
+        root = str(tmp_path / str(number))
+        world = Layout.parse(label).world
+        on_ranks(world, rewritten, label=label, root=root, start=start)
+        found = tensors(root)
+        expected, start = expected or found, root
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), label
+
+
+def test_a_plan_shares_out_experts_where_that_is_faster():
+    words = [
+        *("model.preset=qwen3-30b-a3b", "cluster.preset=h100-sxm", "cluster.nodes=2"),
+        *("cluster.devices_per_node=8", "train.precision=bf16", "train.batch=512"),
+        "train.seq_len=4096",
+    ]
+    found = plan(load_config(None, words), 10).found.ranked
+    assert found[0].layout.ep > 1
+    assert found[0].time.causes["ep"] > 0
+    assert all(one.layout.world == 16 for one in found)
+
+
+def test_a_large_layout_is_proven_by_small_ones_that_share_out_experts():
+    layout = Layout.parse("shard16 zero1 ep8 tp2 pp2 1f1b mb1")
+    model = model_spec(preset="qwen3-30b-a3b")
+    small = shrink(model, TrainSpec(batch=512, seq_len=4096), layout)
+    assert all(case.layout.world <= 8 for case in small)
+    assert any(case.layout.ep > 1 for case in small)
+    assert all(case.model.experts == 8 for case in small)
