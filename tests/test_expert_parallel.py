@@ -1,5 +1,7 @@
 """Ranks that share out the experts: parity, faults that proofs must catch, checkpoints, plans."""
 
+import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from meshwright.checkpoint.commit import steps
 from meshwright.checkpoint.restore import StoredSource, newest_good, restore, stored_of
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
+from meshwright.cli import main
 from meshwright.execute import measured
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data import replicas_of
@@ -23,6 +26,8 @@ from meshwright.execute.optimize import Shards
 from meshwright.launch.explain import mismatch
 from meshwright.layout import Layout
 from meshwright.models.experts import Experts, Routing
+from meshwright.predict.calibration import shipped_calibration
+from meshwright.predict.rows import predict_row, read_row
 from meshwright.program.lower import lower
 from meshwright.program.messages import Axis
 from meshwright.prove.batches import make_batch
@@ -33,6 +38,7 @@ from meshwright.prove.shrink import shrink
 from meshwright.report import causes
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
+from meshwright.spec.parts import active_parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.loss_scale import LossScale
@@ -40,6 +46,7 @@ from meshwright.train.optimizer import build_optimizer
 from meshwright.train.update import update
 from ranks import on_ranks
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = model_spec(
     family="qwen3_moe",
     dim=32,
@@ -306,3 +313,75 @@ def test_a_large_layout_is_proven_by_small_ones_that_share_out_experts():
     assert all(case.layout.world <= 8 for case in small)
     assert any(case.layout.ep > 1 for case in small)
     assert all(case.model.experts == 8 for case in small)
+
+
+ROW = {
+    "id": "one",
+    "gpu": "H100",
+    "n_gpus": 16,
+    "framework": "Megatron-Core via Megatron-Bridge",
+    "model": "Qwen3_30B_a3B",
+    "layers": 48,
+    "hidden": 2048,
+    "heads": 32,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "ffn": 6144,
+    "seq": 4096,
+    "gbs": 512,
+    "mbs": 1,
+    "tp": 1,
+    "pp": 1,
+    "ep": 8,
+    "experts": 128,
+    "moe_ffn": 768,
+    "topk": 8,
+    "precision": "BF16",
+}
+
+
+def test_a_row_with_experts_is_predicted():
+    case = read_row(ROW, shipped_calibration())
+    assert case.layout.ep == 8
+    assert (case.setting.model.experts, case.setting.model.expert_ffn_dim) == (128, 768)
+    found = predict_row(ROW, shipped_calibration())
+    alone = predict_row({**ROW, "ep": 1}, shipped_calibration())
+    assert found["peak_mem_gib"] < alone["peak_mem_gib"]
+    pattern = "([0]*3+[1]*45)"
+    some = read_row({**ROW, "moe_layer_freq": pattern}, shipped_calibration()).setting.model
+    assert [some.has_experts(some.layer(at)) for at in range(5)] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention is not priced"),
+        ({"ep": 32}, "ep 32 does not divide the 16 ranks with the same weights"),
+        ({"ep": 3}, "ep 3 does not divide"),
+        ({"topk": None}, "lacks topk or moe_ffn"),
+        ({"moe_layer_freq": "[1]*48"}, "only ([0]*n+[1]*m) is read"),
+        ({"moe_layer_freq": "([0]*3+[1]*4)"}, "moe_layer_freq has 7 layers, the row 48"),
+    ],
+)
+def test_a_row_with_experts_that_cannot_be_priced_says_why(change, why):
+    assert why in predict_row({**ROW, **change}, shipped_calibration())["refused"]
+
+
+def test_the_example_costs_a_token_what_the_dense_model_does():
+    """Its own words say which: a few numbers of the routers are all that differs."""
+    path = str(EXAMPLES / "mixture.toml")
+    words = re.search(r"mixture\.toml (model\.family=.*?)\n#\n", Path(path).read_text(), re.S)[1]
+    dense = load_config(path, words.replace("\\\n#", "").split()).model
+    mixture = load_config(path).model
+    routers = mixture.n_layers * mixture.experts * mixture.dim
+    assert active_parameter_count(mixture) - active_parameter_count(dense) == routers
+
+
+def test_the_example_trains(tmp_path):
+    words = ["train.steps=2", "train.batch=4", "train.seq_len=32", "train.eval_every=2"]
+    small = ["model.dim=32", "model.n_layers=2", "train.log_every=1", "train.eval_batches=1"]
+    where = [f"data.cache={tmp_path}", f"log.dir={tmp_path}", "log.name=r"]
+    assert main(["train", str(EXAMPLES / "mixture.toml"), *words, *small, *where]) == 0
+    found = [json.loads(line) for line in (tmp_path / "r" / "events.jsonl").open()]
+    assert [event["step"] for event in found if event["event"] == "step"] == [1, 2]
+    assert not [event for event in found if "attempt" in event and event["attempt"]]

@@ -187,8 +187,8 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         assumed.append(f"key and value heads copied to {tp} tp ranks")
     ffn = row.get("ffn") or 4 * hidden
     # A gated MLP has three matrices, and so never four times the width.
-    is_gated = ffn != 4 * hidden
-    is_llama = is_gated and bool(re.search("llama|mistral|qwen|olmo", name, re.IGNORECASE))
+    is_gated = ffn != 4 * hidden or bool(row.get("experts"))
+    is_llama = is_gated and bool(re.search("llama|mi[sx]tral|qwen|olmo", name, re.IGNORECASE))
     if (mlp := row.get("mlp")) is not None:
         if mlp not in _MLPS:
             raise RowError(f"mlp {mlp!r}: it is one of {', '.join(_MLPS)}")
@@ -212,7 +212,9 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         "context": row["seq"],
         "tie_embeddings": bool(row.get("tied_embeddings")),
     }
-    if is_llama:
+    if row.get("experts"):
+        fields |= {**_mixture(row), "n_kv_heads": kv_heads}
+    elif is_llama:
         fields["n_kv_heads"] = kv_heads
     else:
         # Others have learned positions, or ALiBi.
@@ -222,6 +224,38 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         return model_spec(**fields)
     except (ValidationError, ConfigError) as error:
         raise RowError(f"model: {error}") from None
+
+
+def _mixture(row: Row) -> dict[str, Any]:
+    """Return the fields of a row's experts; raises `RowError` for what no family of ours has."""
+    if row.get("q_lora_rank") or row.get("kv_lora_rank"):
+        raise RowError("latent attention is not priced")
+    shared, width = int(row.get("shared_ffn") or 0), row.get("moe_ffn") or row.get("ffn")
+    if not row.get("topk") or not width:
+        raise RowError("the row has experts, but lacks topk or moe_ffn")
+    found = {
+        "family": "qwen2_moe" if shared else "qwen3_moe",
+        "experts": row["experts"],
+        "top_k": row["topk"],
+        "expert_ffn_dim": width,
+    }
+    if shared:
+        found["shared_ffn_dim"] = shared
+    if row.get("moe_layer_freq"):
+        found["layer_pattern"] = _dense_layers(str(row["moe_layer_freq"]), row["layers"])
+    return found
+
+
+def _dense_layers(text: str, layers: int) -> list[dict[str, Any]]:
+    """Return a pattern of layers from the expression of a list: 0 is a layer without experts."""
+    parts = re.fullmatch(r"\(?\[([01])\]\*(\d+)\+\[([01])\]\*(\d+)\)?", text)
+    if parts is None:
+        raise RowError(f"moe_layer_freq {text!r}: only ([0]*n+[1]*m) is read")
+    first, count, second, rest = map(int, parts.groups())
+    kinds = [first] * count + [second] * rest
+    if len(kinds) != layers:
+        raise RowError(f"moe_layer_freq has {len(kinds)} layers, the row {layers}")
+    return [{} if has else {"dense": True} for has in kinds]
 
 
 def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[Precision, str]:
@@ -281,6 +315,12 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
     ):
         sp = True
         assumed.append("sp")
+    ep = int(row.get("ep") or 1) if row.get("experts") else 1
+    alike = (shards if zero else dp) * degrees["cp"]
+    if alike % ep or int(row["experts"] if ep > 1 else 1) % ep:
+        raise RowError(f"ep {ep} does not divide the {alike} ranks with the same weights")
+    if ep > 1 and degrees["tp"] > 1 and row.get("etp", 1) != degrees["tp"]:
+        assumed.append(f"experts cut over tp {degrees['tp']}")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
     if system.name == _OURS and degrees["pp"] > 1:
         schedule = row.get("pp_schedule") or schedule
@@ -292,6 +332,7 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
         cp=degrees["cp"],
         cp_kind=row.get("cp_kind") or "ring",
         tp=degrees["tp"],
+        ep=ep,
         zero=zero,
         sp=bool(sp) and degrees["tp"] > 1,
         schedule=schedule,
