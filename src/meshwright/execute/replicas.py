@@ -286,10 +286,9 @@ class Replicas:
     def _meet_again(self, unit: Unit) -> None:
         """Sum this rank's rows over replicas of it."""
         unit.has_met = True
-        sums = [weight.shard_gradient for weight in unit.weights]
-        self._meet(
-            unit.peers.replicas, [rows for rows in sums if rows is not None and rows.numel()]
-        )
+        every = [weight.shard_gradient for weight in unit.weights]
+        found = [rows for rows in every if rows is not None and rows.numel()]
+        self._meet(unit.peers.replicas, found)
 
     def _meet(self, link: Link | None, gradients: list[Tensor]) -> None:
         """Sum gradients where they are, with those of other ranks if there are any."""
