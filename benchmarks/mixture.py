@@ -1,0 +1,167 @@
+"""A mixture of experts: `train` on one rank, on two that share out the experts, and transformers.
+
+    python -m benchmarks.mixture --rounds 3 --out docs/benchmarks/mixture.json
+
+One process of transformers has two threads, and takes of its ways to compute experts, and of some
+microbatches, the fastest. Runs alternate, so that the machine's noise hits all alike; prints
+medians of tokens/s and their ratios to transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NOT_COUNTED = 2
+BATCH, SEQ = 8, 512
+MODEL = {
+    "family": "mixtral",
+    "vocab_size": 8192,
+    "dim": 512,
+    "n_layers": 4,
+    "n_heads": 8,
+    "n_kv_heads": 8,
+    "head_dim": 64,
+    "ffn_dim": 704,
+    "experts": 8,
+    "top_k": 2,
+}
+WAYS = ("eager", "batched_mm", "grouped_mm")
+MICROBATCHES = (1, 2, 4)
+RUNS = {
+    "train, 1 rank": ("layout.dp_replicate=1",),
+    "train, 2 ranks": ("layout.dp_shard=2", "layout.zero=1"),
+    "train, 2 ranks, ep 2": ("layout.dp_shard=2", "layout.zero=1", "layout.ep=2"),
+}
+
+
+def theirs(way: str, rows: int, precision: str, steps: int) -> list[float]:
+    """Return the step times of a plain loop over transformers' model, in a process of its own."""
+    words = ["--loop", way, str(rows), "--precision", precision, "--steps", str(steps)]
+    return json.loads(_python("benchmarks.mixture", *words).stdout.splitlines()[-1])
+
+
+def loop(way: str, rows: int, precision: str, steps: int) -> list[float]:
+    """Train transformers' model for some steps, and return their seconds."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    from meshwright.spec.hf import hf_config
+    from meshwright.spec.resolve import model_spec
+
+    torch.set_num_threads(2)
+    config = MixtralConfig(**hf_config(model_spec(**MODEL)))
+    config._experts_implementation = way
+    model = AutoModelForCausalLM.from_config(config).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQ + 1))
+    seconds = []
+    for _ in range(steps + NOT_COUNTED):
+        began = time.perf_counter()
+        for some in tokens.split(rows):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                found = model(some[:, :-1], use_cache=False).logits
+                loss = torch.nn.functional.cross_entropy(
+                    found.flatten(0, 1).float(), some[:, 1:].flatten()
+                )
+            (loss * rows / BATCH).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    return seconds[NOT_COUNTED:]
+
+
+def ours(layout: Sequence[str], precision: str, steps: int) -> list[float]:
+    """Return the step times of `meshwright train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"model.{key}={value}" for key, value in MODEL.items()]
+        words += [f"train.batch={BATCH}", f"train.seq_len={SEQ}", f"train.precision={precision}"]
+        words += [f"train.steps={steps + NOT_COUNTED}", "train.compile=false", *layout]
+        words += [f"log.dir={folder}", "log.name=run", f"checkpoint.dir={folder}/weights"]
+        _python("meshwright", "train", *words)
+        events = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
+    done = [event for event in map(json.loads, events) if event["event"] == "step"]
+    return [event["step_time_s"] for event in done[NOT_COUNTED:]]
+
+
+def _python(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+
+
+def fastest(precision: str) -> tuple[str, int]:
+    """Return transformers' fastest way and microbatch; ways that fail are left out, and named."""
+    times = {}
+    for way, rows in product(WAYS, MICROBATCHES):
+        try:
+            times[way, rows] = min(theirs(way, rows, precision, 1))
+        except subprocess.CalledProcessError as error:
+            print(f"{way}, {rows} rows: {error.stderr.splitlines()[-1]}", flush=True)
+    print(precision, {key: round(value, 2) for key, value in times.items()}, flush=True)
+    return min(times, key=times.__getitem__)
+
+
+def measure(precision: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Return a row for each run: median tokens/s, spread, ratio to transformers."""
+    way, rows = fastest(precision)
+    name = f"transformers, {way}, {rows} rows"
+    runs = {name: partial(theirs, way, rows, precision, steps)}
+    runs |= {run: partial(ours, layout, precision, steps) for run, layout in RUNS.items()}
+    found: dict[str, list[float]] = {run: [] for run in runs}
+    for _ in range(rounds):
+        for run, take in runs.items():
+            found[run] += take()
+    bar = statistics.median(found[name])
+    return [
+        {
+            "precision": precision,
+            "run": run,
+            "tokens_per_s": round(BATCH * SEQ / statistics.median(seconds), 1),
+            "slowest": round(BATCH * SEQ / max(seconds), 1),
+            "fastest": round(BATCH * SEQ / min(seconds), 1),
+            "steps": len(seconds),
+            "ratio": round(bar / statistics.median(seconds), 3),
+        }
+        for run, seconds in found.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--loop", nargs=2, metavar=("WAY", "ROWS"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if args.loop:
+        print(json.dumps(loop(args.loop[0], int(args.loop[1]), args.precision, args.steps)))
+        return
+    rows = measure(args.precision, args.rounds, args.steps)
+    for row in rows:
+        print(json.dumps(row))
+    command = f"python -m benchmarks.mixture --rounds {args.rounds} --steps {args.steps}"
+    print(command + f" --precision {args.precision}")
+    if args.out:
+        content = {"command": command, "torch": torch.__version__, "rows": rows}
+        content["machine"] = platform.processor() or platform.machine()
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
