@@ -384,4 +384,4 @@ def test_the_example_trains(tmp_path):
     assert main(["train", str(EXAMPLES / "mixture.toml"), *words, *small, *where]) == 0
     found = [json.loads(line) for line in (tmp_path / "r" / "events.jsonl").open()]
     assert [event["step"] for event in found if event["event"] == "step"] == [1, 2]
-    assert not [event for event in found if "attempt" in event and event["attempt"]]
+    assert not [event for event in found if event.get("attempt")]

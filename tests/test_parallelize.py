@@ -125,6 +125,7 @@ REFUSED = {
     "no plan": (None, {"tp": 2}, "layout.tp > 1 needs a plan"),
     "tied": ({"head": "column_gathered"}, {"tp": 2}, "words.weight is tied to a layer that the"),
     "pp": (None, {"pp": 2}, "layout.pp = 2 needs a model that is cut into stages"),
+    "ep": (None, {"dp_replicate": 2, "ep": 2}, "layout.ep = 2 shares out experts of Meshwright's"),
     "shards": (None, {"dp_shard": 2}, "layout.dp_shard = 2 shards, but layout.zero = 0 replicates"),
     "sp": (PLAN, {"tp": 2, "sp": True}, "layout.sp needs a model whose norms know of it"),
 }

@@ -180,6 +180,9 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
             "model.init_from = a Hugging Face folder of one. A model of one's own takes "
             "dp_replicate, dp_shard with zero, cp and tp: layout.pp = 1"
         )
+    if layout.ep > 1:
+        rule = f"layout.ep = {layout.ep} shares out experts of Meshwright's own models alone"
+        raise ConfigError(refusal(rule, legal=["layout.ep = 1"]))
     if layout.dp_shard > 1 and not layout.zero:
         raise ConfigError(
             refusal(

@@ -19,6 +19,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "layout.pp": (layout.pp, 1),
         "layout.cp": (layout.cp, 1),
         "layout.tp": (layout.tp, 1),
+        "layout.ep": (layout.ep, 1),
         "layout.zero": (layout.zero, min(layout.zero, 2)),
         "layout.offload": (layout.offload, "none"),
         "data.streaming": (config.data.streaming, False),
