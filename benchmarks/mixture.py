@@ -1,6 +1,6 @@
 """A mixture of experts: `train` on one rank, on two that share out the experts, and transformers.
 
-    python -m benchmarks.mixture --rounds 3 --out docs/benchmarks/mixture.json
+    python -m benchmarks.mixture --rounds 2 --steps 2 --precision fp32 --out mixture.json
 
 One process of transformers has two threads, and takes of its ways to compute experts, and of some
 microbatches, the fastest. Runs alternate, so that the machine's noise hits all alike; prints
