@@ -32,6 +32,7 @@ from meshwright.checkpoint.commit import (
     steps,
     verify,
 )
+from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
 from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
@@ -87,8 +88,10 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         on_gpu = beside and world.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
+        self._staging: Staging | None = None
         if on_gpu:
             self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
+            self._staging = Staging(self._stream)
         self._running: _Running | None = None
 
     def save(
@@ -162,13 +165,15 @@ class Saver:
     @contextmanager
     def _beside_training(self, ready: torch.cuda.Event | None) -> Iterator[None]:
         """Copy from a GPU on a stream of its own, from an event of the training's on."""
-        if self._stream is None or ready is None:
+        if self._stream is None or self._staging is None or ready is None:
             yield
             return
+        # A thread begins with the first GPU, and would open a context of half a GB there.
+        torch.cuda.set_device(self._world.device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             yield
-        self._stream.synchronize()
+            self._staging.finish()
 
     def _copied(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return chunks whose values are copied to host memory, the same for every save."""
@@ -176,9 +181,13 @@ class Saver:
         for name, offsets, tensor in chunks:
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
                 self._buffers[name] = buffer
-            found.append(Chunk(name, offsets, buffer.copy_(tensor, non_blocking=True)))
+            if self._staging is not None and tensor.is_cuda:
+                self._staging.copy(tensor, buffer)
+            else:
+                buffer.copy_(tensor)
+            found.append(Chunk(name, offsets, buffer))
         return found
 
     def _write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from meshwright.errors import RankFailed
 from meshwright.execute.build import region_of
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World, exchange
+
+# Places are told apart by a number from 1 to this, a prime; so many periods of it at a time.
+_PERIOD: Final = 8191
+_PERIODS: Final = 512
 
 
 @torch.no_grad()
@@ -44,5 +49,11 @@ def check_replicas(parallel: Parallel, world: World) -> None:
 def bits(shard: Tensor) -> int:
     """Return a number that any one flipped bit of an fp32 tensor changes, and nearly all else."""
     flat = shard.contiguous().view(-1).view(torch.int32)
-    place = torch.arange(len(flat), device=flat.device, dtype=torch.int64) % 8191 + 1
-    return int((flat.to(torch.int64) * place).sum())
+    weights = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.int64)
+    total = torch.zeros((), device=flat.device, dtype=torch.int64)
+    # By pieces: in int64 the whole of a large shard would not fit beside it.
+    for piece in torch.split(flat, _PERIOD * _PERIODS):
+        whole = len(piece) // _PERIOD * _PERIOD
+        rows, rest = piece[:whole].view(-1, _PERIOD), piece[whole:]
+        total += (rows.to(torch.int64) * weights).sum() + (rest * weights[: len(rest)]).sum()
+    return int(total)

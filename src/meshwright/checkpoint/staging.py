@@ -1,0 +1,60 @@
+"""From a GPU to the host's memory through a little pinned memory, which bounds what is pinned.
+
+Pinned memory is taken from all processes, and torch rounds each piece of it up to a power of two
+and keeps it. So two pieces of a fixed size take turns: while one is filled from the GPU, the host
+empties the other into ordinary memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshwright.units import MIB
+
+PIECE: Final = 64 * MIB
+
+
+class Staging:
+    """Copies tensors of a GPU to the host on a stream; two pieces of pinned memory at most."""
+
+    def __init__(self, stream: Any, piece: int = PIECE, *, pins: bool = True) -> None:
+        """Take the `torch.cuda.Stream` to copy on; nothing is allocated before the first copy."""
+        self._stream, self._piece, self._pins = stream, piece, pins
+        self._pieces: list[Tensor] = []
+        self._filled: dict[int, tuple[Any, Tensor]] = {}  # until when, and where its bytes belong
+        self._turn = 0
+
+    def copy(self, source: Tensor, into: Tensor) -> None:
+        """Begin to copy a tensor into one of the same shape on the host; `finish` waits for it."""
+        given, taken = (x.contiguous().view(-1).view(torch.uint8) for x in (source, into))
+        assert taken.data_ptr() == into.data_ptr(), "what is copied into is contiguous"
+        for start in range(0, len(given), self._piece):
+            place = self._turn % 2
+            self._turn += 1
+            self._empty(place)
+            part = given[start : start + self._piece]
+            room = self._room(place)[: len(part)]
+            room.copy_(part, non_blocking=True)
+            self._filled[place] = self._stream.record_event(), taken[start : start + len(part)]
+
+    def finish(self) -> None:
+        """Wait until everything is where it belongs."""
+        for place in sorted(self._filled, key=lambda at: (at - self._turn) % 2):
+            self._empty(place)
+
+    def _room(self, place: int) -> Tensor:
+        while len(self._pieces) <= place:
+            room = torch.empty(self._piece, dtype=torch.uint8, pin_memory=self._pins)
+            self._pieces.append(room)
+        return self._pieces[place]
+
+    def _empty(self, place: int) -> None:
+        """Put what a piece of pinned memory holds where it belongs, once it is there."""
+        found = self._filled.pop(place, None)
+        if found is not None:
+            arrived, into = found
+            arrived.synchronize()
+            into.copy_(self._pieces[place][: len(into)])
