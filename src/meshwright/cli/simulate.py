@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
+from meshwright.layout import Layout
 from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
 from meshwright.search.plan import setting_of
+from meshwright.simulate.on_standin import watch
 from meshwright.simulate.profile import both_profiles
 from meshwright.simulate.run import (
     Simulated,
@@ -29,6 +34,7 @@ from meshwright.simulate.run import (
     ranks_of,
     simulate,
 )
+from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -36,6 +42,7 @@ EXAMPLE = """\
 examples:
   meshwright simulate run.toml layout.tp=2 --ranks all
   meshwright simulate run.toml layout.pp=4 layout.tp=2 --world 64 --ranks stages
+  meshwright simulate run.toml layout.dp_shard=2 layout.zero=3 --world 2 --device cuda
   meshwright simulate run.toml cluster.preset=a40 layout.zero=3 --ranks 0,last --save ledger.json
 
 exit codes: 0 done, 1 a rank does not fit or does not do what the program says, 2 refused
@@ -65,17 +72,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--save", type=Path, metavar="ledger.json", help="write predicted and simulated profile"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it")
+    add_measured(parser, "RUN | FILE | layout=LAYOUT step=13.9s memory=61GiB")
+    parser.add_argument(
+        "--device",
+        choices=("cuda",),
+        help="rehearse what is done on a GPU alone, on a stand-in: host waits, streams, copies",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the ranks hold, send and compute; 1 where one does not fit or differs."""
+    named = take_measured(args)
     config = read_config(args)
     if args.world is not None and args.world < 1:
         raise ConfigError(f"--world {args.world} must be at least 1")
-    setting = setting_of(config, processor=processor())
+    measured = measured_for(named, config, None, os.environ, keeps=not args.no_keep)
+    calibration = None if measured is None else measured.calibration
+    setting = setting_of(config, calibration, processor=processor())
     layout = layout_of(config, setting, args.world)
     ranks = ranks_of(args.ranks, layout)
+    if args.device == "cuda":
+        return _on_standin(config, layout, ranks, as_document=args.json)
     started = time.perf_counter()
 
     def tell(one: Simulated) -> None:
@@ -90,10 +108,44 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         write_atomic(args.html, _page(found).html().encode())
     if args.json:
-        print_json(as_json(found))
+        document = as_json(found)
+        print_json(document if measured is None else {**document, "measured": measured.document})
     else:
+        if measured is not None:
+            measured.print()
         _print(found, time.perf_counter() - started)
     return EXIT_DONE if found.fits and found.agrees else EXIT_CHECK_FAILED
+
+
+def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_document: bool) -> int:
+    """Rehearse the path of a GPU, and print what is wrong with it."""
+    case = {
+        "model": config.model.model_dump_json(),
+        "train": config.train.model_dump_json(),
+        "optimizer": config.optimizer.model_dump_json(),
+        "layout": layout.model_dump_json(),
+        "packed": config.data.packing == "documents",
+        "ranks": list(ranks),
+    }
+    found = []
+    for one in watch([case]):
+        found.append(one)
+        took = format_seconds(one.seconds)
+        verdict = "passed" if one.passed else "FAILED"
+        print(f"rank {one.rank}: {verdict}, in {took}", file=sys.stderr)
+    if as_document:
+        print_json({"label": layout.label, "ranks": [one._asdict() for one in found]})
+    for one in () if as_document else found:
+        print(f"rank {one.rank} of {layout.label}, on a stand-in for a GPU")
+        for faults, fine in (
+            (one.messages, "collectives are the program's, every one"),
+            (one.syncs, "no wait of the host in a step but those named"),
+            (one.order, "streams wait for what they use, and memory lasts until then"),
+        ):
+            print("\n".join(f"  FAILED: {text}" for text in faults) or f"  {fine}")
+        for text in one.named:
+            print(f"  the host waits: {text}")
+    return EXIT_DONE if all(one.passed for one in found) else EXIT_CHECK_FAILED
 
 
 def _page(found: Simulation) -> Page:

@@ -22,19 +22,24 @@ from meshwright.errors import MeshwrightError
 from meshwright.execute.flight_recorder import FlightRecorder
 from meshwright.execute.world import World
 
+CPU: Final = torch.device("cpu")
+
 
 @contextmanager
-def fake_world(rank: int, size: int, recorder: FlightRecorder) -> Iterator[World]:
-    """Be one rank of a world of `size` whose other ranks are not there.
+def fake_world(
+    rank: int, size: int, recorder: FlightRecorder, device: torch.device = CPU
+) -> Iterator[World]:
+    """Be one rank, on a device, of a world of `size` whose other ranks are not there.
 
     Raises `MeshwrightError` in a process that is a rank already.
     """
     if dist.is_initialized():
         raise MeshwrightError("this process is a rank already: a rehearsal needs one of its own")
     store = FakeStore()
-    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    backend = "fake" if device == CPU else f"cpu:fake,{device.type}:fake"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield World(rank, size, torch.device("cpu"), store, recorder=recorder)
+        yield World(rank, size, device, store, recorder=recorder)
     finally:
         dist.destroy_process_group()
 
@@ -48,9 +53,21 @@ def fake_tensors() -> Iterator[None]:
         replaced(ShardingPropagator, _PROPAGATE, _without_modes),
         # A mesh finds this rank's place in it by reading a tensor.
         replaced(DeviceMesh, "__getitem__", _without_modes),
+        _meshes_joined(),
         fake,
         answers,
     ):
+        yield
+
+
+@contextmanager
+def _meshes_joined() -> Iterator[None]:
+    """Have FSDP2 join meshes of real numbers; torch 2.11 does so in another way."""
+    join = getattr(DeviceMesh, "_concatenate", None)
+    if join is None:
+        yield
+        return
+    with replaced(DeviceMesh, "_concatenate", lambda _: staticmethod(_without_modes(join))):
         yield
 
 
@@ -64,6 +81,10 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0].clone()
+        if func is torch.ops.aten.is_pinned.default:
+            return True
         if func is torch.ops.c10d.allreduce_coalesced_.default:
             return torch.ops.c10d.allreduce_(*args[:3], None, *args[3:])[1]
         return func(*args, **(kwargs or {}))
@@ -85,7 +106,7 @@ def _without_modes(propagate: Any) -> Any:
 @contextmanager
 def replaced(owner: Any, name: str, make: Any) -> Iterator[None]:
     """Have an attribute be what `make` returns of it, for a while."""
-    before = getattr(owner, name)
+    before = vars(owner).get(name, getattr(owner, name))
     setattr(owner, name, make(before))
     try:
         yield

@@ -5,23 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.execute.batch import Batch
+from meshwright.execute import groups as rooms
+from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.build import describe, materialise
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import open_groups
+from meshwright.execute.groups import Groups, open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.wire import Wire, WireMessage, WorkCounter, expected_messages
+from meshwright.execute.world import World
+from meshwright.models import Transformer
 from meshwright.program.actions import Action
 from meshwright.program.lower import Program
-from meshwright.program.shards import Region
-from meshwright.simulate.fake import fake_tensors, fake_world
+from meshwright.program.shards import Region, sums_in_place
+from meshwright.simulate.fake import CPU, fake_tensors, fake_world, replaced
 from meshwright.simulate.labels import labelled_in_data
 from meshwright.simulate.memory import HOST, START, Breach, MemoryTracker, Phase
 from meshwright.spec.training import OptimizerSpec
@@ -57,6 +63,19 @@ class Rehearsal:
         return max(self.phases, key=lambda phase: phase.total)
 
 
+class Observer(Protocol):
+    """Is told of the step that is rehearsed."""
+
+    def begins_step(self) -> None:
+        """The step begins."""
+
+    def ends_step(self) -> None:
+        """It has been handed to the device."""
+
+    def arrived(self, *entries: int) -> None:
+        """What was begun is waited for."""
+
+
 class _Phases(FlightRecorder):
     """A rank's flight recorder that also tells the tracker of memory what the rank turns to."""
 
@@ -67,6 +86,23 @@ class _Phases(FlightRecorder):
         self.work = WorkCounter()
         self.flops = Counter[int]()  # by stage
         self._stage, self._before = -1, 0.0
+        self.observer: Observer | None = None  # of the step
+
+    def begins_step(self) -> None:
+        """The step that is rehearsed begins."""
+        if self.observer is not None:
+            self.observer.begins_step()
+
+    def ends_step(self) -> None:
+        """It has been handed to the device."""
+        if self.observer is not None:
+            self.observer.ends_step()
+
+    def end(self, *entries: int) -> None:
+        """Enter that something has ended."""
+        super().end(*entries)
+        if self.observer is not None:
+            self.observer.arrived(*entries)
 
     def phase(self, name: str) -> None:
         """Enter what the rank turns to."""
@@ -101,27 +137,30 @@ def rehearse(
     optimizer: OptimizerSpec,
     *,
     limit: float = math.inf,
+    device: torch.device = CPU,
+    watched: Callable[[_Phases], AbstractContextManager[object]] = nullcontext,
 ) -> Rehearsal:
     """Perform one step of training as one rank of a world without others, on tensors without bytes.
 
     The step is one after the first: the optimizer has its states. `limit` is what tensors may take,
-    in bytes.
+    in bytes. `device` is where tensors lie; the step is `watched` by what is made of the recorder.
     """
     started, memory = time.perf_counter(), MemoryTracker()
     recorder = _Phases(memory)
-    with fake_world(rank, program.layout.world, recorder) as world, labelled_in_data(memory):
-        groups, deferral = open_groups(program.layout, world), Deferral()
-        modules = describe(program, groups, deferral)
-        with fake_tensors(), memory:
+    world_of = fake_world(rank, program.layout.world, recorder, device)
+    with world_of as world, labelled_in_data(memory):
+        groups, deferral, modules = _described(program, world)
+        with fake_tensors(), memory, watched(recorder):
             parallel = materialise(program, groups, world.device, _blank, modules, deferral)
-            batch = _batch(program)
+            batch = Feed(device).bring(_batch(program))
             # A forward, after which FSDP2 has its final shards, as between any two steps.
             parallel.evaluate([batch.rows(slice(0, program.layout.microbatch))])
-            shards = Shards(parallel.held, on_host=program.layout.offload == "optimizer")
+            shards = Shards(parallel.trained, on_host=program.layout.offload == "optimizer")
             made = _with_states(shards, optimizer)
             _mark_states(memory, parallel, shards, made)
             recorder.gradients_of = parallel
             memory.begin(START)
+            recorder.begins_step()
             with Wire(groups) as wire, recorder.work as work:
                 update(
                     parallel,
@@ -132,6 +171,7 @@ def rehearse(
                     LossScale.of(program.train),
                     program.train.clip_norm,
                 )
+            recorder.ends_step()
             memory.begin("end")
         expected = expected_messages(program, rank, wire)
     return Rehearsal(
@@ -149,6 +189,25 @@ def rehearse(
     )
 
 
+def _described(program: Program, world: World) -> tuple[Groups, Deferral, dict[int, Transformer]]:
+    """Return groups and stages. On a GPU groups are used as they open, and FSDP2 copies."""
+    with replaced(rooms, "warm", _on_fakes):
+        groups, deferral = open_groups(program.layout, world), Deferral()
+    by_fsdp = not sums_in_place(program.layout, program.target)
+    with fake_tensors() if world.device != CPU and by_fsdp else nullcontext():
+        return groups, deferral, describe(program, groups, deferral)
+
+
+def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
+    """Return what runs it on tensors without bytes."""
+
+    def ran(*given: object) -> None:
+        with fake_tensors():
+            run(*given)
+
+    return ran
+
+
 def _blank(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
     """Return weights without bytes."""
     return torch.zeros(()).expand([stop - start for start, stop in region])
@@ -162,7 +221,7 @@ def _batch(program: Program) -> Batch:
     layout = program.layout
     has_segments = program.target.packed and layout.cp > 1 and layout.cp_kind == "ring"
     segments = torch.zeros_like(inputs) if has_segments else None
-    keys = torch.zeros(rows, dtype=torch.int64) if program.model.dropout else None
+    keys = torch.zeros(rows, dtype=torch.int64) if program.model.drops else None
     return Batch(inputs, targets, segments, keys)
 
 

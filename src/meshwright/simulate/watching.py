@@ -1,0 +1,140 @@
+"""What a step does with a GPU, watched on the stand-in: host waits, streams and copies."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.simulate.standin import NAME, module
+from meshwright.simulate.stream_order import HOST, StreamOrder, place
+
+# The result, or its size, is known to the host only once the device has come to it.
+_READS: Final = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique")
+_SENDS: Final = ("c10d", "_c10d_functional")
+# Ask for no value.
+_SIZES: Final = ("device", "is_pinned", "sym_size", "sym_stride", "sym_numel", "dim")
+
+
+class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a `StreamOrder` of each operation: which stream it is on, what it reads and writes.
+
+    A collective that nobody waits for at once is on a stream of its own until a recorder is told
+    that it was waited for. `in_step` is what held up the
+    host in the step, with its place in the code.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.order: StreamOrder = module().order
+        self.syncs: list[str] = []
+        self._travelling: dict[int, int] = {}  # entries of the recorder, and their streams
+        self._recorder = recorder
+        self.in_step: list[str] = []
+        recorder.observer = self
+
+    def begins_step(self) -> None:
+        """The step that is rehearsed begins."""
+        self.syncs.clear()
+        self.order.waits.clear()
+
+    def ends_step(self) -> None:
+        """It has been handed to the device."""
+        self.in_step = [*self.syncs, *self.order.waits]
+
+    def arrived(self, *entries: int) -> None:
+        """Have the current stream wait for what was begun."""
+        current = module().current_stream().number
+        for entry in entries:
+            stream = self._travelling.pop(entry, None)
+            if stream is not None:
+                self.order.wait(current, self.order.now(stream))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and note it."""
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it comes again with this rank's parts
+        kwargs = kwargs or {}
+        before = self._recorder.begun_last(1)
+        out = func(*args, **kwargs)
+        given, made = _tensors((args, kwargs)), _tensors(out)
+        if not any(one.device.type == NAME for one in (*given, *made)):
+            return self._on_host(func, given, out)
+        waits = self._sync(func, args, kwargs, given)
+        known = {one.untyped_storage()._cdata for one in given}
+        writes = [one for one in made if one.untyped_storage()._cdata not in known]
+        writes += _written(func, args, kwargs)
+        written = {one.untyped_storage()._cdata for one in writes}
+        reads = [one for one in given if one.untyped_storage()._cdata not in written]
+        if func.is_view or func.overloadpacket.__name__ in _SIZES:
+            reads, writes = [], []
+        stream = module().current_stream().number
+        entry = self._recorder.begun_last(1)
+        if func.namespace in _SENDS and entry and entry != before and _is_async(func, args):
+            aside = self.order.new_stream()
+            self.order.wait(aside, self.order.now(stream))
+            self._travelling[entry[0]] = stream = aside
+        self.order.use(stream, reads, writes, func.overloadpacket.__name__)
+        if waits:
+            self.order.wait(HOST, self.order.now(stream))
+        return out
+
+    def _on_host(self, func: Any, given: list[Tensor], out: Any) -> Any:
+        """Note what the host reads of memory that a device may not have filled yet."""
+        if func.overloadpacket.__name__ not in _SIZES and not func.is_view and given:
+            self.order.use(HOST, given, (), func.overloadpacket.__name__)
+        return out
+
+    def _sync(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
+        """Note what holds up the host; returns whether it does."""
+        name = func.overloadpacket.__name__
+        waits = name in _READS or (name.startswith("index") and _by_mask(args))
+        if name == "copy_":
+            is_async = kwargs.get("non_blocking", len(args) > 2 and args[2])
+            waits = len({one.device.type for one in given}) > 1 and not is_async
+        elif name == "_to_copy" and kwargs.get("device") is not None:
+            is_other = torch.device(kwargs["device"]).type != given[0].device.type
+            waits = is_other and not kwargs.get("non_blocking", False)
+        if waits:
+            self.syncs.append(f"{name} at {place()}")
+        return waits
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation changes."""
+    found = []
+    for place_, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            value = args[place_] if place_ < len(args) else kwargs.get(argument.name)
+            found += _tensors(value)
+    return found
+
+
+def _is_async(func: Any, args: Any) -> bool:
+    """Whether what is sent goes on beside the stream: transfers, and what is waited for later."""
+    if func.namespace != "c10d":
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    if "async_op" not in names:
+        return True
+    at = names.index("async_op")
+    return len(args) <= at or bool(args[at])
+
+
+def _by_mask(args: Any) -> bool:
+    places = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return any(
+        isinstance(one, Tensor) and str(one.dtype) in ("torch.bool", "torch.uint8")
+        for one in places
+    )

@@ -1,0 +1,107 @@
+"""The path of a GPU, rehearsed on a stand-in: messages, host waits and the order of streams."""
+
+import pytest
+from benchmarks.rehearsal import KINDS, case
+
+from meshwright.cli.main import main
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Layout
+from meshwright.simulate.on_standin import watch
+from meshwright.simulate.stream_order import HOST, StreamOrder
+
+SOME = ("shard2 zero3 mb2 recompute-full", "mb2 offload-optimizer")
+
+
+def test_a_step_on_a_gpu_waits_for_nothing_and_orders_its_streams():
+    found = list(watch([case(label) for label in SOME]))
+    assert [one.label for one in found] == [Layout.parse(label).label for label in SOME]
+    for one in found:
+        assert one.passed, one
+    assert [len(one.named) for one in found] == [0, 2]  # what offload waits for is named
+
+
+@pytest.mark.slow
+def test_every_kind_of_layout_does():
+    for one in watch([case(*kind) for kind in KINDS]):
+        assert one.passed, one
+
+
+def test_a_case_that_cannot_be_rehearsed_is_told():
+    with pytest.raises(MeshwrightError, match="the rehearsal on the stand-in ended"):
+        list(watch([{**case("mb2"), "layout": "{}", "model": "{}"}]))
+
+
+class Tensor:
+    """A tensor as far as its memory goes."""
+
+    def __init__(self):
+        self.storage = Storage()
+
+    def untyped_storage(self):
+        return self.storage
+
+
+class Storage:
+    @property
+    def _cdata(self):
+        return id(self)
+
+
+@pytest.fixture
+def order():
+    found = StreamOrder()
+    found.new_stream(), found.new_stream()
+    return found
+
+
+def test_a_use_before_the_write_is_waited_for_is_a_fault(order):
+    made = Tensor()
+    order.use(0, [], [made], "write")
+    order.use(1, [made], [], "read")
+    assert "before it is written" in order.faults[0]
+    order.wait(1, order.now(0))
+    order.use(1, [made], [], "read")
+    assert len(order.faults) == 1
+    order.use(0, [], [made], "write again")
+    assert "while it is read" in order.faults[1]
+
+
+def test_memory_that_another_stream_uses_is_not_given_anew(order):
+    for kept in (False, True):
+        made = Tensor()
+        order.use(0, [], [made], "write")
+        order.wait(1, order.now(0))
+        order.use(1, [made], [], "read")
+        if kept:
+            order.keep(made, 1)
+        del made
+        other = Tensor()
+        order.use(0, [], [other], "write another")
+        assert len(order.faults) == 1, order.faults
+    assert "is given anew" in order.faults[0]
+    order.use(1, [], [made := Tensor()], "write")
+    order.wait(0, order.now(1))
+    order.use(0, [made], [], "read")
+    order.wait(1, order.now(0))
+    del made
+    order.use(1, [], [Tensor()], "write")
+    assert len(order.faults) == 1
+
+
+def test_the_host_reads_nothing_that_has_not_arrived(order):
+    pinned = Tensor()
+    order.use(HOST, [], [pinned], "empty")
+    order.use(0, [], [pinned], "copy_")
+    order.use(HOST, [pinned], [], "tolist")
+    assert order.faults[0].startswith("the host uses memory")
+    order.host_waits("event", order.now(0))
+    order.use(HOST, [pinned], [], "tolist")
+    assert len(order.faults) == 1
+
+
+def test_the_command_says_what_it_checked(capsys):
+    words = ["model.dim=64", "model.n_layers=2", "train.seq_len=32", "train.batch=4"]
+    words += ["layout.dp_shard=2", "layout.zero=3", "train.precision=bf16"]
+    assert main(["simulate", *words, "--device", "cuda", "--world", "2", "--ranks", "0"]) == 0
+    told = capsys.readouterr().out
+    assert "no wait of the host" in told
