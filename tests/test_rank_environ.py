@@ -35,6 +35,18 @@ def test_threads_and_allocator_beside_what_was_there():
     assert mixed["GLIBC_TUNABLES"] == f"glibc.cpu.x86_shstk=on:{ALLOCATOR}"
 
 
+def test_ranks_on_gpus_have_what_the_user_has_not_set():
+    found = rank_environ({"PYTORCH_ALLOC_CONF": "backend:native"}, 4, on_gpus=True)
+    assert found["PYTORCH_ALLOC_CONF"] == "backend:native"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in found
+    # By both names: torch 2.11 and later.
+    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == found["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert found["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
+    bare = rank_environ({}, on_gpus=True)
+    assert bare["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert not set(bare) & set(rank_environ({})) & {"TORCH_FR_BUFFER_SIZE"}
+
+
 @pytest.mark.parametrize(
     "environ", [{"GLIBC_TUNABLES": "glibc.malloc.check=1"}, {"LD_PRELOAD": "libtcmalloc.so"}]
 )

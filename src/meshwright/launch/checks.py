@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from meshwright.data.store import is_store
 from meshwright.errors import ConfigError, refusal
+from meshwright.launch.accelerators import check_build, find_gpus, torch_build
 from meshwright.launch.machine import gpu_name, memory_of_machine
 from meshwright.launch.planned import setting_on
 from meshwright.layout import Layout, Machine
@@ -33,8 +35,12 @@ def check_extras(config: Config) -> None:
             )
 
 
-def check_device(config: Config, machine: Machine) -> None:
-    """Refuse a cluster of the catalogue that this machine is known not to be."""
+def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -> None:
+    """Refuse GPUs that this torch cannot use, and a cluster that this machine is known not to be.
+
+    The cluster is one of the catalogue.
+    """
+    check_build(machine.device, find_gpus(environ), torch_build())
     preset = config.cluster.preset
     if preset == "local":
         return

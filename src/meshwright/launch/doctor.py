@@ -35,7 +35,7 @@ from meshwright.launch.system import examine_system
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.price import worst_memory
 from meshwright.spec.loading import Config
-from meshwright.spec.parts import parameter_count
+from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.spec.training import ClusterSpec
 from meshwright.spec.words import busy
 from meshwright.units import format_bytes, format_count
@@ -81,7 +81,7 @@ def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
     def resolved() -> str:
         nonlocal layout
         machine = detect(config.cluster, environ)
-        check_device(config, machine)
+        check_device(config, machine, environ)
         lacks = lacks_compiler(machine.device, environ)
         layout = resolve_layout(settled(config, machine, lacks), machine)
         check_compiler(config.train, lacks)
@@ -212,7 +212,8 @@ def _trackers(config: Config) -> str:
 def _room(config: Config, root: Path) -> str:
     """Compare what the steps of a run take with what the disk has."""
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    one = 4 * parameter_count(config.model) * (1 + states)
+    trained = trained_parameter_count(config.model)
+    one = 4 * (parameter_count(config.model) + trained * states)
     needed = one * (config.checkpoint.keep + 1)  # the newest is there before the oldest goes
     there = _nearest(root)
     free = shutil.disk_usage(there).free

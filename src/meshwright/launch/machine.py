@@ -12,6 +12,7 @@ from typing import Literal
 from meshwright.errors import ConfigError, nearest_divisors, refusal
 from meshwright.execute.processor import processor_facts
 from meshwright.execute.rendezvous import Rendezvous
+from meshwright.launch.accelerators import count_gpus
 from meshwright.layout import Machine
 from meshwright.spec.loading import Config
 from meshwright.spec.training import ClusterSpec
@@ -36,7 +37,9 @@ def detect(
     load = os.getloadavg()[0]
     if cluster.device == "cuda" and not gpus:
         raise ConfigError(
-            refusal("cluster.device = 'cuda', but no NVIDIA GPU is visible", legal=["'cpu'"])
+            refusal(
+                "cluster.device = 'cuda', but no GPU of NVIDIA or AMD is visible", legal=["'cpu'"]
+            )
         )
     device: Literal["cpu", "cuda"] = "cuda" if gpus and cluster.device != "cpu" else "cpu"
     asked = at.local_size if at is not None else cluster.devices_per_node
@@ -87,16 +90,6 @@ def on_nodes(config: Config, at: Rendezvous) -> Config:
         legal = [f"cluster.devices_per_node = {at.local_size}", f"{planned} ranks on each node"]
         raise ConfigError(refusal(f"{what} ranks each", legal=legal))
     return config.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
-
-
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many NVIDIA GPUs this process may use, from the driver's files."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    folder = Path("/proc/driver/nvidia/gpus")
-    found = len(list(folder.iterdir())) if folder.is_dir() else 0
-    return found or len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
 
 
 def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:

@@ -18,8 +18,20 @@ ALLOCATOR: Final = ":".join(
 )
 
 
+# Of a rank with a GPU, each unless the user has set it or another word for it. Memory that grows in
+# place leaves no gaps between blocks of other sizes; NCCL's last collectives say what hangs.
+_ON_GPUS: Final = (
+    (("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"),
+    (("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "2000"),
+)
+
+
 def rank_environ(
-    environ: Mapping[str, str], threads: int = 1, *, keeps_memory: bool = True
+    environ: Mapping[str, str],
+    threads: int = 1,
+    *,
+    keeps_memory: bool = True,
+    on_gpus: bool = False,
 ) -> dict[str, str]:
     """Return the environment of ranks that have so many threads each.
 
@@ -30,6 +42,11 @@ def rank_environ(
     own = environ.get("GLIBC_TUNABLES", "")
     if keeps_memory and sets_allocator(environ):
         found["GLIBC_TUNABLES"] = f"{own}:{ALLOCATOR}" if own else ALLOCATOR
+    for names, value in _ON_GPUS if on_gpus else ():
+        if not any(name in environ for name in names):
+            found.update(dict.fromkeys(names, value))
+    if on_gpus:  # torch's compiler would take all cores on each rank
+        found.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     return found
 
 

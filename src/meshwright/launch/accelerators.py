@@ -1,0 +1,153 @@
+"""Which GPUs this machine has by its drivers' files, and whether this torch can use them.
+
+Without importing torch, which takes seconds: what it was built for stands in its version.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from meshwright.errors import ConfigError, refusal
+
+ROOT: Final = Path("/")
+_INTEL: Final = "0x8086"
+# Which variable hides GPUs of whom, in the order in which torch asks.
+_HIDES: Final[Mapping[str, tuple[str, ...]]] = {
+    "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
+    "AMD": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+
+
+class Build(NamedTuple):
+    """What an installed torch was built for: versions, None where it was not."""
+
+    torch: str
+    cuda: str | None = None
+    hip: str | None = None
+
+    def lacks(self, vendor: str) -> bool:
+        """Whether it cannot compute on the GPUs of a vendor."""
+        return (self.cuda if vendor == "NVIDIA" else self.hip) is None
+
+
+class Gpus(NamedTuple):
+    """GPUs whose driver is there: how many there are, and how many this process may use."""
+
+    vendor: Literal["NVIDIA", "AMD"]
+    present: int
+    visible: int
+    hidden_by: str = ""
+
+
+def torch_build(file: Path | None = None) -> Build | None:
+    """Return what torch was built for, by its version.py; None without torch."""
+    if file is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        file = Path(spec.origin).with_name("version.py")
+    if not file.is_file():
+        return None
+    pairs = re.findall(r"^(\w+)[^=\n]*= '([^']*)'", file.read_text(encoding="utf-8"), re.MULTILINE)
+    found = dict(pairs)
+    return Build(found.get("__version__", "?"), found.get("cuda"), found.get("hip"))
+
+
+def find_gpus(environ: Mapping[str, str], root: Path = ROOT) -> Gpus | None:
+    """Return the NVIDIA or AMD GPUs whose driver's files are there; None without any.
+
+    Under WSL2 the driver shows no devices: there is one, unless the environment names more.
+    """
+    nvidia, amd = _nvidia(environ, root), _amd(root)
+    if not nvidia and not amd:
+        return None
+    vendor: Literal["NVIDIA", "AMD"] = "NVIDIA" if nvidia else "AMD"
+    present = nvidia or amd
+    for name in _HIDES[vendor]:
+        if name in environ:
+            return Gpus(vendor, present, min(present, len(_named(environ[name]))), name)
+    return Gpus(vendor, present, present)
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs this process may use."""
+    found = find_gpus(environ)
+    return 0 if found is None else found.visible
+
+
+def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:
+    """Refuse to start ranks on GPUs that this torch cannot use; `device` as `Machine.device`."""
+    if device != "cuda" or gpus is None or build is None or not build.lacks(gpus.vendor):
+        return
+    needed = "CUDA" if gpus.vendor == "NVIDIA" else "ROCm"
+    what = f"{gpus.visible} {gpus.vendor} GPU{'s' if gpus.visible > 1 else ''}"
+    built = (
+        f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPUs only"
+    )
+    rule = f"this machine has {what}, but torch {build.torch} was built for {built}"
+    hint = "pytorch.org/get-started has the command that installs the one for this driver"
+    legal = [f"a torch that was built for {needed}", "cluster.device = 'cpu'"]
+    raise ConfigError(refusal(rule, legal=legal, hint=hint))
+
+
+def unused_note(
+    asked: str, device: str, gpus: Gpus | None, root: Path = ROOT, system: str | None = None
+) -> str | None:
+    """Return a sentence where ranks go to the CPU although a GPU is there and nobody said so."""
+    if device != "cpu" or asked != "auto":
+        return None
+    if gpus is not None:
+        return (
+            f"trains on the CPU: {gpus.hidden_by} hides the {gpus.present} {gpus.vendor} GPU(s) of "
+            "this machine; cluster.device=cpu says that it is meant"
+        )
+    other = _other(root, system or platform.system())
+    if other is None:
+        return None
+    return f"trains on the CPU: {unsupported(other)}; cluster.device=cpu says that it is meant"
+
+
+def unsupported(name: Literal["Apple", "Intel"]) -> str:
+    """Return why GPUs of another vendor are not used."""
+    torch_name = {"Apple": "mps", "Intel": "xpu"}[name]
+    return f"GPUs of {name} (torch's {torch_name}) are not supported, only those of NVIDIA and AMD"
+
+
+def _nvidia(environ: Mapping[str, str], root: Path) -> int:
+    folder = root / "proc/driver/nvidia/gpus"
+    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    names = (path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*"))
+    found = found or sum(name.isdigit() for name in names)
+    is_wsl = (root / "dev/dxg").exists() and any((root / "usr/lib/wsl/lib").glob("libcuda.so*"))
+    if not found and is_wsl:
+        return max(1, len(_named(environ.get("CUDA_VISIBLE_DEVICES", ""))))
+    return found
+
+
+def _amd(root: Path) -> int:
+    """Return how many nodes of the compute driver have units of a GPU; CPUs are nodes, too."""
+    found = 0
+    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        match = re.search(r"^simd_count (\d+)", file.read_text(errors="replace"), re.MULTILINE)
+        found += match is not None and int(match[1]) > 0
+    return found
+
+
+def _other(root: Path, system: str) -> Literal["Apple", "Intel"] | None:
+    if system == "Darwin" and platform.machine() == "arm64":
+        return "Apple"
+    # Of Intel only those that torch's xpu serves: whose driver is xe, not a laptop's display.
+    for vendor in sorted((root / "sys/class/drm").glob("card[0-9]/device/vendor")):
+        driver = vendor.parent / "driver"
+        if vendor.read_text().strip() == _INTEL and driver.resolve().name == "xe":
+            return "Intel"
+    return None
+
+
+def _named(words: str) -> list[str]:
+    return [word for word in words.split(",") if word.strip() not in ("", "-1")]
