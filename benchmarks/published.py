@@ -5,7 +5,8 @@
 A row has the fields that `meshwright predict --rows` reads, and what was measured: step_time_s,
 status ("ok" or "oom"), peak_mem_gib, group, tier, source_key. `--fit` fits the constants of a
 calibration to the rows of tier A, those of memory first, and writes them; `--cross-validate` fits
-without each source in turn and predicts the source that was left out.
+without each source in turn and predicts the source that was left out, then again with one measured
+row of it for each device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_fit import constants_toml, fit, fit_memory
-from meshwright.predict.calibration import ANY, Calibration, read_calibration, shipped_calibration
+from benchmarks.published_left_out import by_left_out, print_left_out
+from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
 from meshwright.predict.price import memory, price, worst_memory
 from meshwright.predict.rows import PricedRow, RowError, read_row
 from meshwright.units import GIB
@@ -100,12 +102,6 @@ def says_of_memory(rows: Sequence[Measured]) -> list[Measured]:
         if (one.gib and one.row.get("tier") != "C")
         or (one.source in sources and one.row.get("tier") == "A")
     ]
-
-
-def unfitted(calibration: Calibration) -> Calibration:
-    """Return what a fit starts from where no row may have had a say: the constants of any kind."""
-    kept = {name: v for name, v in calibration.constants.items() if name.startswith(f"{ANY}.")}
-    return Calibration(kept, calibration.date, calibration.source)
 
 
 def time_errors(rows: Iterable[Measured], calibration: Calibration) -> dict[str, float]:
@@ -311,11 +307,7 @@ def main() -> None:
         calibration = fit(stated, calibration, args.sweeps)
         args.fit.write_text(constants_toml(calibration), encoding="utf-8")
     if args.cross_validate:
-        for source in sorted({found.source for found in stated}):
-            kept = [found for found in stated if found.source != source]
-            left = [found for found in stated if found.source == source]
-            errors = time_errors(left, fit(kept, unfitted(calibration), args.sweeps))
-            print(f"left out {source:18} {len(left):4} rows  {summary(errors.values())}")
+        print_left_out(by_left_out(stated, calibration, args.sweeps), spearman)
         return
     report(rows, calibration)
 

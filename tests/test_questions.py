@@ -51,7 +51,8 @@ def test_the_lightest_of_all_layouts_is_found(devices):
 
 def test_the_fewest_devices():
     assert sizes_up_to(A40S.cluster, 40) == [1, 2, 4, 8, 16, 24, 32, 40]
-    fewest = fewest_devices(A40S, 8)
+    fewest, found = fewest_devices(A40S, 8)
+    assert found.layout.world == fewest
     assert fewest == 4
     for count, is_enough in ((fewest, True), (fewest // 2, False)):
         tried = replace(A40S, cluster=on_devices(A40S.cluster, count))
@@ -174,7 +175,8 @@ def test_questions_on_the_command_line(capsys, monkeypatch):
     assert max(map(len, out.out.splitlines())) <= 80
     code, out = run(capsys, "plan", *WORDS, "cluster.price=1", *ASKED, "--json")
     found = json.loads(out.out)["answers"]
-    assert found["fewest_devices"] == 4
+    assert found["fewest_devices"]["devices"] == 4
+    assert found["fewest_devices"]["step_time_s"] > 0
     assert found["largest_batch"][0]["sequences_at_once"] > 1
     assert found["longest_context"]["seq_len"] > 4096
     assert found["cheapest"][0]["price_per_hour"] == 1

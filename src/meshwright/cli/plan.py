@@ -8,6 +8,7 @@ import os
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +22,9 @@ from meshwright.cli.common import (
     say,
     table,
 )
+from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.cli.questions import add_questions, answers, print_ways_to_fit, ways_to_fit_json
+from meshwright.cli.scaling import compare_plans
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
@@ -52,7 +55,8 @@ from meshwright.search.plan import (
 from meshwright.search.rank import MARGIN
 from meshwright.search.ways_to_fit import ways_to_fit
 from meshwright.spec.loading import Config
-from meshwright.spec.parts import parameter_count
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parameter_count, trained_parameter_count
 from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -67,6 +71,7 @@ examples:
   meshwright plan run.toml --explain "shard2 zero3 mb1"
   meshwright plan run.toml cluster.preset=a40 --largest-batch --longest-context
   meshwright plan run.toml cluster.preset=a40 --after-oom "dp8 mb4"
+  meshwright plan run.toml cluster.preset=a40 --measured "layout=shard8 zero3 mb1 step=13.9s"
 """
 
 
@@ -92,22 +97,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT | RUN",
         help="what would fit instead of a layout, or a run's, that ran out of memory",
     )
+    add_measured(parser, "RUN | FILE | layout=LAYOUT step=13.9s memory=61GiB")
     add_questions(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where no layout fits."""
-    run_folder = _run_folder(args.after_oom)
+    if args.compare:
+        return compare_plans(args.compare, as_json=args.json)
+    run_folder, named = _run_folder(args.after_oom), take_measured(args)
     config = read_config(args, None if run_folder is None else run_folder.config)
-    if args.top < 1:
-        raise ConfigError(f"--top {args.top} must be at least 1")
-    if not 0 <= args.margin < 1:
-        raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
+    _check(args)
     calibration = read_calibration(args.calibration) if args.calibration else None
     lacks, shared, machine = None, 1.0, None
     if calibration is None:
         config = measured_first(config, os.environ)
+    measured = measured_for(named, config, calibration, os.environ, keeps=not args.no_keep)
+    if measured is not None:
+        calibration = measured.calibration
+        if not args.json:
+            measured.print()
     if config.cluster.preset == "local":
         machine = detect(config.cluster, os.environ)
         lacks = lacks_compiler(machine.device, os.environ)
@@ -134,22 +144,37 @@ def run(args: argparse.Namespace) -> int:
     )
     seconds = time.perf_counter() - started
     document = as_json(made)
+    if measured is not None:
+        document["measured"] = measured.document
     more = answers(args, made)
     if more:
         document["answers"] = {one.name: one.document for one in more}
-    if args.save:
-        write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
-    if args.html:
-        write_atomic(args.html, plan_page(made).html().encode())
-    if args.json:
-        print_json(document)
-    else:
+    _write(args, made, document)
+    if not args.json:
         _print_plan(made, seconds, machine)
         for one in more:
             print()
             one.print()
             print(f"  answered in {one.seconds:.2f} s")
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.top < 1:
+        raise ConfigError(f"--top {args.top} must be at least 1")
+    if not 0 <= args.margin < 1:
+        raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
+
+
+def _write(args: argparse.Namespace, made: Plan, document: dict[str, Any]) -> None:
+    """Write the files that are asked for, and the document on stdout with `--json`."""
+    if args.save:
+        write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
+    if args.html:
+        curve = document.get("answers", {}).get("devices", ())
+        write_atomic(args.html, plan_page(made, curve).html().encode())
+    if args.json:
+        print_json(document)
 
 
 def _explain(config: Config, setting: Setting, args: argparse.Namespace) -> int:
@@ -222,12 +247,20 @@ def _defaults(config: Config) -> list[str]:
     return found
 
 
+def _parameters(model: ModelSpec) -> str:
+    """Return how many parameters there are, and how many of them are trained."""
+    count = f"{format_count(parameter_count(model))} parameters"
+    if model.lora is None:
+        return count
+    trained = format_count(trained_parameter_count(model))
+    return f"{count}, {trained} of them in adapters of rank {model.lora.rank}, the others frozen,"
+
+
 def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
     console, setting, found = Console(), made.setting, made.found
     cluster, train = setting.cluster, setting.train
-    parameters = format_count(parameter_count(setting.model))
     say(
-        f"{parameters} parameters on {cluster.devices} x {cluster.device.name} "
+        f"{_parameters(setting.model)} on {cluster.devices} x {cluster.device.name} "
         f"({cluster.per_node} a node by {cluster.inner.name}, then {cluster.outer.name}); batch "
         f"{train.batch} x {train.seq_len} tokens, {train.precision}"
     )
@@ -273,7 +306,10 @@ def _table(made: Plan) -> Table:
 
 def _print_winner(made: Plan, best: Prediction) -> None:
     print(f"\nbest: {best.layout.label}")
-    say("step time: " + ", ".join(_causes(best)), "  ")
+    low, high = map(format_seconds, best.interval)
+    say(
+        f"step time: {', '.join(_causes(best))}; four of five such steps take {low} to {high}", "  "
+    )
     for one in made.choices:
         say(f"{one.what}: {one.text}", "  ")
     ranks = memories(made.setting, best.layout)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from meshwright.cli.common import add_json, print_json
+from meshwright.cli.common import add_json, print_json, read_rows
+from meshwright.cli.measured import add_measured, measured_rows, take_measured
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError
-from meshwright.parsing import parse_json
 from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.rows import predict_row
 
 EXAMPLE = """\
 examples:
   meshwright predict --rows rows.jsonl --out predicted.jsonl
+  meshwright predict --rows rows.jsonl --measured one.jsonl --out predicted.jsonl
 """
 
 
@@ -29,36 +29,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", type=Path, help="measured constants, over the shipped ones"
     )
+    add_measured(parser, "RUN | FILE.jsonl", keeps=False)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write one prediction a row, in the rows' order."""
     calibration = read_calibration(args.calibration) if args.calibration else shipped_calibration()
-    found = [predict_row(row, calibration) for row in _read(args.rows)]
+    args.words = []
+    measured = measured_rows(take_measured(args), calibration)
+    if args.words:
+        raise ConfigError(f"--measured: what is {args.words[0]}?")
+    calibration = calibration if measured is None else measured.calibration
+    found = [predict_row(row, calibration) for row in read_rows(args.rows, "--rows")]
     write_atomic(args.out, "".join(json.dumps(one) + "\n" for one in found).encode())
     refused = sum("refused" in one for one in found)
     if args.json:
-        print_json({"rows": len(found), "refused": refused, "out": str(args.out)})
+        document = {"rows": len(found), "refused": refused, "out": str(args.out)}
+        print_json(document if measured is None else {**document, "measured": measured.document})
     else:
+        if measured is not None:
+            measured.print()
         print(f"{len(found)} rows, {refused} of them refused: {args.out}")
     return EXIT_DONE
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--rows {path} cannot be read: {error}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number} is no JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number} is no JSON object")
-        rows.append(row)
-    return rows

@@ -11,12 +11,19 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.cli.common import say, table
+from meshwright.cli.scaling import (
+    add_scaling,
+    asked_curve,
+    asked_tokens,
+    print_cost,
+    print_curve,
+)
 from meshwright.errors import ConfigError
 from meshwright.predict.price import Prediction
 from meshwright.search.plan import Plan, prediction_json
 from meshwright.search.questions import LargestBatch, Offer
 from meshwright.search.ways_to_fit import WayToFit
-from meshwright.units import format_bytes, format_count
+from meshwright.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Answer:
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the questions."""
+    add_scaling(parser)
     parser.add_argument("--fewest", action="store_true", help="the fewest devices that fit")
     parser.add_argument(
         "--largest-batch", action="store_true", help="the most sequences that fit at once"
@@ -48,7 +56,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DEVICE=PRICE",
-        help="of one device for an hour, for --cheapest; may be given again",
+        help="of one device for an hour, for costs; may be given again",
     )
 
 
@@ -64,14 +72,33 @@ def answers(args: argparse.Namespace, made: Plan) -> list[Answer]:
     if args.cheapest:
         prices = _prices(args.price, made)
         asked.append(("cheapest", lambda: _cheapest(made, prices)))
-    elif args.price:
-        raise ConfigError("--price is for --cheapest")
+    elif args.price and not (args.tokens or args.devices):
+        raise ConfigError("--price is for --cheapest, --tokens and --devices")
+    price = None
+    if args.tokens or args.devices:
+        price = _prices(args.price, made).get(made.setting.cluster.device.name)
+    if args.tokens:
+        asked.append(("tokens", lambda: _tokens(args.tokens, made, price)))
+    if args.devices:
+        asked.append(("devices", lambda: _curve(args, made, price)))
     found = []
     for name, answer in asked:
         started = time.perf_counter()
         document, show = answer()
         found.append(Answer(name, document, show, time.perf_counter() - started))
     return found
+
+
+def _tokens(text: str, made: Plan, price: float | None) -> tuple[Any, Callable[[], None]]:
+    found = asked_tokens(text, made, price)
+    return found.as_json(), lambda: print_cost(found, made.setting.cluster.devices)
+
+
+def _curve(
+    args: argparse.Namespace, made: Plan, price: float | None
+) -> tuple[Any, Callable[[], None]]:
+    found = asked_curve(args.devices, args.tokens, made, price)
+    return [one.as_json() for one in found], lambda: print_curve(found)
 
 
 def _prices(words: list[str], made: Plan) -> Mapping[str, float]:
@@ -89,14 +116,18 @@ def _prices(words: list[str], made: Plan) -> Mapping[str, float]:
     return prices
 
 
-def _fewest(made: Plan) -> tuple[int | None, Callable[[], None]]:
+def _fewest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
     found, devices = made.fewest_devices(), made.setting.cluster.devices
 
     def show() -> None:
-        text = f"more than {devices}" if found is None else str(found)
+        text = f"more than {devices}" if found is None else str(found[0])
         print(f"fewest devices that fit without offload: {text}")
+        if found is not None:
+            label, memory, rate = _row(found[1])
+            step = format_seconds(found[1].time.total)
+            say(f"{label}: {memory}, {step} a step, {rate} tokens/s, {found[1].mfu:.1%} MFU", "  ")
 
-    return found, show
+    return None if found is None else {"devices": found[0], **prediction_json(found[1])}, show
 
 
 def _row(found: Prediction) -> tuple[str, str, str]:

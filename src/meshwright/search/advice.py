@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.search.rank import MARGIN
-from meshwright.spec.parts import parameter_count
+from meshwright.spec.parts import trained_parameter_count
 from meshwright.spec.words import beyond_context
 from meshwright.units import format_bytes
 
@@ -113,7 +113,7 @@ def _host(found: Prediction, setting: Setting) -> str | None:
     if layout.offload == "none":
         return None
     # Experts, too: `ep` and their own sharding divide them by as much.
-    parameters = parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
+    parameters = trained_parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
     on_node = min(setting.cluster.per_node, layout.world)
     size = parameters * _HOST_BYTES * on_node
     return (

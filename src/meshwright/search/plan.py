@@ -63,8 +63,8 @@ class Plan:
                 f"{words(pins)}; leave that out"
             )
 
-    def fewest_devices(self) -> int | None:
-        """Return the fewest of the cluster's devices that fit: `questions.fewest_devices`."""
+    def fewest_devices(self) -> tuple[int, Prediction] | None:
+        """Return the fewest of the devices that fit, and how: `questions.fewest_devices`."""
         self._check_free("--fewest")
         return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
 
@@ -220,6 +220,7 @@ def prediction_json(found: Prediction) -> dict[str, Any]:
         "peak_at": found.memory.at,
         "memory_bytes": {name: round(size) for name, size in found.memory.by_category().items()},
         "step_time_s": found.time.total,
+        "step_time_interval_s": list(found.interval),
         "seconds": found.time.causes,
         "tokens_per_s": found.tokens_per_s,
         "tflops_per_device": found.tflops_per_device,

@@ -41,8 +41,10 @@ def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
     return parts + list(range(2 * node, devices + 1, node))
 
 
-def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> int | None:
-    """Return the fewest devices, of up to so many, on which a layout fits without offload.
+def fewest_devices(
+    setting: Setting, devices: int, margin: float = MARGIN
+) -> tuple[int, Prediction] | None:
+    """Return the fewest devices, of up to so many, on which a layout fits, and the fastest there.
 
     Tries parts of a node that divide it, then whole nodes. None where all are too few.
     """
@@ -51,8 +53,8 @@ def fewest_devices(setting: Setting, devices: int, margin: float = MARGIN) -> in
         light = lightest(tried, count)
         if light is None or light.bytes > _limit(setting, margin):
             continue
-        if Search(tried, count, margin).run(1).ranked:
-            return count
+        if ranked := Search(tried, count, margin).run(1).ranked:
+            return count, ranked[0]
     return None
 
 

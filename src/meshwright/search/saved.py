@@ -31,7 +31,7 @@ def load_planned(
 
 
 def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: str) -> Config:
-    saved = _read(plan, needed)
+    saved = read_plan(plan, needed)
     layout = {"auto": False, **saved["layout"]}
     cluster = saved["config"]["cluster"]
     # Whoever starts it looks whether they are there.
@@ -54,7 +54,11 @@ def _planned(plan: Path, config: Path | None, overrides: Iterable[str], needed: 
     return found
 
 
-def _read(plan: Path, needed: str) -> dict[str, Any]:
+def read_plan(plan: Path, needed: str) -> dict[str, Any]:
+    """Return a plan of `plan --save` that has a layout; `needed` is the flag that names it.
+
+    Raises `ConfigError` for anything else.
+    """
     try:
         saved = parse_json(plan.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

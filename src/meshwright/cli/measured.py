@@ -1,0 +1,246 @@
+"""`--measured`: what was measured of a cluster, and the predictions that it corrects."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from meshwright.cli.common import read_rows, say
+from meshwright.errors import ConfigError
+from meshwright.execute.processor import processor
+from meshwright.launch.measured import keep, kept_of_cluster
+from meshwright.layout import Layout
+from meshwright.predict.calibration import Calibration, as_toml, calibration_named
+from meshwright.predict.measured import Correction, Measurement, correct, corrected, kind_of
+from meshwright.predict.row_experts import RowError
+from meshwright.predict.rows import read_row
+from meshwright.program.events import Events
+from meshwright.search.plan import check_legal, on_cluster, setting_of
+from meshwright.spec.loading import Config
+from meshwright.train.run_folder import RunFolder, read_job
+from meshwright.units import GIB, parse_bytes, parse_seconds
+
+_TYPED: Final = ("layout", "step", "memory")
+# The first steps of a run warm up: this share of them is left out.
+_WARM_UP: Final = 0.25
+
+
+class Corrected(NamedTuple):
+    """A calibration that is corrected, what it was corrected by, and the file that keeps it."""
+
+    calibration: Calibration
+    corrections: tuple[Correction, ...]
+    kept: Path | None = None
+
+    @property
+    def document(self) -> list[dict[str, Any]]:
+        """It as JSON."""
+        return [
+            {
+                "of": one.kind,
+                "compute": one.compute,
+                "links": one.links,
+                "memory": one.memory,
+                "says": list(one.text),
+                "kept": None if self.kept is None else str(self.kept),
+            }
+            for one in self.corrections
+        ]
+
+    def print(self) -> None:
+        """Print what was concluded."""
+        for one in self.corrections:
+            for text in one.text:
+                say(f"measured: {text}")
+        if self.kept is not None:
+            say(f"kept for this cluster: {self.kept}; --no-keep leaves it out, deleting it forgets")
+
+
+def add_measured(parser: argparse.ArgumentParser, what: str, *, keeps: bool = True) -> None:
+    """Add `--measured`, and `--no-keep` where it is kept."""
+    parser.add_argument("--measured", action="append", nargs="+", default=[], metavar=what)
+    if keeps:
+        parser.add_argument(
+            "--no-keep", action="store_true", help="correct by --measured this time only"
+        )
+
+
+def take_measured(args: argparse.Namespace) -> list[str]:
+    """Return what `--measured` names, one measurement an item; other words go back to the config.
+
+    `layout=tp8 mb1 step=13.9s` may be typed with or without quotes.
+    """
+    found: list[str] = []
+    for words in args.measured:
+        typed = False  # a layout is being said, whose label has several words
+        for at, word in enumerate(words):
+            key, has_value, _ = word.partition("=")
+            if has_value and key in _TYPED:
+                if key == "layout" or at == 0:
+                    found.append(word)
+                else:
+                    found[-1] += f" {word}"
+                typed = key == "layout" and " " not in word
+            elif at == 0 or (not has_value and Path(word).suffix in (".json", ".jsonl")):
+                found.append(word)
+            elif typed and not has_value and not Path(word).exists():
+                found[-1] += f" {word}"
+            else:
+                args.words.append(word)
+                typed = False
+    return found
+
+
+def measured_for(
+    named: list[str],
+    config: Config,
+    calibration: Calibration | None,
+    environ: Mapping[str, str],
+    *,
+    keeps: bool,
+) -> Corrected | None:
+    """Return a calibration that measurements of a config's cluster correct; None without any.
+
+    Raises `ConfigError` for what cannot be read, and for what is of another device or system.
+    """
+    if not named:
+        return None
+    is_named = calibration is not None
+    base = calibration or calibration_named(config.cluster.calibration)
+    base = _uncorrected(base)
+    setting = setting_of(config, base, processor=processor())
+    own: list[Measurement] = []
+    for text in named:
+        for one in _read(text, config, base):
+            if kind_of(one.setting) != kind_of(setting):
+                raise ConfigError(
+                    f"--measured {text}: {one.name or 'it'} is of {kind_of(one.setting)}, but the "
+                    f"plan is for {kind_of(setting)}"
+                )
+            own.append(one)
+    found = correct(own)
+    path = None
+    if keeps and not is_named:
+        path = _keep(found, config, environ)
+    return Corrected(_applied(base, [found]), (found,), path)
+
+
+def measured_rows(named: list[str], calibration: Calibration) -> Corrected | None:
+    """Return a calibration that rows and runs correct, each for its own system and device."""
+    if not named:
+        return None
+    base = _uncorrected(calibration)
+    found = corrected((one for text in named for one in _read(text, None, base)), base)
+    return Corrected(_applied(base, found), tuple(found))
+
+
+def _applied(base: Calibration, found: list[Correction]) -> Calibration:
+    for one in found:
+        base = one.applied(base)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    source = "; ".join([base.source, "corrected by what was measured"])
+    return replace(base, source=source, date=today)
+
+
+def _uncorrected(calibration: Calibration) -> Calibration:
+    """Return a calibration without the factors of earlier measurements."""
+    kept = {
+        name: value
+        for name, value in calibration.constants.items()
+        if ".measured." not in name or name.startswith("any.")
+    }
+    return replace(calibration, constants=kept)
+
+
+def _keep(found: Correction, config: Config, environ: Mapping[str, str]) -> Path | None:
+    """Keep a correction for a config's cluster; None where it is this machine, or not writable."""
+    path = kept_of_cluster(config, environ)
+    if path is None:
+        return None
+    system, _, _ = found.kind.partition(".")
+    prefix = f"{system}."
+    constants = {name.removeprefix(prefix): value for name, value in found.constants.items()}
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    text = as_toml({system: constants}, today, f"plan --measured: {'; '.join(found.text)}")
+    return path if keep(text, path) else None
+
+
+def _read(text: str, config: Config | None, base: Calibration) -> Iterator[Measurement]:
+    """Yield the measurements that an argument names: a run's, rows', or typed ones."""
+    if text.partition("=")[0] in _TYPED:
+        if config is None:
+            raise ConfigError(f"--measured {text}: a layout needs a model; name rows, or a run")
+        yield _typed(text, config, base)
+    elif Path(text).is_dir():
+        yield _of_run(Path(text), base)
+    elif Path(text).is_file():
+        yield from _of_rows(Path(text), base)
+    else:
+        raise ConfigError(
+            f"--measured {text}: neither a run folder, nor a file of rows, nor "
+            "'layout=shard8 zero3 mb1 step=13.9s memory=61GiB'"
+        )
+
+
+def _typed(text: str, config: Config, base: Calibration) -> Measurement:
+    values = {
+        found[1]: found[2].strip()
+        for found in re.finditer(r"(\w+)=(.*?)(?=\s+\w+=|$)", text.replace(",", " "))
+    }
+    if "layout" not in values or not values.keys() & {"step", "memory"}:
+        raise ConfigError(f"--measured {text}: it needs a layout, and step, memory or both")
+    layout = Layout.parse(values["layout"])
+    setting = setting_of(config, base, processor=processor())
+    check_legal(setting, layout)
+    try:
+        seconds = parse_seconds(values["step"]) if "step" in values else None
+        size = float(parse_bytes(values["memory"])) if "memory" in values else None
+    except ValueError as error:
+        raise ConfigError(f"--measured {text}: {error}") from None
+    return Measurement(on_cluster(setting, layout), layout, seconds, size, name=text)
+
+
+def _of_run(path: Path, base: Calibration) -> Measurement:
+    """Return the median step of a run's, without those that warm up, and its largest peak."""
+    job = read_job(path)
+    try:
+        events = Events.read(RunFolder(path).events)
+    except OSError as error:
+        raise ConfigError(f"--measured {path}: {error}") from None
+    steps = [one for one in events if one["event"] == "step" and one["step_time_s"] > 0]
+    steps = steps[int(_WARM_UP * len(steps)) + (len(steps) > 1) :]
+    if not steps:
+        raise ConfigError(f"--measured {path}: the run has no step yet")
+    setting = on_cluster(setting_of(job.config, base, processor=processor()), job.layout)
+    peaks = [size for one in steps for size in (one.get("peak_memory_bytes") or {}).values()]
+    is_gpu = not setting.on_cpu  # a CPU rank's peak is its process's
+    size = float(max(peaks)) if peaks and is_gpu else None
+    seconds = statistics.median(float(one["step_time_s"]) for one in steps)
+    return Measurement(setting, job.layout, seconds, size, is_allocated=True, name=str(path))
+
+
+def _of_rows(path: Path, base: Calibration) -> Iterator[Measurement]:
+    rows = [row for row in read_rows(path, "--measured") if row.get("status", "ok") == "ok"]
+    rows = [row for row in rows if row.get("step_time_s") or row.get("peak_mem_gib")]
+    if not rows:
+        raise ConfigError(f"--measured {path}: no row says step_time_s or peak_mem_gib")
+    for row in rows:
+        try:
+            case = read_row(row, base)
+            seconds, gib = row.get("step_time_s"), row.get("peak_mem_gib")
+            yield Measurement(
+                case.setting,
+                case.layout,
+                float(seconds) if seconds else None,
+                float(gib) * GIB if gib else None,
+                is_allocated="allocated" in str(row.get("mem_kind")),
+                name=f"row {row.get('id')}",
+            )
+        except (RowError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"--measured {path}: row {row.get('id')}: {error}") from None

@@ -1,0 +1,97 @@
+"""What a run takes on more or fewer devices, and what a number of tokens takes: time and money."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.predict.price import Prediction
+from meshwright.predict.setting import Setting
+from meshwright.search.plan import Plan, prediction_json
+from meshwright.search.questions import on_devices
+from meshwright.search.rank import MARGIN, Search
+from meshwright.search.space import Pins
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What so many tokens take at some rate: `hours` of the run, and of all devices together.
+
+    `money` is in the currency of the price of one device for an hour, None without one.
+    """
+
+    tokens: float
+    hours: float
+    device_hours: float
+    money: float | None
+
+    @classmethod
+    def of(cls, found: Prediction, tokens: float, price: float | None) -> Cost:
+        """Return what tokens take by a layout."""
+        hours = tokens / found.tokens_per_s / 3600
+        each = hours * found.devices
+        return cls(tokens, hours, each, None if price is None else each * price)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "tokens": self.tokens,
+            "days": self.hours / 24,
+            "device_hours": self.device_hours,
+            "cost": self.money,
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of devices with its best layout; `found` is None where no layout fits."""
+
+    devices: int
+    found: Prediction | None
+    cost: Cost | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        found = {} if self.found is None else prediction_json(self.found)
+        each = None if self.cost is None else self.cost.as_json()
+        return {"devices": self.devices, "fits": self.found is not None, **found, "takes": each}
+
+
+def counts_between(first: int, last: int) -> list[int]:
+    """Return numbers of devices from the first to the last, doubling."""
+    found, count = [], first
+    while count < last:
+        found.append(count)
+        count *= 2
+    return [*found, last]
+
+
+def curve(
+    setting: Setting,
+    counts: list[int],
+    tokens: float,
+    price: float | None = None,
+    margin: float = MARGIN,
+    pins: Pins | None = None,
+) -> list[Point]:
+    """Return the best layout for each number of devices, and what so many tokens take on it.
+
+    The global batch stays. Keys of the layout that are fixed stay fixed; where a number of devices
+    has no legal layout with them, or none that fits, its point says so.
+    """
+    points = []
+    for count in counts:
+        tried = replace(setting, cluster=on_devices(setting.cluster, count))
+        ranked = Search(tried, count, margin, pins).run(1).ranked
+        best = ranked[0] if ranked else None
+        cost = None if best is None else Cost.of(best, tokens, price)
+        points.append(Point(count, best, cost))
+    return points
+
+
+def best_cost(made: Plan, tokens: float, price: float | None) -> Cost:
+    """Return what tokens take by a plan's best layout; raises `ConfigError` where none fits."""
+    if made.best is None:
+        raise ConfigError("--tokens: no layout fits, so that nothing is trained")
+    return Cost.of(made.best, tokens, price)
