@@ -11,7 +11,8 @@ from meshwright.predict.setting import Setting
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, stacked
-from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
+from meshwright.report.colours import BLUE, CAUSE_COLOURS, GREY, HAPPENED, PREDICTED
+from meshwright.report.curves import line, lines
 from meshwright.report.figure import byte_unit, seconds, time_unit
 from meshwright.report.page import Page, facts, folded, grid, key_of, notices, prose, table
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
@@ -23,8 +24,11 @@ from meshwright.spec.parts import parameter_count
 from meshwright.units import format_bytes, format_count
 
 
-def plan_page(made: Plan) -> Page:
-    """Return the page of a plan: a step of its winner, and why the others lost."""
+def plan_page(made: Plan, curve: Sequence[Mapping[str, Any]] = ()) -> Page:
+    """Return the page of a plan: a step of its winner, and why the others lost.
+
+    `curve` has the best layout of other numbers of devices, as `Point.as_json` says it.
+    """
     setting, best = made.setting, made.best
     predicted = predicted_profile(setting, best.layout) if best else None
     devices = f"{setting.cluster.devices} x {setting.cluster.device.name}"
@@ -39,6 +43,8 @@ def plan_page(made: Plan) -> Page:
         else "",
     )
     page.section("ranked", "Layouts, ranked", *_ranked(page, made))
+    if any(one["fits"] for one in curve):
+        page.section("devices", "More and fewer devices", _curve(page, curve))
     if best is not None:
         program = lower(setting.model, setting.train, best.layout, setting.target)
         _layout(page, program)
@@ -85,6 +91,45 @@ def _unfit(made: Plan) -> str:
             f"{format_bytes(held.limit)}."
         )
     return notices([("No layout fits.", nearest)])
+
+
+def _curve(page: Page, points: Sequence[Mapping[str, Any]]) -> str:
+    """Return the chart of tokens a second over the number of devices."""
+    fitting = [one for one in points if one["fits"]]
+    xs = [float(one["devices"]) for one in fitting]
+    ideal = [fitting[0]["tokens_per_s"] * at / xs[0] for at in xs]
+    drawn = lines(
+        [
+            line("in step with the first", xs, ideal, GREY, line={"dash": "dot"}),
+            line("tokens/s", xs, [one["tokens_per_s"] for one in fitting], BLUE),
+        ],
+        "tokens/s",
+        280,
+        x_title="devices",
+    )
+    rows = [
+        (
+            str(one["devices"]),
+            one["label"],
+            format_bytes(one["peak_memory_bytes"]),
+            format_count(one["tokens_per_s"]),
+            f"{one['mfu']:.1%}",
+            f"{one['takes']['days']:.3g}",
+            "-" if one["takes"]["cost"] is None else f"{one['takes']['cost']:,.4g}",
+        )
+        if one["fits"]
+        else (str(one["devices"]), "no layout fits", *"-----")
+        for one in points
+    ]
+    tokens = format_count(fitting[0]["takes"]["tokens"])
+    heads = ("devices", "layout", "memory", "tokens/s", "MFU", "days", "cost")
+    return page.chart(
+        "devices-curve",
+        "Tokens per second by the number of devices",
+        drawn,
+        f"The best layout of each number; days and cost are those of {tokens} tokens.",
+        table(heads, rows),
+    ) + table(heads, rows)
 
 
 def _ranked(page: Page, made: Plan) -> list[str]:

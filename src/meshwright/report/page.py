@@ -153,6 +153,17 @@ def notices(said: Sequence[tuple[str, str]]) -> Html:
     return markup('<ul class="notices">{}</ul>', items) if said else items
 
 
+def alarm(title: str, cause: str, todo: str, commands: Sequence[str]) -> Html:
+    """Return a banner that says what went wrong, why, what to do, and the commands for it."""
+    return markup(
+        '<div class="alarm" role="alert"><strong>{}</strong><p>{}</p><p>{}</p>{}</div>',
+        title,
+        _text(cause),
+        _text(todo),
+        joined(markup("<pre>{}</pre>", command) for command in commands),
+    )
+
+
 def prose(*sentences: str) -> Html:
     """Return sentences as a paragraph."""
     text = joined((_text(one) for one in sentences if one), " ")

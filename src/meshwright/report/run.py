@@ -13,12 +13,15 @@ from meshwright.program.profile import CAUSES, StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, mean_causes
 from meshwright.report.colours import HAPPENED, PREDICTED, SERIES
 from meshwright.report.curves import compared_curves, run_curves
+from meshwright.report.ended import banner
+from meshwright.report.experts import experts_section
 from meshwright.report.figure import byte_unit, seconds, time_unit
-from meshwright.report.page import Page, facts, folded, key_of, notices, prose, table, titled
+from meshwright.report.page import Page, alarm, facts, folded, key_of, notices, prose, table, titled
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
 from meshwright.report.record import RunRecord, differing, read_run
 from meshwright.report.steps import step_sections
 from meshwright.report.timelines import timeline_chart
+from meshwright.report.winner import winner
 from meshwright.report.words import headline, peak_memory, run_warnings, verdict
 from meshwright.units import format_bytes
 
@@ -51,9 +54,11 @@ def run_page(run: RunRecord) -> Page:
     """Return the page of one run."""
     label = f"layout {run.layout.label}" if run.layout else "layout unknown"
     page = Page(f"Run {run.name}", f"{label}; {run.start.get('device', 'device unknown')}")
+    ended = banner(run)
     page.section(
         "headline",
         "At a glance",
+        alarm(*ended) if ended else "",
         facts(headline(run)),
         prose(*verdict(run)),
         prose(f"Layout: {mesh_words(run.layout)}." if run.layout else ""),
@@ -61,6 +66,7 @@ def run_page(run: RunRecord) -> Page:
         notices([(text, "") for text in run.missing]),
     )
     page.section("curves", "Learning", *run_curves(page, run))
+    experts_section(page, run)
     if run.program is not None:
         page.section(
             "layout",
@@ -106,7 +112,8 @@ def comparison_page(runs: Sequence[RunRecord]) -> Page:
     """Return the page of several runs side by side."""
     names = _names(runs)
     page = Page(f"{len(runs)} runs side by side", ", ".join(names))
-    page.section("headline", "At a glance", _overview(runs, names), *_ailing(runs, names))
+    said = prose(*winner(runs, names))
+    page.section("headline", "At a glance", said, _overview(runs, names), *_ailing(runs, names))
     rows = [(key, *values) for key, values in differing(runs)]
     page.section(
         "config",
@@ -163,9 +170,14 @@ def _ailing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
     said = [
         (f"{name}: {what}", todo)
         for run, name in zip(runs, names, strict=True)
-        for what, todo in run_warnings(run)
+        for what, todo in [*_banner(run), *run_warnings(run)]
     ]
     return [notices(said)]
+
+
+def _banner(run: RunRecord) -> list[tuple[str, str]]:
+    ended = banner(run)
+    return [(f"{ended.title}: {ended.cause}", ended.todo)] if ended else []
 
 
 def _measured(runs: Sequence[RunRecord]) -> list[StepProfile | None]:

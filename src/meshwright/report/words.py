@@ -102,12 +102,6 @@ def run_warnings(run: RunRecord) -> list[Advice]:
 
 
 def _failures(run: RunRecord) -> Iterator[Advice]:
-    for event in run.of("failed"):
-        yield (
-            f"The run failed: {event.get('cause', 'cause unknown')}.",
-            "`meshwright doctor RUN` says where; `train --resume RUN` goes on from the last step "
-            "that was saved.",
-        )
     restarts = run.of("restart")
     if restarts:
         lost = sum(int(e.get("lost_steps") or 0) for e in restarts)

@@ -1,0 +1,136 @@
+"""Which experts tokens met: by layer and expert, over time, and what the busiest rank adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from meshwright.program.profile import StepProfile
+from meshwright.report.causes import mean_causes
+from meshwright.report.colours import BLUE, ORANGE, SHADE
+from meshwright.report.curves import line, lines, series
+from meshwright.report.figure import Figure, axis, figure, finite, thin
+from meshwright.report.page import Page, grid, prose, table
+from meshwright.report.record import RunRecord
+from meshwright.units import counted
+
+_HIGH: Final = 220
+# Dead experts that are named; more are counted.
+_NAMED: Final = 12
+
+
+def experts_section(page: Page, run: RunRecord) -> None:
+    """Add what a run's `experts` events tell, if it has any."""
+    events = run.by_step("experts")
+    if not events:
+        return
+    last = events[-1]
+    charts = [
+        _curve(page, events, key, *texts)
+        for key, texts in {
+            "excess": ("Busiest rank above the mean", BLUE, "excess"),
+            "expert_excess": ("Busiest expert above the mean", ORANGE, "busiest-expert"),
+        }.items()
+        if key == "expert_excess" or (run.layout is not None and run.layout.ep > 1)
+    ]
+    page.section("experts", "Experts", prose(*words(last, run)), _map(page, last), grid(*charts))
+
+
+def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
+    """Return what an `experts` event says, in sentences."""
+    found = []
+    busiest, excess = finite(event.get("expert_excess")), finite(event.get("excess"))
+    first, steps = event["step"] - event.get("steps", 1) + 1, event["step"]
+    if busiest is not None:
+        found.append(
+            f"In steps {first} to {steps} the busiest expert of a layer met {1 + busiest:.2f} "
+            "times the mean number of tokens."
+        )
+    ep = 1 if run.layout is None else run.layout.ep
+    if excess is not None and ep > 1:
+        found.append(
+            f"The busiest of {ep} ranks that share out the experts computed {excess:.0%} more than "
+            f"the mean, for which the others waited{_cost(run.measured)}."
+        )
+    dead = event["dead"]
+    total = sum(len(row) for row in event["tokens"])
+    if dead:
+        named = ", ".join(f"{expert} of layer {layer}" for layer, expert in dead[:_NAMED])
+        more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
+        found.append(
+            f"{len(dead)} of {counted(total, 'expert')} met no token: {named}{more}. "
+            "train.router_aux_loss (0.01, say) has tokens meet all."
+        )
+    else:
+        found.append(f"Each of {counted(total, 'expert')} met tokens.")
+    return found
+
+
+def _cost(measured: StepProfile | None) -> str:
+    """Return what waiting along ep was of the measured step, where there is one."""
+    if measured is None:
+        return ""
+    causes = mean_causes(measured)
+    total = sum(causes.values())
+    share = causes.get("ep", 0.0) / total if total else 0.0
+    return f" (messages to experts and waits for them: {share:.0%} of the measured step)"
+
+
+def _map(page: Page, event: Mapping[str, Any]) -> str:
+    """Return the tokens of each expert of each layer as a map: 1 is an equal share."""
+    rows = event["tokens"]
+    shares = [
+        [count * len(row) / total if (total := sum(row)) else 0.0 for count in row] for row in rows
+    ]
+    told = (
+        "Tokens of each expert in the last steps told, over the mean of its layer: 1 is an equal "
+        "share, 0 an expert that no token met."
+    )
+    headers = ("layer", *(str(expert) for expert in range(len(rows[0]))))
+    layers = event["layers"]
+    listed = [(layer, *row) for layer, row in zip(layers, rows, strict=True)]
+    shown = table(headers, thin(listed, 60)) if len(rows[0]) <= 64 else ""
+    return page.chart("experts-map", "Tokens by expert", _heat(shares, layers), told, shown)
+
+
+def _heat(shares: Sequence[Sequence[float]], layers: Sequence[int]) -> Figure:
+    most = max(2.0, *(one for row in shares for one in row))
+    side = max(8, min(28, 480 // len(shares)))
+    data = {
+        "type": "heatmap",
+        "z": [list(row) for row in shares],
+        "zmin": 0,
+        "zmax": most,
+        "colorscale": [[0, ORANGE], [1e-6, SHADE], [1, BLUE]],
+        "colorbar": {"thickness": 10, "outlinewidth": 0},
+        "hovertemplate": "expert %{x}, layer %{customdata}: %{z:.2f} of an equal share"
+        "<extra></extra>",
+        "customdata": [[layer] * len(row) for layer, row in zip(layers, shares, strict=True)],
+    }
+    places = thin(range(len(layers)), 16)
+    return figure(
+        [data],
+        side * len(shares) + 60,
+        margin={"t": 8, "b": 40, "l": 60},
+        xaxis=axis("expert", showgrid=False),
+        yaxis=axis(
+            "layer",
+            autorange="reversed",
+            showgrid=False,
+            tickvals=places,
+            ticktext=[str(layers[at]) for at in places],
+        ),
+    )
+
+
+def _curve(
+    page: Page, events: Sequence[Mapping[str, Any]], key: str, title: str, colour: str, name: str
+) -> str:
+    xs, ys = series(events, key)
+    if not xs:
+        return ""
+    more: dict[str, Any] = {"tickformat": ".0%", "range": [0, max(0.1, *ys) * 1.1]}
+    drawn = lines([line(title, xs, ys, colour)], "above the mean", _HIGH, labels=False, **more)
+    rows = [(event["step"], f"{finite(event.get(key)) or 0:.1%}") for event in thin(events, 60)]
+    told = f"Last {ys[-1]:.0%}."
+    return page.chart(name, title, drawn, told, table(("step", "above the mean"), rows))
