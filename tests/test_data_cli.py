@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pathlib
 
 import pytest
 
@@ -98,3 +99,23 @@ def test_help_shows_an_example(action, capsys):
     out = capsys.readouterr().out
     assert f"  meshwright data {action}" in out
     assert "--json" in out
+
+
+def test_a_conversation_is_shown_with_what_is_trained(tmp_path, capsys, monkeypatch):
+    chat = pathlib.Path(__file__).parent.parent / "examples" / "chat"
+    source = ["--source", str(chat / "conversations.jsonl"), "--tokenizer", str(chat / "tokenizer")]
+    store = str(tmp_path / "store")
+    assert main(["data", "prepare", store, *source, "--format", "chat"]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", store, "--document", "3"]) == 0
+    assert "assistant\n[[It is red, my friend!<|im_end|>]]\n" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["data", "inspect", store, "--document", "3"]) == 0
+    assert "\x1b[1;32mIt is red, my friend!<|im_end|>\x1b[0m" in capsys.readouterr().out
+    assert main(["data", "inspect", store, "--document", "401"]) == 2
+    assert "nearest legal: 400" in capsys.readouterr().err
+    assert main(["data", "inspect", store, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [part["trained"] for part in found["sample"][:3]] == [False, True, False]
+    assert 0 < found["supervised_tokens"] < found["tokens"]

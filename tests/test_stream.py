@@ -225,7 +225,7 @@ def test_refused_configs(words, match):
 @pytest.mark.parametrize(
     ("rows", "match"),
     [
-        ([{"txt": "a"}], "has no field 'text'; nearest legal: txt"),
+        ([{"txt": "a"}], "no field 'text'; nearest legal: txt"),
         ([{"text": "held out"}, {"text": 5}], r"row 0: field 'text' is a|row 1: .*|cannot load"),
         ([{"text": "held out"}, {"text": " "}], "has no document to train on"),
     ],

@@ -9,15 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from meshwright.cli.common import add_json, print_json
-from meshwright.data import Store, load_tokenizer, open_store, prepare, train_bpe, verify
+from meshwright.cli.stores import inspect_chat, print_table, store_facts
+from meshwright.data import load_tokenizer, open_store, prepare, train_bpe, verify
 from meshwright.data.corpora import Source
 from meshwright.data.dataset import source_of
 from meshwright.data.megatron import write_megatron
@@ -26,7 +25,7 @@ from meshwright.data.view import split
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.launch.session import cache_folder
 from meshwright.spec.loading import load_config
-from meshwright.spec.training import DataSpec
+from meshwright.spec.training import DataFormat, DataSpec
 from meshwright.units import format_bytes, format_count, format_seconds
 
 PREPARE = """\
@@ -72,6 +71,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     command.add_argument("--eos", metavar="TOKEN", help="what ends a document, if not found")
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (the cores)")
     command.add_argument(
+        "--format", choices=["text", "chat"], default="text", help="what rows hold: data.format"
+    )
+    command.add_argument("--chat-template", metavar="FILE", help="not the tokenizer's own")
+    command.add_argument(
         "--validation",
         type=float,
         default=DataSpec().validation,
@@ -81,6 +84,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     command = _action(actions, "inspect", "what a store holds", INSPECT)
     command.add_argument("store", metavar="STORE")
+    command.add_argument(
+        "--document", type=_positive, default=1, metavar="N", help="which conversation is shown (1)"
+    )
 
     command = _action(actions, "verify", "read a store again and compare all hashes", VERIFY)
     command.add_argument("store", metavar="STORE")
@@ -149,7 +155,9 @@ def _positive(text: str) -> int:
 
 def _sources(args: argparse.Namespace, report: Report) -> list[Source]:
     separator = args.separator.replace("\\n", "\n") if args.separator else None
-    spec = DataSpec(text_key=args.text_key, separator=separator)
+    form: DataFormat = getattr(args, "format", "text")
+    packing: Literal["stream", "documents"] = "documents" if form == "chat" else "stream"
+    spec = DataSpec(text_key=args.text_key, separator=separator, format=form, packing=packing)
     cache = Path(args.cache) if args.cache else cache_folder(load_config(), os.environ)
     return [source_of(name, spec, cache, report) for name in args.source]
 
@@ -183,10 +191,13 @@ def _prepare(args: argparse.Namespace) -> int:
             say=lambda text: print(text, file=sys.stderr),
             on_error=args.on_error,
             progress=report,
+            form=args.format,
+            chat_template=args.chat_template,
         )
     seconds = time.perf_counter() - started
-    train, held = split(store.shards, args.validation, store.manifest.vocab_size)
-    facts = _facts(store) | {
+    form, size = store.manifest.form, store.manifest.vocab_size
+    train, held = split(store.shards, args.validation, size, divides=form == "text")
+    facts = store_facts(store) | {
         "seconds": seconds,
         "validation": {
             "share": args.validation,
@@ -199,7 +210,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
         return EXIT_DONE
-    _print_table(store)
+    print_table(store)
     share = f"{args.validation:g} held out: {format_count(len(held))} tokens"
     print(f"{share} of {held.documents} documents; took {format_seconds(seconds)}")
     return EXIT_DONE
@@ -207,12 +218,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     store = open_store(Path(args.store))
+    if store.manifest.form == "chat":
+        return inspect_chat(store, args)
     ids = store.shards[0].tokens[:SAMPLE_TOKENS].tolist()
     text = store.tokenizer().decode(ids)
     if args.json:
-        print_json(_facts(store) | {"sample": {"ids": ids, "text": text}})
+        print_json(store_facts(store) | {"sample": {"ids": ids, "text": text}})
         return EXIT_DONE
-    _print_table(store)
+    print_table(store)
     print(f"first {len(ids)} tokens: {text!r}")
     return EXIT_DONE
 
@@ -272,55 +285,3 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     else:
         print(f"{file}: {tokenizer.vocab_size} entries, {tokenizer.eos_token} ends a document")
     return EXIT_DONE
-
-
-def _facts(store: Store) -> dict[str, Any]:
-    manifest = store.manifest
-    return {
-        "store": str(store.folder),
-        "documents": manifest.documents,
-        "tokens": manifest.tokens,
-        "vocab_size": manifest.vocab_size,
-        "dtype": manifest.dtype,
-        "unigram_entropy": manifest.entropy,
-        "tokenizer": {
-            "name": manifest.tokenizer.name,
-            "digest": manifest.tokenizer.digest,
-            "eos_id": manifest.tokenizer.eos_id,
-        },
-        "sources": list(manifest.sources),
-        "shards": [
-            {
-                "file": shard.tokens_file.file,
-                "bytes": shard.tokens_file.bytes,
-                "tokens": shard.tokens,
-                "documents": shard.documents,
-                "max_id": shard.max_id,
-            }
-            for shard in manifest.shards
-        ],
-        "digest": store.digest,
-    }
-
-
-def _print_table(store: Store) -> None:
-    manifest = store.manifest
-    size = sum(record.bytes for record in manifest.files())
-    name = manifest.tokenizer.name
-    rows = {
-        "documents": f"{manifest.documents:,}",
-        "tokens": f"{manifest.tokens:,}",
-        "vocabulary": f"{manifest.vocab_size:,} ({name}, document ends with {_eos(store)})",
-        "stored as": f"{manifest.dtype}, {len(manifest.shards)} shards, {format_bytes(size)}",
-        "unigram entropy": f"{manifest.entropy:.3f} nats per token",
-        "sources": ", ".join(str(source.get("kind", "?")) for source in manifest.sources),
-    }
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for key, value in rows.items():
-        table.add_row(Text(key, "dim"), Text(value))
-    Console(soft_wrap=True).print(table)
-
-
-def _eos(store: Store) -> str:
-    record = store.manifest.tokenizer
-    return f"{record.eos_token} = {record.eos_id}" if record.eos_token else str(record.eos_id)

@@ -7,6 +7,7 @@ from meshwright.data.slots import StreamPosition, StreamSampler
 from meshwright.data.store import Store, open_store, verify
 from meshwright.data.streamed import StreamedDataset
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from meshwright.data.whole import WholeSampler
 from meshwright.data.writer import prepare
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "StreamSampler",
     "StreamedDataset",
     "Tokenizer",
+    "WholeSampler",
     "load_tokenizer",
     "open_data",
     "open_store",

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.data.conversations import RowReader, rows_of
 from meshwright.data.files import reading
 from meshwright.data.formats import (
     SUFFIXES,
@@ -26,11 +27,13 @@ from meshwright.data.formats import (
     boundary,
     is_lines,
     is_whole,
+    no_rows,
     read_whole,
     rows_of_lines,
     texts,
 )
 from meshwright.errors import DataError, nearest, refusal
+from meshwright.spec.training import DataFormat
 from meshwright.units import MIB
 
 PART_BYTES = 16 * MIB
@@ -122,14 +125,20 @@ class Stdlib:
 class Files:
     """Files, and folders of them, in the order given and sorted inside a folder: `formats`.
 
-    Rows of jsonl, JSON, CSV and Parquet are a document each, their field `text_key`. A text file is
-    one document, or is split at `separator`; left out, that is `<|endoftext|>` where the file has
-    it. A separator of two newlines splits at blank lines.
+    Rows of jsonl, JSON, CSV and Parquet are a document each: their field `text_key`, or with
+    `format` "chat" their conversation, as `Conversation.to_text` has it. A text file is one
+    document, or is split at `separator`; left out, that is `<|endoftext|>` where the file has it. A
+    separator of two newlines splits at blank lines.
     """
 
     paths: tuple[Path, ...]
     text_key: str = "text"
     separator: str | None = None
+    format: DataFormat = "text"
+
+    @property
+    def _rows(self) -> RowReader:
+        return rows_of(self.format, self.text_key)
 
     def _files(self) -> list[Path]:
         found: list[Path] = []
@@ -169,6 +178,7 @@ class Files:
             "files": listing.hexdigest(),
             "text_key": self.text_key,
             "separator": self.separator,
+            **_stated(self.format),
         }
 
     def parts(self) -> list[SourcePart]:
@@ -218,13 +228,17 @@ class Files:
     def _pieces(self, part: SourcePart) -> Iterator[Piece]:
         path = Path(part.path)
         if is_whole(path):
-            yield from read_whole(path, self.text_key, self.separator)
+            yield from read_whole(path, self._rows, self.separator)
             return
         content = _read(part)
         if is_lines(path):
             # Counted only where a line is wrong: earlier parts of the file end at line ends.
-            for piece in rows_of_lines(path, enumerate(content.split(b"\n"), 1), self.text_key):
+            lines = enumerate(content.split(b"\n"), 1)
+            for piece in rows_of_lines(path, lines, self._rows, part.start):
                 yield piece if isinstance(piece, str) else _below(piece, part)
+            return
+        if self.format == "chat":
+            yield no_rows(path)
             return
         yield from texts(path, content, self._boundary(path), part.start)
 
@@ -240,15 +254,16 @@ class HuggingFace:
     config: str | None = None
     split: str = "train"
     text_key: str = "text"
+    format: DataFormat = "text"
 
     @staticmethod
-    def parse(text: str, text_key: str) -> HuggingFace:
+    def parse(text: str, text_key: str, form: DataFormat = "text") -> HuggingFace:
         """Read `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`; an empty CONFIG is the default."""
         name, _, rest = text.partition(":")
         config, _, split = rest.partition(":")
         if not name or ":" in split:
             raise DataError(f'source = "hf:{text}": write hf:NAME or hf:NAME:CONFIG:SPLIT')
-        return HuggingFace(name, config or None, split or "train", text_key)
+        return HuggingFace(name, config or None, split or "train", text_key, form)
 
     def load(self, *, streaming: bool) -> Any:
         """Return the library's own data set, whole or streaming; raises DataError."""
@@ -266,24 +281,28 @@ class HuggingFace:
             rows = datasets.load_dataset(**named, split=self.split, streaming=streaming)
         except Exception as error:  # network, cache, names: the library raises all kinds
             raise DataError(f"cannot load hf:{self.name}: {error!s:.300}") from error
-        # A stream may not know its columns before it is read.
-        if rows.column_names is not None and self.text_key not in rows.column_names:
-            legal = nearest(self.text_key, rows.column_names) or rows.column_names[:5]
-            hint = "Name the field with data.text_key"
-            rule = f"hf:{self.name} has no field {self.text_key!r}"
-            raise DataError(refusal(rule, legal=legal, hint=hint))
+        if rows.column_names is not None:  # a stream may not know its columns before it is read
+            try:
+                self._reader.columns(rows.column_names)
+            except ValueError as error:
+                raise DataError(f"hf:{self.name}: {error}") from None
         return rows
+
+    @property
+    def _reader(self) -> RowReader:
+        return rows_of(self.format, self.text_key)
 
     @cached_property
     def _rows(self) -> Any:
         return self.load(streaming=False)
 
-    def text_of(self, row: int, text: object) -> str:
-        """Return the text of a row; raises DataError where it is none."""
-        if isinstance(text, str):
-            return text
-        kind = type(text).__name__
-        raise DataError(f"hf:{self.name}, row {row}: field {self.text_key!r} is a {kind}, not text")
+    def document(self, number: int, row: object) -> str:
+        """Return the document of a row; raises DataError where it has none."""
+        where = f"hf:{self.name}, row {number}"
+        try:
+            return self._reader.document(row, where)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process loads the rows itself, from the library's cache.
@@ -293,7 +312,8 @@ class HuggingFace:
         """Return the names and the library's own fingerprint of the rows."""
         names = {"kind": "hf", "name": self.name, "config": self.config, "split": self.split}
         content = {"text_key": self.text_key, "rows": len(self._rows)}
-        return names | content | {"fingerprint": str(self._rows._fingerprint)}
+        fingerprint = {"fingerprint": str(self._rows._fingerprint)}
+        return names | content | fingerprint | _stated(self.format)
 
     def parts(self) -> list[SourcePart]:
         """Return ranges of rows."""
@@ -306,13 +326,25 @@ class HuggingFace:
         return [SourcePart("", a, b, (b - a) * per_row) for a, b in zip(starts, stops, strict=True)]
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
-        """Read the text field of a range of rows."""
-        column = self._rows[part.start : part.stop][self.text_key]
-        for number, text in enumerate(column, part.start):
-            if skip is not None and not isinstance(text, str):
-                skip(f"hf:{self.name}, row {number}: field {self.text_key!r} is no text")
-            elif self.text_of(number, text).strip():
-                yield text
+        """Read the documents of a range of rows."""
+        columns = self._reader.columns(self._rows.column_names)
+        read = self._rows[part.start : part.stop]
+        values = zip(*(read[name] for name in columns), strict=True)
+        for number, row in enumerate(values, part.start):
+            try:
+                document = self.document(number, dict(zip(columns, row, strict=True)))
+            except DataError as error:
+                if skip is None:
+                    raise
+                skip(str(error))
+                continue
+            if document.strip():
+                yield document
+
+
+def _stated(form: DataFormat) -> Fingerprint:
+    """Return a format as fingerprints have it: not, where it is the one that was always there."""
+    return {} if form == "text" else {"format": form}
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[Path]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend, BlendSampler
 from meshwright.data.corpora import Files, HuggingFace, Source, Stdlib
+from meshwright.data.encoders import Encoding
 from meshwright.data.files import sha256_bytes
 from meshwright.data.megatron import megatron_prefix, open_megatron
 from meshwright.data.sampler import Sampler
@@ -22,8 +23,9 @@ from meshwright.data.streamed import StreamedDataset, check_vocabulary, open_str
 from meshwright.data.tinystories import TinyStories
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.data.view import Shard, TokenView, split
+from meshwright.data.whole import WholeSampler
 from meshwright.data.writer import prepare
-from meshwright.errors import DataError
+from meshwright.errors import DataError, refusal
 from meshwright.spec.training import DataSpec, TrainSpec
 from meshwright.units import MIB, format_bytes
 
@@ -77,29 +79,57 @@ class Dataset:
         """Return the sampler of what is held out, of which some batches will be read."""
         return self.sampler("validation", seq_len, batch)
 
-    def check(self, train: TrainSpec) -> None:
-        """Raise DataError where training or evaluation would have nothing to read."""
-        self.sampler("train", train.seq_len, train.batch)
-        if train.eval_every:
-            self.sampler("validation", train.seq_len, train.batch)
+    def check(self, train: TrainSpec) -> list[str]:
+        """Raise DataError where training or evaluation would have nothing to read.
+
+        Returns what of it a user should know, a line each.
+        """
+        splits: list[Split] = ["train", "validation"] if train.eval_every else ["train"]
+        found = []
+        for one in splits:
+            sampler = self.sampler(one, train.seq_len, train.batch)
+            of = sampler.samplers if isinstance(sampler, BlendSampler) else (sampler,)
+            found += [_told(part, one) for part in of if isinstance(part, WholeSampler)]
+        return [line for line in found if line]
 
     def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler | BlendSampler:
         """Return the sampler of a split; DataError where a source is shorter than one sample."""
         weights = self.spec.weights
         samplers = [
-            Sampler(
+            self._sampler(
                 _view(part, split),
-                seq_len=seq_len,
-                batch=batch,
-                seed=self.spec.seed,
-                packing=self.spec.packing,
-                name=f"{split} split" if weights is None else f"{split} split of {part.name}",
+                seq_len,
+                batch,
+                f"{split} split" if weights is None else f"{split} split of {part.name}",
             )
             for part in self.parts
         ]
         if weights is None:
             return samplers[0]
         return BlendSampler(Blend(weights), samplers, [part.name for part in self.parts])
+
+    def _sampler(self, view: TokenView, seq_len: int, batch: int, name: str) -> Sampler:
+        spec = self.spec
+        if spec.format == "chat":
+            skips = spec.on_error == "skip"
+            return WholeSampler(
+                view, seq_len=seq_len, batch=batch, seed=spec.seed, skips=skips, name=name
+            )
+        return Sampler(
+            view, seq_len=seq_len, batch=batch, seed=spec.seed, packing=spec.packing, name=name
+        )
+
+
+def _told(sampler: WholeSampler, split: Split) -> str:
+    """Return what truncation takes of a split's conversations; nothing where it takes none."""
+    facts = sampler.facts()
+    if not facts["cut"] and not facts["left_out"]:
+        return ""
+    return (
+        f"{split}: {facts['cut']} of {facts['conversations']} conversations are cut to "
+        f"train.seq_len = {sampler.seq_len} and {facts['left_out']} left out, of which nothing "
+        f"trained would remain; {facts['tokens_cut']:,} tokens are cut off"
+    )
 
 
 def _view(part: BlendPart, split: Split) -> TokenView:
@@ -150,6 +180,7 @@ def open_data(
         "validation": str(spec.validation),
         "packing": spec.packing,
         "seed": str(spec.seed),
+        **({} if spec.format == "text" else {"format": spec.format}),
     }
     return Dataset(
         spec=spec,
@@ -175,12 +206,14 @@ def _entropy(opened: list[_Opened], spec: DataSpec) -> float | None:
 
 def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[BlendPart]:
     """Split what was opened: each source by itself where they are drawn from by weight."""
+    divides = spec.format == "text"
     if spec.weights is None:
         shards = [shard for source in opened for shard in source.shards]
-        yield BlendPart("", *split(shards, spec.validation, vocab_size))
+        yield BlendPart("", *split(shards, spec.validation, vocab_size, divides=divides))
         return
     for source in opened:
-        yield BlendPart(source.name, *split(source.shards, spec.validation, vocab_size))
+        parts = split(source.shards, spec.validation, vocab_size, divides=divides)
+        yield BlendPart(source.name, *parts)
 
 
 def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -196,14 +229,16 @@ def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
     """Return the source of documents that a name stands for; nothing is read yet."""
+    kind, _, rest = name.partition(":")
+    if spec.format == "chat" and kind in ("stdlib", "tinystories"):
+        raise DataError(f"data.format = 'chat': {name} is text, not conversations")
     if name == "stdlib":
         return Stdlib()
-    kind, _, rest = name.partition(":")
     if kind == "tinystories":
         return TinyStories(cache / "downloads", rest or "train", progress=progress)
     if kind == "hf":
-        return HuggingFace.parse(rest, spec.text_key)
-    return Files((Path(name),), spec.text_key, spec.separator)
+        return HuggingFace.parse(rest, spec.text_key, spec.format)
+    return Files((Path(name),), spec.text_key, spec.separator, spec.format)
 
 
 def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
@@ -212,11 +247,13 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
         return _open_prepared(name, open_store(path), spec)
     prefix = megatron_prefix(path) if name not in ("stdlib", "tinystories") else None
     if prefix is not None:
+        if spec.format == "chat":
+            raise DataError(f"data.format = 'chat': {name} is a Megatron pair, which has no masks")
         return _open_pair(name, prefix, spec)
     source = source_of(name, spec, cache, _steps(f"downloading {name}", say))
-    tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
+    encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template).load()
     passes = [spec.on_error] if spec.on_error != "stop" else []
-    key = json.dumps([FORMAT, source.fingerprint(), tokenizer.digest, *passes], sort_keys=True)
+    key = json.dumps([FORMAT, source.fingerprint(), encoder.digest, *passes], sort_keys=True)
     folder = cache / "stores" / sha256_bytes(key.encode())[:24]
     if is_store(folder):
         store = open_store(folder)  # without the lock, which a read-only cache would not give
@@ -230,12 +267,18 @@ def _open(name: str, spec: DataSpec, cache: Path, say: Say | None) -> _Opened:
             progress=_steps(f"preparing {name}", say),
             say=None if say is None else _about(name, say),
             on_error=spec.on_error,
+            form=spec.format,
+            chat_template=spec.chat_template,
         )
-    digest = store.digest
+    digest, tokenizer = store.digest, encoder.tokenizer
     return _Opened(name, store.shards, tokenizer, digest, store.counts(), folder, {name: digest})
 
 
 def _open_prepared(name: str, store: Store, spec: DataSpec) -> _Opened:
+    if store.manifest.form != spec.format:
+        held = "conversations" if store.manifest.form == "chat" else "texts"
+        rule = f"data.format = {spec.format!r}, but the store {store.folder} holds {held}"
+        raise DataError(refusal(rule, legal=[f"data.format = {store.manifest.form!r}"]))
     # The default tokenizer stands for "the store's": a resolved config spells defaults out, so
     # that one which was asked for cannot be told from one which was not.
     if spec.tokenizer != DataSpec.model_fields["tokenizer"].default:

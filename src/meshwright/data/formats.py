@@ -11,13 +11,14 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Final, NamedTuple, cast
 
+from meshwright.data.conversations import ChatRows, RowReader
 from meshwright.data.files import reading
-from meshwright.errors import DataError, nearest, refusal
+from meshwright.errors import DataError
 from meshwright.parsing import parse_json
 
 END_OF_TEXT: Final = "<|endoftext|>"
@@ -32,13 +33,6 @@ PACKED_SUFFIXES: Final = (".gz", ".zst")
 _INSIDE: Final = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, *TABLE_SUFFIXES)
 _PACKABLE: Final = tuple(one for one in _INSIDE if one != ".parquet")  # it compresses by itself
 SUFFIXES: Final = (*_INSIDE, *(one + packed for one in _PACKABLE for packed in PACKED_SUFFIXES))
-# Fields of rows that have a question in one field and its answer in another.
-_DIALOGUES: Final = (
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("question", "answer"),
-)
 # Rows of a Parquet file in memory at a time.
 _ROWS: Final = 1024
 # Characters of the longest CSV field. Python's default, 131,072, is too short for documents.
@@ -77,24 +71,26 @@ def is_whole(path: Path) -> bool:
     return packed is not None or suffix in TABLE_SUFFIXES
 
 
-def read_whole(path: Path, key: str, separator: str | None) -> Iterator[Piece]:
+def read_whole(path: Path, rows: RowReader, separator: str | None) -> Iterator[Piece]:
     """Yield the documents of a file that is read from beginning to end.
 
-    `key` is the field of rows, `separator` that of `boundary`. Raises DataError for a file that
+    `rows` reads rows, `separator` that of `boundary`. Raises DataError for a file that
     cannot be read, or that needs a library which is not installed.
     """
     suffix, packed = kind_of(path)
     if suffix == ".parquet":
-        yield from _parquet(path, key)
+        yield from _parquet(path, rows)
         return
     with reading(path), _opened(path) as file:
         try:
             if suffix in JSONL_SUFFIXES:
-                yield from rows_of_lines(path, enumerate(file, 1), key)
+                yield from rows_of_lines(path, enumerate(file, 1), rows)
             elif suffix == ".json":
-                yield from _json(path, file.read(), key)
+                yield from _json(path, file.read(), rows)
             elif suffix in (".csv", ".tsv"):
-                yield from _csv(path, file, key, "\t" if suffix == ".tsv" else ",")
+                yield from _csv(path, file, rows, "\t" if suffix == ".tsv" else ",")
+            elif isinstance(rows, ChatRows):
+                yield no_rows(path)
             else:
                 content = file.read()
                 yield from texts(path, content, boundary(separator, content))
@@ -121,6 +117,11 @@ def _opened(path: Path) -> IO[bytes]:
         stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
         return io.BufferedReader(stream)
     raise DataError(f"{path} needs the zstandard library: pip install 'meshwright[zstd]'")
+
+
+def no_rows(path: Path) -> Problem:
+    """Return why a text file holds no conversation."""
+    return Problem(str(path), "a text; conversations are rows of jsonl, JSON, CSV or Parquet")
 
 
 def boundary(separator: str | None, head: bytes) -> re.Pattern[bytes] | None:
@@ -155,40 +156,44 @@ def _decoded(path: Path, start: int, content: bytes, *, strips: bool) -> Piece:
     return text.strip() if strips else text
 
 
-def rows_of_lines(path: Path, lines: Iterator[tuple[int, bytes]], key: str) -> Iterator[Piece]:
-    """Yield the text of each numbered line of JSON."""
+def rows_of_lines(
+    path: Path, lines: Iterator[tuple[int, bytes]], rows: RowReader, start: int = 0
+) -> Iterator[Piece]:
+    """Yield the document of each line of JSON, numbered from byte `start` of the file."""
+    after = f" after byte {start}" if start else ""
     for number, line in lines:
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
-            yield text_of(parse_json(line), key)
+            yield rows.document(parse_json(line), where + after)
         except ValueError as error:
-            yield Problem(f"{path}, line {number}", str(error))
+            yield Problem(where, str(error))
 
 
-def _json(path: Path, content: bytes, key: str) -> Iterator[Piece]:
+def _json(path: Path, content: bytes, rows: RowReader) -> Iterator[Piece]:
     try:
         found = parse_json(content)
     except ValueError as error:
         yield Problem(str(path), f"not JSON: {error}")
         return
     for number, row in enumerate(found if isinstance(found, list) else [found], 1):
-        yield from _row(f"{path}, row {number}", row, key)
+        yield from _row(f"{path}, row {number}", row, rows)
 
 
-def _csv(path: Path, file: IO[bytes], key: str, delimiter: str) -> Iterator[Piece]:
+def _csv(path: Path, file: IO[bytes], rows: RowReader, delimiter: str) -> Iterator[Piece]:
     csv.field_size_limit(_FIELD)
     with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter=delimiter)
+        read = csv.DictReader(text, delimiter=delimiter)
         number = 0
         try:
-            for number, row in enumerate(rows, 1):
-                yield from _row(f"{path}, row {number}", row, key)
+            for number, row in enumerate(read, 1):
+                yield from _row(f"{path}, row {number}", row, rows)
         except (csv.Error, UnicodeDecodeError) as error:  # no row after it can be told
             yield Problem(f"{path}, after row {number}", str(error))
 
 
-def _parquet(path: Path, key: str) -> Iterator[Piece]:
+def _parquet(path: Path, rows: RowReader) -> Iterator[Piece]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -198,49 +203,23 @@ def _parquet(path: Path, key: str) -> Iterator[Piece]:
     with reading(path):
         try:
             with ParquetFile(path) as file:
-                names = file.schema_arrow.names
-                if key not in names:
-                    yield Problem(str(path), _no_field(key, dict.fromkeys(names)))
+                try:
+                    columns = rows.columns(file.schema_arrow.names)
+                except ValueError as error:
+                    yield Problem(str(path), str(error))
                     return
-                for batch in file.iter_batches(_ROWS, columns=[key]):
-                    for text in batch.column(0).to_pylist():
+                for batch in file.iter_batches(_ROWS, columns=columns):
+                    for row in batch.to_pylist():
                         number += 1
-                        yield from _row(f"{path}, row {number}", {key: text}, key)
+                        yield from _row(f"{path}, row {number}", row, rows)
         except UnicodeDecodeError as error:  # the whole batch is decoded at once
             yield Problem(f"{path}, after row {number}", str(error))
         except ArrowException as error:
             yield Problem(str(path), f"not Parquet: {error!s:.200}")
 
 
-def _row(where: str, row: object, key: str) -> Iterator[Piece]:
+def _row(where: str, row: object, rows: RowReader) -> Iterator[Piece]:
     try:
-        yield text_of(row, key)
+        yield rows.document(row, where)
     except ValueError as error:
         yield Problem(where, str(error))
-
-
-def text_of(row: object, key: str) -> str:
-    """Return the text of a row; raises ValueError where it has none."""
-    if not isinstance(row, dict):
-        raise ValueError(f"the row is a JSON {type(row).__name__}, not an object")
-    if key not in row:
-        raise ValueError(_no_field(key, row))
-    text = row[key]
-    if not isinstance(text, str):
-        raise ValueError(f"field {key!r} is a {type(text).__name__}, not text")
-    if not text.isascii():
-        text.encode()  # a lone surrogate, legal in JSON, is not Unicode text
-    return text
-
-
-def _no_field(key: str, row: Mapping[str, Any]) -> str:
-    for asked, answered in _DIALOGUES:
-        if asked in row and answered in row:
-            hint = (
-                f"{asked!r} and {answered!r} are halves of a dialogue: write both into one field, "
-                "in the format that the model is to learn. Training on one alone would drop the "
-                "other"
-            )
-            return refusal(f"no field {key!r}", hint=hint)
-    legal = nearest(key, row) or [str(name) for name in list(row)[:5]]
-    return refusal(f"no field {key!r}", legal=legal, hint="Name the field with data.text_key")

@@ -16,7 +16,8 @@ from meshwright.parsing import parse_json
 TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL = "special_tokens_map.json"
 # What transformers reads beside a tokenizer.json, and what says which ids end a text.
-COMPANIONS = (CONFIG, SPECIAL, "chat_template.jinja", GENERATION)
+TEMPLATE = "chat_template.jinja"
+COMPANIONS = (CONFIG, SPECIAL, TEMPLATE, GENERATION)
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,16 @@ def hf_tokenizer(tokenizer: Tokenizer | None, context: int) -> HFTokenizer:
     return HFTokenizer({**beside, **made}, bos_id, ends)
 
 
-def copy_tokenizer(file: Path, folder: Path) -> None:
-    """Copy a `tokenizer.json` and what belongs to it into a folder."""
+def copy_tokenizer(file: Path, folder: Path, template: Path | None = None) -> None:
+    """Copy a `tokenizer.json` and what belongs to it into a folder.
+
+    A `template` takes the place of the tokenizer's own chat template.
+    """
     with reading(file):
         contents = {TOKENIZER: file.read_bytes(), **_read(file.parent)}
+    if template is not None:
+        with reading(template):
+            contents[TEMPLATE] = template.read_bytes()
     for name, content in contents.items():
         write_atomic(folder / name, content)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.conversations import Conversation
+from meshwright.data.encoders import Encoder
 from meshwright.data.sampler import IGNORE, Rows, chosen_rows
 from meshwright.data.stream import Documents, Place
-from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.whole import filled_row
 from meshwright.errors import DataError
 
 AHEAD: Final = 4  # steps that are read while others are trained on
@@ -78,14 +80,14 @@ class StreamSampler:
     def __init__(
         self,
         documents: Documents,
-        tokenizer: Tokenizer,
+        encoder: Encoder,
         *,
         seq_len: int,
         batch: int,
         packing: str = "stream",
     ) -> None:
         by_document = packing == "documents"
-        self._read = partial(_Reader, documents, tokenizer, seq_len, by_document)
+        self._read = partial(_Reader, documents, encoder, seq_len, by_document)
         self.batch = batch
         self._begin = StreamPosition(
             dict.fromkeys(range(batch), (0, 0)), Mark(Place(), (0,) * batch)
@@ -130,41 +132,61 @@ class StreamSampler:
         return self._position
 
 
+class _Part(NamedTuple):
+    """A document's number, ids and, of a conversation, which of them are trained."""
+
+    document: int
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_] | None
+
+
 class _Row:
     """What one row of the batch has of its documents and has not used yet."""
 
     def __init__(self, document: int, used: int) -> None:
         self.at = (document, used)
-        self.parts: deque[tuple[int, NDArray[np.int32]]] = deque()
+        self.parts: deque[_Part] = deque()
         self.length = 0
 
-    def add(self, document: int, ids: NDArray[np.int32]) -> None:
+    def add(self, part: _Part) -> None:
         if not self.parts:
             # Its first document may be a later one; another tokenizer may have made it shorter.
-            used = min(self.at[1], len(ids) - 1) if document == self.at[0] else 0
-            self.at, self.length = (document, used), -used
-        self.parts.append((document, ids))
-        self.length += len(ids)
+            used = min(self.at[1], len(part.ids) - 1) if part.document == self.at[0] else 0
+            self.at, self.length = (part.document, used), -used
+        self.parts.append(part)
+        self.length += len(part.ids)
 
     def window(self, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the next `length` tokens and the numbers of their documents, from 0."""
         ids, of, used = np.empty(length, np.int64), np.empty(length, np.int64), self.at[1]
         filled = 0
-        for number, (_, part) in enumerate(self.parts):
-            taken = min(length - filled, len(part) - used)
-            ids[filled : filled + taken] = part[used : used + taken]
+        for number, part in enumerate(self.parts):
+            taken = min(length - filled, len(part.ids) - used)
+            ids[filled : filled + taken] = part.ids[used : used + taken]
             of[filled : filled + taken] = number
             filled, used = filled + taken, 0
             if filled == length:
                 break
         return ids, of
 
+    def whole(self, length: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Return the next documents as long as `length` tokens have room for them, and use them."""
+        found: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+        while len(self.parts[0].ids) <= length:
+            part = self.parts.popleft()
+            assert part.mask is not None
+            found.append((part.ids, part.mask))
+            length -= len(part.ids)
+            self.length -= len(part.ids)
+        self.at = (self.parts[0].document, 0)
+        return found
+
     def advance(self, length: int) -> None:
         """Use tokens up; at least one more must be there."""
         used = self.at[1] + length
-        while used >= len(self.parts[0][1]):
-            used -= len(self.parts.popleft()[1])
-        self.at = (self.parts[0][0], used)
+        while used >= len(self.parts[0].ids):
+            used -= len(self.parts.popleft().ids)
+        self.at = (self.parts[0].document, used)
         self.length -= length
 
 
@@ -174,13 +196,13 @@ class _Reader:
     def __init__(
         self,
         documents: Documents,
-        tokenizer: Tokenizer,
+        encoder: Encoder,
         seq_len: int,
         by_document: bool,
         rows: range,
         begin: StreamPosition,
     ) -> None:
-        self._tokenizer, self._seq_len, self._by_document = tokenizer, seq_len, by_document
+        self._encoder, self._seq_len, self._by_document = encoder, seq_len, by_document
         self._rows = {row: _Row(*begin.rows[row]) for row in rows}
         self._texts: dict[int, deque[tuple[int, str]]] = {row: deque() for row in rows}
         self._heap = [(given, row) for row, given in enumerate(begin.mark.given)]
@@ -191,6 +213,20 @@ class _Reader:
     def step(self) -> tuple[Rows, StreamPosition]:
         """Return the rows of the next step, and the position after them."""
         self._fill()
+        found = self._filled() if self._encoder.template is not None else self._cut()
+        at = {number: row.at for number, row in self._rows.items()}
+        first = min(document for document, _ in at.values())
+        while len(self._marks) > 1 and self._marks[1].place.document <= first:
+            self._marks.popleft()
+        return found, StreamPosition(at, self._marks[0])
+
+    def _filled(self) -> Rows:
+        """Return rows of whole conversations, as many as there is room for."""
+        each = [filled_row(r.whole(self._seq_len + 1), self._seq_len) for r in self._rows.values()]
+        return Rows(*(np.stack(parts) for parts in zip(*each, strict=True)))
+
+    def _cut(self) -> Rows:
+        """Return rows cut from the documents one after the other."""
         windows = [row.window(self._seq_len + 1) for row in self._rows.values()]
         ids = np.stack([one for one, _ in windows])
         of = np.stack([one for _, one in windows])
@@ -200,32 +236,45 @@ class _Reader:
         if self._by_document:
             found.targets[of[:, 1:] != of[:, :-1]] = IGNORE
             found = Rows(found.inputs, found.targets, of[:, :-1].copy())
-        at = {number: row.at for number, row in self._rows.items()}
-        first = min(document for document, _ in at.values())
-        while len(self._marks) > 1 and self._marks[1].place.document <= first:
-            self._marks.popleft()
-        return found, StreamPosition(at, self._marks[0])
+        return found
 
     def _fill(self) -> None:
         """Give each row what it lacks, tokenising the documents of all rows together."""
-        while lacking := [n for n, row in self._rows.items() if row.length <= self._seq_len]:
+        # Of whole conversations one must be left over, which the position then is at.
+        enough = self._seq_len + (1 if self._encoder.template is None else 2)
+        while lacking := [n for n, row in self._rows.items() if row.length < enough]:
             for number in lacking:
                 while not self._texts[number]:
                     self._read_block()
             taken = [self._texts[number].popleft() for number in lacking]
             found = self._tokenised([text for _, text in taken])
-            for number, (document, _), ids in zip(lacking, taken, found, strict=True):
-                self._rows[number].add(document, ids)
+            for number, (document, _), (ids, mask) in zip(lacking, taken, found, strict=True):
+                self._rows[number].add(_Part(document, ids, mask))
 
-    def _tokenised(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        ids, lengths = self._tokenizer.pack(texts)
-        limit = self._tokenizer.vocab_size
+    def _tokenised(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_] | None]]:
+        found, tokenizer = self._encoder.encode(texts), self._encoder.tokenizer
+        limit, ids = tokenizer.vocab_size, found.ids
         if ids.min() < 0 or ids.max() >= limit:
             raise DataError(
-                f"tokenizer {self._tokenizer.name} gave an id outside its vocabulary of {limit} "
+                f"tokenizer {tokenizer.name} gave an id outside its vocabulary of {limit} "
                 f"(ids {ids.min()} to {ids.max()})"
             )
-        return np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1])
+        starts = np.cumsum(found.lengths)[:-1]
+        each = np.split(ids.astype(np.int32), starts)
+        if found.mask is None:
+            yield from ((some, None) for some in each)
+            return
+        longest = self._seq_len + 1
+        for text, some, mask in zip(texts, each, np.split(found.mask, starts), strict=True):
+            if not mask[1:longest].any():
+                where = Conversation.from_text(text).where
+                raise DataError(
+                    f"{where}: no token that is trained is among its first {longest} "
+                    f"(train.seq_len = {self._seq_len}). Raise train.seq_len"
+                )
+            yield some[:longest], mask[:longest]
 
     def _read_block(self) -> None:
         """Hand the documents of the next block out to the rows of the batch."""

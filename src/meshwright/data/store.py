@@ -3,10 +3,13 @@
     manifest.json      what is in it, with the size and SHA-256 of every other file
     tokens-00000.bin   token ids, little endian, uint16 or uint32 by the vocabulary's size
     docs-00000.idx     where each document ends, in tokens of its shard, int64
+    mask-00000.bin     of conversations: which tokens are trained, a byte of 0 or 1 each
     counts.bin         how often each id occurs, int64 [vocab_size]
-    tokenizer.json     the tokenizer, where it is a file
+    tokenizer.json     the tokenizer, where it is a file; with conversations also the chat template
+                       and the special tokens that it names, in the files that transformers reads
 
-Documents are stored each ended by the tokenizer's end-of-document id, and none crosses shards.
+Documents are stored each ended by the tokenizer's end-of-document id, or as the chat template ends
+them, and none crosses shards.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from meshwright.data.blocks import Blocks
+from meshwright.data.encoders import Encoder, encoder_of
 from meshwright.data.files import BLOCK_BYTES, hash_file, plain_name, reading, sha256_bytes
 from meshwright.data.tokenizers import BytesTokenizer, JsonTokenizer, TiktokenTokenizer, Tokenizer
-from meshwright.data.view import Shard, map_array
+from meshwright.data.view import Mask, Shard, map_array
 from meshwright.errors import DataError
 from meshwright.parsing import parse_json
-from meshwright.spec.model import Spec
+from meshwright.spec.base import Spec
+from meshwright.spec.training import DataFormat
 from meshwright.units import MIB
 
 FORMAT = 1
@@ -49,13 +54,20 @@ class FileRecord(Spec):
 
 
 class ShardRecord(Spec):
-    """A shard: its two files, its sizes and its largest id."""
+    """A shard: its files, its sizes and its largest id; `supervised` tokens are trained."""
 
     tokens_file: FileRecord
     index_file: FileRecord
+    mask_file: FileRecord | None = None
+    supervised: int | None = None
     tokens: int = Field(ge=0)
     documents: int = Field(ge=0)
     max_id: int = Field(ge=-1)
+
+    def files(self) -> list[FileRecord]:
+        """Return the records of its files."""
+        found = [self.tokens_file, self.index_file, self.mask_file]
+        return [file for file in found if file is not None]
 
 
 class TokenizerRecord(Spec):
@@ -83,14 +95,21 @@ class Manifest(Spec):
     tokens: int = Field(gt=0)
     entropy: float = Field(ge=0)
     counts: FileRecord
+    template_files: tuple[FileRecord, ...] = ()
+
+    @property
+    def form(self) -> DataFormat:
+        """The `data.format` that it was prepared with."""
+        return "chat" if self.template_files else "text"
 
     def files(self) -> Iterator[FileRecord]:
         """Yield the record of every file but the manifest."""
         for shard in self.shards:
-            yield from (shard.tokens_file, shard.index_file)
+            yield from shard.files()
         yield self.counts
         if self.tokenizer.file is not None:
             yield self.tokenizer.file
+        yield from self.template_files
 
     def to_json(self) -> bytes:
         """Return the file's content, which carries the digest of the rest of it."""
@@ -128,6 +147,10 @@ class Store:
                 f"digest {loaded.digest}, the manifest says {record.digest}"
             )
         return loaded
+
+    def encoder(self) -> Encoder:
+        """Return what wrote it; DataError as for `tokenizer`."""
+        return encoder_of(self.tokenizer(), self.manifest.form)
 
     def counts(self) -> NDArray[np.int64]:
         """Return how often each id occurs, int64 [vocab_size]; DataError where it was changed."""
@@ -194,7 +217,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         if progress:
             progress(done, total)
     for shard in manifest.shards:
-        if {shard.tokens_file.file, shard.index_file.file} <= usable and not problems_of(shard):
+        if {record.file for record in shard.files()} <= usable and not problems_of(shard):
             opened = _open_shard(folder, manifest, shard)
             problems += [*_ends(opened, shard), *_ids(opened, manifest.vocab_size)]
     return Verification(len(records) + 1, done, tuple(problems))
@@ -221,6 +244,8 @@ def problems_of(record: ShardRecord, width: int | None = None) -> list[str]:
         [record.tokens * width] if width else [record.tokens * 2, record.tokens * 4]
     ):
         found.append(f"{tokens.file} has {tokens.bytes} bytes for {record.tokens} tokens")
+    if record.mask_file is not None and record.mask_file.bytes != record.tokens:
+        found.append(f"{record.mask_file.file} has {record.mask_file.bytes} bytes, not one a token")
     if index.bytes != 8 * record.documents:
         found.append(f"{index.file} has {index.bytes} bytes for {record.documents} documents")
     return found
@@ -275,6 +300,11 @@ def _inconsistent(manifest: Manifest) -> list[str]:
         for shard in manifest.shards
         if shard.max_id >= manifest.vocab_size
     ]
+    found += [
+        f"{shard.tokens_file.file} has a mask without a chat template, or none beside one"
+        for shard in manifest.shards
+        if (shard.mask_file is None) == bool(manifest.template_files)
+    ]
     sums = {
         "tokens": (manifest.tokens, sum(shard.tokens for shard in manifest.shards)),
         "documents": (manifest.documents, sum(shard.documents for shard in manifest.shards)),
@@ -321,8 +351,13 @@ def _open_shard(folder: Path, manifest: Manifest, record: ShardRecord) -> Shard:
     dtype = np.dtype(manifest.dtype).newbyteorder("<").str
     tokens = map_array(path, dtype, record.tokens)
     ends = map_array(folder / record.index_file.file, "<i8", record.documents)
-    file = record.tokens_file
-    return Shard(path, tokens, ends, Blocks(path, tokens, file.blocks, file.sha256))
+    file, mask = record.tokens_file, None
+    if record.mask_file is not None:
+        of = folder / record.mask_file.file
+        bytes_of = map_array(of, "u1", record.tokens)
+        blocks = Blocks(of, bytes_of, record.mask_file.blocks, record.mask_file.sha256)
+        mask = Mask(bytes_of, blocks)
+    return Shard(path, tokens, ends, Blocks(path, tokens, file.blocks, file.sha256), mask)
 
 
 def _ends(shard: Shard, record: ShardRecord) -> list[str]:

@@ -95,7 +95,7 @@ class Documents:
 
     def _texts(self, opened: Any, first: int) -> Iterator[tuple[int, str]]:
         """Yield the rows' numbers and texts, blank ones included."""
-        key, rows = self.source.text_key, iter(opened)
+        rows = iter(opened)
         for number in count(first):
             try:
                 row = next(rows)
@@ -104,12 +104,7 @@ class Documents:
             except Exception as error:  # network, files: the library raises all kinds
                 told = f"hf:{self.source.name}, row {number}: {error!s:.300}"
                 raise DataError(told) from error
-            if key not in row:
-                raise DataError(
-                    f"hf:{self.source.name}, row {number}: no field {key!r} among "
-                    f"{', '.join(list(row)[:5])}; name it with data.text_key"
-                )
-            yield number, self.source.text_of(number, row[key])
+            yield number, self.source.document(number, row)
 
     def _sealed(self, place: Place, texts: list[str], begin: Place) -> Place:
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -12,12 +12,14 @@ from typing import Final, Literal
 import numpy as np
 
 from meshwright.data.corpora import HuggingFace
+from meshwright.data.encoders import Encoded, Encoder, Encoding
 from meshwright.data.files import sha256_bytes
 from meshwright.data.sampler import Sampler
 from meshwright.data.slots import StreamSampler
 from meshwright.data.stream import Documents, Place
-from meshwright.data.tokenizers import Tokenizer, load_tokenizer
-from meshwright.data.view import Shard, TokenView, split
+from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.view import Mask, Shard, TokenView, split
+from meshwright.data.whole import WholeSampler
 from meshwright.errors import DataError
 from meshwright.spec.training import DataSpec, TrainSpec
 
@@ -33,13 +35,18 @@ class StreamedDataset:
 
     spec: DataSpec
     documents: Documents
-    tokenizer: Tokenizer
+    encoder: Encoder
     vocab_size: int
     identity: dict[str, str]
     unigram_entropy: None = None
     folders: tuple[Path, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     _held: dict[int, TokenView] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its texts."""
+        return self.encoder.tokenizer
 
     def tokens(self, split: str) -> None:
         """Return nothing: a stream does not say."""
@@ -48,7 +55,7 @@ class StreamedDataset:
         """Return the sampler of the training documents."""
         packing = self.spec.packing
         return StreamSampler(
-            self.documents, self.tokenizer, seq_len=seq_len, batch=batch, packing=packing
+            self.documents, self.encoder, seq_len=seq_len, batch=batch, packing=packing
         )
 
     def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler:
@@ -60,36 +67,45 @@ class StreamedDataset:
         tokens = batches * batch * seq_len + 1
         if tokens not in self._held:
             self._held[tokens] = self._read_held(tokens)
+        name = "validation split"
+        if self.spec.format == "chat":
+            return WholeSampler(
+                self._held[tokens], seq_len=seq_len, batch=batch, seed=self.spec.seed, name=name
+            )
         return Sampler(
             self._held[tokens],
             seq_len=seq_len,
             batch=batch,
             seed=self.spec.seed,
             packing=self.spec.packing,
-            name="validation split",
+            name=name,
         )
 
-    def check(self, train: TrainSpec) -> None:
+    def check(self, train: TrainSpec) -> list[str]:
         """Read the first documents; raises DataError where training or evaluation would have none.
 
+        Returns nothing that a user should know: of a stream that does not show before it is read.
         Whether what is held out is enough shows only when it is read.
         """
         next(self.documents.blocks(Place()))
         if train.eval_every and not self.documents.held_every:
             raise DataError("the validation split has 0 tokens (data.validation = 0)")
+        return []
 
     def _read_held(self, tokens: int) -> TokenView:
-        parts, lengths, total = [], [], 0
+        parts: list[Encoded] = []
         texts: Iterator[str] = self.documents.held_out()
-        while total < tokens and (some := list(islice(texts, HELD_AT_ONCE))):
-            ids, ends = self.tokenizer.pack(some)
-            parts.append(ids.astype(np.int32))
-            lengths.append(ends)
-            total += len(ids)
+        while sum(len(part.ids) for part in parts) < tokens and (
+            some := list(islice(texts, HELD_AT_ONCE))
+        ):
+            parts.append(self.encoder.encode(some))
         if not parts:
             raise DataError(f"hf:{self.documents.source.name} holds no document out")
-        ends = np.cumsum(np.concatenate(lengths))
-        shard = Shard(Path(self.documents.source.name), np.concatenate(parts), ends)
+        ids = np.concatenate([part.ids for part in parts]).astype(np.int32)
+        ends = np.cumsum(np.concatenate([part.lengths for part in parts]))
+        masks = [part.mask for part in parts if part.mask is not None]
+        mask = Mask(np.concatenate(masks).astype(np.uint8), None) if masks else None
+        shard = Shard(Path(self.documents.source.name), ids, ends, mask=mask)
         return split([shard], 0.0, self.vocab_size)[0]
 
 
@@ -98,21 +114,22 @@ def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDatase
 
     Raises DataError where the tokenizer cannot be used or does not fit into `vocab_size`.
     """
-    source = HuggingFace.parse(spec.sources[0].removeprefix("hf:"), spec.text_key)
-    tokenizer = load_tokenizer(spec.tokenizer, spec.eos)
+    source = HuggingFace.parse(spec.sources[0].removeprefix("hf:"), spec.text_key, spec.format)
+    encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template).load()
+    tokenizer = encoder.tokenizer
     check_vocabulary(tokenizer, vocab_size)
     # One of how many documents is held out; at least every other one is trained on.
     every = max(2, round(1 / spec.validation)) if spec.validation else 0
     names = ["stream", source.name, source.config, source.split, source.text_key]
     identity = {
-        "tokenizer": tokenizer.digest,
+        "tokenizer": encoder.digest,
         "data": sha256_bytes(json.dumps([*names, spec.shuffle_buffer]).encode()),
         "validation": str(spec.validation),
         "packing": spec.packing,
         "seed": str(spec.seed),
     }
     documents = Documents(source, every, spec.shuffle_buffer, spec.seed)
-    return StreamedDataset(spec, documents, tokenizer, tokenizer.vocab_size, identity)
+    return StreamedDataset(spec, documents, encoder, tokenizer.vocab_size, identity)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +19,48 @@ from meshwright.errors import DataError
 SPLIT_KEY = "split"
 
 
+class Mask(NamedTuple):
+    """Which tokens of a shard are trained, uint8 `[tokens]` of 0 or 1, and its checksums."""
+
+    tokens: NDArray[np.uint8]
+    blocks: Blocks | None
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """One file of token ids and the offsets, in tokens, at which its documents end.
 
-    `blocks` has the checksums of its content, where these are known.
+    `blocks` has the checksums of its content, where these are known; `mask` says which tokens are
+    trained, where not all are.
     """
 
     path: Path
     tokens: NDArray[np.integer]
     ends: NDArray[np.int64]
     blocks: Blocks | None = None
+    mask: Mask | None = None
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
         """Return tokens as the file has them; raises `DataError` where they are not as written."""
-        if self.blocks is not None and (problem := self.blocks.problem(start, stop)):
+        self._check(self.blocks, start, stop)
+        return self.tokens[start:stop]
+
+    def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return which tokens are trained; raises as `read` does."""
+        if self.mask is None:
+            return np.ones(stop - start, dtype=np.uint8)
+        self._check(self.mask.blocks, start, stop)
+        return self.mask.tokens[start:stop]
+
+    def _check(self, blocks: Blocks | None, start: int, stop: int) -> None:
+        if blocks is not None and (problem := blocks.problem(start, stop)):
             raise DataError(
                 f"{problem} ({self.path.parent}). Restore the file, or remove the folder and "
                 "prepare it again"
             )
-        return self.tokens[start:stop]
+
+
+_Read = Callable[[Shard, int, int], NDArray[Any]]
 
 
 def map_array(path: Path, dtype: str, count: int, offset: int = 0) -> NDArray[Any]:
@@ -94,9 +116,25 @@ class TokenView:
         Raises DataError naming file and token where an id is not in [0, vocabulary), and file and
         bytes where they are not as they were written.
         """
+        out = self._gather(starts, length, Shard.read, np.int64)
+        limit = min(self.vocab_size, vocab_size or self.vocab_size)
+        if out.size and (out.max() >= limit or out.min() < 0):
+            self._refuse(out, starts, limit)
+        return out
+
+    def read_mask(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which tokens at positions `start` to `stop` are trained, bool [stop - start]."""
+        at = np.array([start], dtype=np.int64)
+        found: NDArray[np.bool_] = self._gather(at, stop - start, Shard.read_mask, np.bool_)[0]
+        return found
+
+    def _gather(
+        self, starts: NDArray[np.int64], length: int, read: _Read, dtype: type[np.generic]
+    ) -> NDArray[Any]:
+        """Return what `read` has of windows of `length` tokens at each start, [n, length]."""
         if len(starts) and (starts.min() < 0 or starts.max() + length > self._length):
             raise IndexError(f"a window leaves the stream of {self._length} tokens")
-        out = np.empty((len(starts), length), dtype=np.int64)
+        out = np.empty((len(starts), length), dtype=dtype)
         pieces = np.searchsorted(self._begins, starts, side="right") - 1
         for row, (start, piece) in enumerate(zip(starts.tolist(), pieces.tolist(), strict=True)):
             filled = 0
@@ -104,13 +142,9 @@ class TokenView:
                 shard, first, stop = self._ranges[piece].tolist()
                 first += start + filled - int(self._begins[piece])
                 taken = min(length - filled, stop - first)
-                tokens = self._shards[shard].read(first, first + taken)
-                out[row, filled : filled + taken] = tokens
+                out[row, filled : filled + taken] = read(self._shards[shard], first, first + taken)
                 filled += taken
                 piece += 1
-        limit = min(self.vocab_size, vocab_size or self.vocab_size)
-        if out.size and (out.max() >= limit or out.min() < 0):
-            self._refuse(out, starts, limit)
         return out
 
     def locate(self, position: int) -> tuple[Path, int]:
@@ -128,7 +162,9 @@ class TokenView:
         )
 
 
-def split(shards: Sequence[Shard], share: float, vocab_size: int) -> tuple[TokenView, TokenView]:
+def split(
+    shards: Sequence[Shard], share: float, vocab_size: int, *, divides: bool = True
+) -> tuple[TokenView, TokenView]:
     """Return the training and the validation stream; the latter is empty for a share of 0.
 
     Which documents are held out depends on their number and the share alone, not on the run's
@@ -136,13 +172,16 @@ def split(shards: Sequence[Shard], share: float, vocab_size: int) -> tuple[Token
     out. Neither the tail (an alphabetical corpus would be tested on what it never saw) nor every
     k-th one (which can follow a pattern in the corpus). Where the share is less than one
     document, holding a whole one out would take far more than was asked (half of two books), so
-    the last share of the tokens is, the only case in which a document is divided.
+    the last share of the tokens is, the only case in which a document is divided; one document is
+    where it `divides` none.
     """
     if not 0 <= share < 1:
         raise DataError(f"validation = {share}: must be in [0, 1)")
     lengths = np.concatenate([np.diff(shard.ends, prepend=0) for shard in shards])
     total, count = int(lengths.sum()), len(lengths)
     held = int(count * share)
+    if share and not divides and count > 1:
+        held = max(1, held)
     if share and held == 0:
         cut = total - max(1, round(total * share))
         if cut < 1:

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,39 +17,31 @@ import numpy as np
 from pydantic import ValidationError
 
 from meshwright.data.corpora import Files, Skip, Source, SourcePart
+from meshwright.data.encoders import Encoder, Encoding
 from meshwright.data.files import (
     AtomicFile,
     hash_file,
     locked,
-    plain_name,
     reading,
     remove_temporaries,
     sha256_bytes,
     writable_folder,
     write_atomic,
 )
+from meshwright.data.seal import file_record, seal
 from meshwright.data.store import (
-    CHUNK_TOKENS,
-    COUNTS,
     FORMAT,
-    MANIFEST,
-    TOKENIZER,
-    FileRecord,
-    Manifest,
     Progress,
     ShardRecord,
     Store,
-    TokenizerRecord,
     dtype_of,
-    entropy_of,
     is_store,
     open_store,
 )
-from meshwright.data.tokenizers import Tokenizer, load_tokenizer
-from meshwright.data.view import map_array
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import DataError
 from meshwright.parsing import parse_json
-from meshwright.spec.training import OnError
+from meshwright.spec.training import DataFormat, OnError
 from meshwright.units import MIB
 
 SHARD_BYTES = 64 * MIB  # of text; a shard is the unit of resuming and of parallel work
@@ -65,8 +58,7 @@ class _Task:
     number: int
     pieces: tuple[tuple[Source, SourcePart], ...]
     out: Path
-    tokenizer: str
-    eos: str | None
+    encoding: Encoding
     digest: str
     job: str
     skips: bool
@@ -84,6 +76,10 @@ class _Task:
         return f"docs-{self.number:05d}.idx"
 
     @property
+    def mask_name(self) -> str:
+        return f"mask-{self.number:05d}.bin"
+
+    @property
     def record_path(self) -> Path:
         return self.out / f"shard-{self.number:05d}.json"
 
@@ -99,8 +95,13 @@ def prepare(
     say: Say | None = None,
     on_error: OnError = "stop",
     shard_bytes: int = SHARD_BYTES,
+    form: DataFormat = "text",
+    chat_template: str | None = None,
 ) -> Store:
     """Tokenise sources, in order, into the store `out`, and open it.
+
+    With `form` "chat" the sources must give conversations, which `chat_template` or the tokenizer's
+    own template writes.
 
     The bytes written are the same for any number of workers (left out: the cores, or fewer if
     there are fewer shards). A run that was interrupted continues: shards that are complete, of
@@ -111,7 +112,8 @@ def prepare(
     unreadable or empty source, unusable tokenizer.
     """
     writable_folder(out)
-    loaded = load_tokenizer(tokenizer, eos)
+    encoding = Encoding(tokenizer, eos, form, chat_template)
+    loaded = encoding.load()
     passes = {"on_error": on_error} if on_error == "skip" else {}
     fingerprints = tuple(source.fingerprint() | passes for source in sources)
     with locked(out):
@@ -123,7 +125,7 @@ def prepare(
                 say(f"left out {_some(left)}")
         job = _job(fingerprints, loaded.digest, shard_bytes)
         tasks = [
-            _Task(number, pieces, out, tokenizer, eos, loaded.digest, job, bool(passes))
+            _Task(number, pieces, out, encoding, loaded.digest, job, bool(passes))
             for number, pieces in enumerate(_plan(sources, shard_bytes))
         ]
         records = _run(tasks, loaded, workers, progress)
@@ -132,7 +134,7 @@ def prepare(
             write_atomic(out / SKIPPED, "".join(f"{text}\n" for text in skipped).encode())
             if say is not None:
                 say(f"skipped {len(skipped)}, listed in {out / SKIPPED}; the first: {skipped[0]}")
-        _finish(out, fingerprints, loaded, records)
+        seal(out, fingerprints, loaded, records)
         for task in tasks:
             task.record_path.unlink(missing_ok=True)
     return open_store(out)
@@ -155,7 +157,7 @@ def _skipped(task: _Task) -> list[str]:
 
 def _finished(out: Path, fingerprints: tuple[dict[str, object], ...], digest: str) -> Store:
     store = open_store(out)
-    same_tokenizer = store.manifest.tokenizer.digest == digest
+    same_tokenizer = store.encoder().digest == digest
     if same_tokenizer and _plain(store.manifest.sources) == _plain(fingerprints):
         return store
     what = "another corpus" if same_tokenizer else "a corpus of another tokenizer"
@@ -189,7 +191,7 @@ def _plan(
 
 
 def _run(
-    tasks: list[_Task], tokenizer: Tokenizer, workers: int | None, progress: Progress | None
+    tasks: list[_Task], encoder: Encoder, workers: int | None, progress: Progress | None
 ) -> list[ShardRecord]:
     """Write the shards that are not there yet; return the records of all."""
     total = sum(task.size for task in tasks)
@@ -214,7 +216,7 @@ def _run(
     else:
         for task in missing:
             within = partial(_report_from, report, done, total)
-            records[task.number] = _write(task, tokenizer, within)
+            records[task.number] = _write(task, encoder, within)
             done += task.size
             report(done, total)
     return [records[task.number] for task in tasks]
@@ -226,37 +228,43 @@ def _report_from(report: Progress, before: int, total: int, done: int) -> None:
 
 def _write_alone(task: _Task) -> ShardRecord:
     """Write a shard in a process of its own."""
-    tokenizer = load_tokenizer(task.tokenizer, task.eos)
-    if tokenizer.digest != task.digest:
-        raise DataError(f"the tokenizer {task.tokenizer} changed while it was in use")
-    return _write(task, tokenizer, lambda done: None)
+    encoder = task.encoding.load()
+    if encoder.digest != task.digest:
+        raise DataError(f"the tokenizer {task.encoding.tokenizer} changed while it was in use")
+    return _write(task, encoder, lambda done: None)
 
 
-def _write(task: _Task, tokenizer: Tokenizer, report: Callable[[int], None]) -> ShardRecord:
-    """Write one shard's two files, then its record, whose presence says that they are whole."""
+def _write(task: _Task, encoder: Encoder, report: Callable[[int], None]) -> ShardRecord:
+    """Write one shard's files, then its record, whose presence says that they are whole."""
+    tokenizer = encoder.tokenizer
     dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
     lengths: list[np.ndarray] = []
     skipped: list[str] = []
-    max_id = -1
-    tokens_path, index_path = task.out / task.tokens_name, task.out / task.index_name
-    with AtomicFile(tokens_path) as tokens:
-        for texts, done in _batches(task, skipped.append if task.skips else None):
-            ids, counts = tokenizer.pack(texts)
-            max_id = max(max_id, int(ids.max()))
-            if max_id >= tokenizer.vocab_size or ids.min() < 0:
-                raise DataError(
-                    f"tokenizer {tokenizer.name} gave an id outside its vocabulary of "
-                    f"{tokenizer.vocab_size} (ids {ids.min()} to {ids.max()})"
-                )
-            tokens.write(ids.astype(dtype).tobytes())
-            lengths.append(counts)
+    max_id, supervised = -1, 0
+    skip = skipped.append if task.skips else None
+    with ExitStack() as files:
+        tokens = files.enter_context(AtomicFile(task.out / task.tokens_name))
+        mask = None
+        if encoder.template is not None:
+            mask = files.enter_context(AtomicFile(task.out / task.mask_name))
+        for documents, done in _batches(task, skip):
+            found = encoder.encode(documents, skip)
+            if len(found.ids):
+                max_id = max(max_id, _largest(found.ids, tokenizer))
+            tokens.write(found.ids.astype(dtype).tobytes())
+            if mask is not None and found.mask is not None:
+                mask.write(found.mask.astype(np.uint8).tobytes())
+                supervised += int(found.mask.sum())
+            lengths.append(found.lengths)
             report(done)
     ends = np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths]), dtype="<i8")
-    with AtomicFile(index_path) as index:
+    with AtomicFile(task.out / task.index_name) as index:
         index.write(ends.tobytes())
     record = ShardRecord(
-        tokens_file=_record(tokens),
-        index_file=_record(index),
+        tokens_file=file_record(tokens),
+        index_file=file_record(index),
+        mask_file=None if mask is None else file_record(mask),
+        supervised=None if mask is None else supervised,
         tokens=int(ends[-1]) if len(ends) else 0,
         documents=len(ends),
         max_id=max_id,
@@ -264,6 +272,16 @@ def _write(task: _Task, tokenizer: Tokenizer, report: Callable[[int], None]) -> 
     body = {"job": task.job, "record": record.model_dump(mode="json"), "skipped": skipped}
     write_atomic(task.record_path, json.dumps(body).encode())
     return record
+
+
+def _largest(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Return the largest id; raises DataError where one is not of the tokenizer's vocabulary."""
+    if ids.max() >= tokenizer.vocab_size or ids.min() < 0:
+        raise DataError(
+            f"tokenizer {tokenizer.name} gave an id outside its vocabulary of "
+            f"{tokenizer.vocab_size} (ids {ids.min()} to {ids.max()})"
+        )
+    return int(ids.max())
 
 
 def _batches(task: _Task, skip: Skip | None) -> Iterator[tuple[list[str], int]]:
@@ -292,76 +310,10 @@ def _kept(task: _Task) -> ShardRecord | None:
         if body["job"] != task.job:
             return None
         record = ShardRecord.model_validate_json(json.dumps(body["record"]))
-        for stated, name in (
-            (record.tokens_file, task.tokens_name),
-            (record.index_file, task.index_name),
-        ):
+        names = (task.tokens_name, task.index_name, task.mask_name)
+        for stated, name in zip(record.files(), names, strict=False):
             if stated.file != name or hash_file(task.out / name).sha256 != stated.sha256:
                 return None
     except (ValueError, KeyError, TypeError, ValidationError, DataError):
         return None
     return record
-
-
-def _finish(
-    out: Path,
-    fingerprints: tuple[dict[str, object], ...],
-    tokenizer: Tokenizer,
-    records: list[ShardRecord],
-) -> None:
-    """Write the counts, the tokenizer's copy and, last, the manifest."""
-    full = [record for record in records if record.tokens]
-    if not full:
-        raise DataError(f"the corpus is empty: {_plain(fingerprints)}")
-    for record in records:
-        if not record.tokens:  # all of its documents were blank
-            for file in (record.tokens_file, record.index_file):
-                (out / file.file).unlink(missing_ok=True)
-    counts = _count(out, full, tokenizer.vocab_size)
-    with AtomicFile(out / COUNTS) as counts_file:
-        counts_file.write(counts.astype("<i8").tobytes())
-    copy = None
-    if tokenizer.file is not None:
-        with AtomicFile(out / TOKENIZER) as copied, reading(tokenizer.file):
-            copied.write(tokenizer.file.read_bytes())
-        copy = _record(copied)
-    manifest = Manifest(
-        dtype=dtype_of(tokenizer.vocab_size),
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=TokenizerRecord(
-            kind=tokenizer.kind,  # type: ignore[arg-type]
-            name=tokenizer.name,
-            digest=tokenizer.digest,
-            vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id,
-            eos_token=tokenizer.eos_token,
-            file=copy,
-        ),
-        sources=fingerprints,
-        shards=tuple(full),
-        documents=sum(record.documents for record in full),
-        tokens=sum(record.tokens for record in full),
-        entropy=entropy_of(counts),
-        counts=_record(counts_file),
-    )
-    write_atomic(out / MANIFEST, manifest.to_json())
-
-
-def _count(out: Path, records: list[ShardRecord], vocab_size: int) -> np.ndarray:
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    dtype = np.dtype(dtype_of(vocab_size)).newbyteorder("<").str
-    for record in records:
-        tokens = map_array(out / record.tokens_file.file, dtype, record.tokens)
-        for start in range(0, record.tokens, CHUNK_TOKENS):
-            counts += np.bincount(tokens[start : start + CHUNK_TOKENS], minlength=vocab_size)
-    return counts
-
-
-def _record(file: AtomicFile) -> FileRecord:
-    assert plain_name(file.path.name)
-    return FileRecord(
-        file=file.path.name,
-        bytes=file.hash.size,
-        sha256=file.hash.sha256,
-        blocks=file.hash.blocks,
-    )
