@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from benchmarks import published
 from benchmarks.published_fit import fit, fit_memory
+from benchmarks.published_left_out import unfitted
 
 from meshwright.predict.calibration import Calibration, shipped_calibration
-from meshwright.predict.rows import RowError, _system, predict_row, read_row
+from meshwright.predict.row_words import system_of
+from meshwright.predict.rows import RowError, predict_row, read_row
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
 
@@ -45,7 +47,7 @@ ROW = {
 def test_a_row_is_predicted_whatever_was_measured():
     found = predict_row(ROW, shipped_calibration())
     keys = {"id", "fits", "peak_mem_gib", "worst_rank", "step_time_s", "tokens_per_s_per_gpu"}
-    assert set(found) == keys | {"tflops_per_gpu", "mfu", "assumed"}
+    assert set(found) == keys | {"tflops_per_gpu", "mfu", "assumed", "step_time_interval_s"}
     assert found["fits"] is True
     assert 0.3 < found["mfu"] < 0.6
     measured = {"step_time_s": 1.0, "status": "oom", "oom": True, "mfu": 0.1, "peak_mem_gib": 1}
@@ -114,7 +116,7 @@ def test_accuracy_is_counted_right(tmp_path):
 
 def test_a_source_that_is_left_out_leaves_no_constants():
     shipped = shipped_calibration()
-    kept = published.unfitted(shipped)
+    kept = unfitted(shipped)
     assert kept.constants == {n: v for n, v in shipped.constants.items() if n.startswith("any.")}
     assert kept.find("products.bf16", "h100") == shipped.constants["any.products.bf16"]
 
@@ -140,7 +142,7 @@ def test_a_fit_predicts_what_it_has_not_seen(tmp_path):
     made(path, Calibration({**shipped.constants, **slow}))
     rows, _ = published.read(path, shipped)
     seen, left = ([one for one in rows if one.source == source] for source in ("one", "other"))
-    before = published.unfitted(shipped)
+    before = unfitted(shipped)
     guessed = published.time_errors(left, before).values()
     found = published.time_errors(left, fit(seen, before, 3)).values()
     assert statistics.median(map(abs, guessed)) > 0.2
@@ -234,10 +236,10 @@ def test_systems_by_their_names():
     assert len(rows) == 11
     for names, priced in rows[:-1]:
         for name in re.findall(r"`([^`]+)`", names):
-            system = _system({"framework": name}, [])
+            system = system_of({"framework": name}, [])
             assert system.name == re.findall(r"`([^`]+)`", priced)[0], name
-    assert _system({"framework": "other", "tp": 2}, []).name == "megatron"
-    assert _system({}, []).name == "meshwright"
+    assert system_of({"framework": "other", "tp": 2}, []).name == "megatron"
+    assert system_of({}, []).name == "meshwright"
     with_kind = {**ROW, "mlp": "moe"}
     assert "one of gated, plain" in predict_row(with_kind, shipped_calibration())["refused"]
 
@@ -253,7 +255,7 @@ def test_a_published_source_is_predicted_from_the_others():
     for source, _ in sizes.most_common(4):
         left = [one for one in stated if one.source == source]
         kept = [one for one in stated if one.source != source]
-        found = published.time_errors(left, fit(kept, published.unfitted(shipped), 2))
+        found = published.time_errors(left, fit(kept, unfitted(shipped), 2))
         assert statistics.median(map(abs, found.values())) < 0.22, source
         errors |= found
     assert len(errors) > 700
@@ -264,7 +266,7 @@ def test_a_published_source_is_predicted_from_the_others():
 
     swept = "hagemann2023"
     others = [one for one in published.says_of_memory(rows) if one.source != swept]
-    constants = fit_memory(others, published.unfitted(shipped), 2)
+    constants = fit_memory(others, unfitted(shipped), 2)
     verdicts = published.verdicts((one for one in rows if one.source == swept), constants)
     assert verdicts.total > 700
     assert verdicts.right > 0.87

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -17,11 +17,20 @@ from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device, cluster_of, device_named, find_device
 from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
+from meshwright.predict.row_experts import RowError, mixture
+from meshwright.predict.row_words import (
+    OURS,
+    UNKNOWN_ATTENTION,
+    first,
+    precision_of,
+    recompute_of,
+    system_of,
+)
 from meshwright.predict.setting import Setting
-from meshwright.predict.systems import SYSTEMS, System, with_attention
+from meshwright.predict.systems import CAUSAL, System
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import Precision, Recompute, Schedule, TrainSpec, Zero
+from meshwright.spec.training import Recompute, Schedule, TrainSpec, Zero
 from meshwright.units import GIB, round_up
 
 Row = Mapping[str, Any]
@@ -32,14 +41,8 @@ _VOCAB_MULTIPLE = 128
 _SLACK = 0.25
 
 
-# Our own system: what of a row is said in its words, and not in those of the papers.
-_OURS: Final = "meshwright"
 # MLPs of three matrices, as Llama's, or of two.
 _MLPS: Final = ("gated", "plain")
-
-
-class RowError(Exception):
-    """A row that cannot be priced; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +54,6 @@ class PricedRow:
     assumed: tuple[str, ...]
 
 
-# Patterns of a row's `framework`.
-_FRAMEWORKS: Final = (
-    (r"aleph", "aleph-alpha"),
-    (r"jax|maxtext|paxml", "jax"),
-    (r"nemo|bridge", "nemo"),
-    (r"core|megascale", "megatron-core"),
-    (r"zero-?3", "deepspeed"),
-    (r"megatron|neox|deepspeed", "megatron"),
-    (r"composer|foundry|mosaic", "composer"),
-    (r"titan", "torchtitan"),
-    (r"fsdp\d? \+ torch.compile|fms|lit-?gpt|fsdp", "fms"),
-    (r"meshwright", "meshwright"),
-)
-_KERNELS: Final = (
-    (r"v1|flash_attention$", "flash1"),
-    (r"flash|fa2", "flash2"),
-    (r"cudnn|te", "cudnn"),
-    (r"fused", "softmax"),
-    (r"torch|eager|math", "scores"),
-)
 _VOCABULARIES: Final = ((r"llama-?3", 128256), (r"llama", 32000), (r"nemotron", 256000))
 
 
@@ -83,10 +66,10 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     if "lora" in str(row.get("task", "")).lower():
         raise RowError("LoRA: training with frozen weights is not priced")
     degrees = _degrees(row, assumed)
-    system = _system(row, assumed)
+    system = system_of(row, assumed)
     device = _device(row, assumed)
     model = _model(row, degrees["tp"], system, assumed)
-    precision, products = _precision(row, device, assumed)
+    precision, products = precision_of(row, assumed)
     per_node = row.get("gpus_per_node")
     devices = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
     if device.per_node > 8:  # NVLink reaches further than the machine that a row counts
@@ -101,14 +84,12 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
         raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
     calibration = calibration.of(model, train.seq_len)
     setting = Setting(model, train, cluster, system, calibration, products)
+    if not row.get("attn_impl"):
+        setting = _with_kernel(setting, layout, assumed)
     if not row.get("recompute"):
         layout = _least_recompute(setting, layout)
         assumed.append(f"recompute {layout.recompute}: the least that fits")
     return PricedRow(setting, layout, tuple(assumed))
-
-
-def _first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
-    return next((found for at, found in patterns if re.search(at, str(text), re.IGNORECASE)), None)
 
 
 def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
@@ -157,28 +138,11 @@ def _links(row: Row, device: Device) -> tuple[str, str] | None:
     return (device.links[0], names[nearest])
 
 
-def _system(row: Row, assumed: list[str]) -> System:
-    text = row.get("framework") or row.get("source_key")
-    name = _first(_FRAMEWORKS, text) if text else _OURS
-    if not text:
-        assumed.append(f"system {name}")
-    if name is None:  # some other
-        name = "megatron" if (row.get("tp") or 1) * (row.get("pp") or 1) > 1 else "fms"
-        assumed.append(f"system {name}")
-    if name == "torchtitan" and row.get("compile"):
-        name = "torchtitan-compile"
-    kernel = row.get("attn_impl")
-    if name == "aleph-alpha" and "rms" in str(kernel).lower():
-        name = "aleph-alpha-rms"
-    attention = _first(_KERNELS, kernel) if kernel else None
-    return with_attention(SYSTEMS[name], attention)
-
-
 def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
     name = str(row.get("model", ""))
     vocab = row.get("vocab")
     if vocab is None:
-        vocab = _first(_VOCABULARIES, name) or 51200
+        vocab = first(_VOCABULARIES, name) or 51200
         assumed.append(f"vocabulary {vocab}")
     hidden, heads = row["hidden"], row["heads"]
     kv_heads = row.get("kv_heads") or heads
@@ -193,7 +157,7 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         if mlp not in _MLPS:
             raise RowError(f"mlp {mlp!r}: it is one of {', '.join(_MLPS)}")
         is_llama = mlp == "gated"
-    elif system.name == _OURS:  # both families may have any width
+    elif system.name == OURS:  # both families may have any width
         is_llama = is_gated or kv_heads != heads
         assumed.append(f"mlp {'gated' if is_llama else 'plain'}")
     if not row.get("ffn"):
@@ -203,7 +167,7 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         assumed.append("two MLP matrices priced as three of 2/3 the width")
     fields: dict[str, Any] = {
         "family": "llama" if is_llama else "neox",
-        "vocab_size": round_up(vocab, tp if system.name == _OURS else _VOCAB_MULTIPLE * tp),
+        "vocab_size": round_up(vocab, tp if system.name == OURS else _VOCAB_MULTIPLE * tp),
         "dim": hidden,
         "n_layers": row["layers"],
         "n_heads": heads,
@@ -213,74 +177,17 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         "tie_embeddings": bool(row.get("tied_embeddings")),
     }
     if row.get("experts"):
-        fields |= {**_mixture(row), "n_kv_heads": kv_heads}
+        fields |= {"n_kv_heads": heads if row.get("kv_lora_rank") else kv_heads, **mixture(row)}
     elif is_llama:
         fields["n_kv_heads"] = kv_heads
     else:
         # Others have learned positions, or ALiBi.
-        fields["rotary_pct"] = float(row.get("rotary_pct", 1.0 if system.name == _OURS else 0.0))
+        fields["rotary_pct"] = float(row.get("rotary_pct", 1.0 if system.name == OURS else 0.0))
         fields["parallel_residual"] = bool(row.get("parallel_residual"))
     try:
         return model_spec(**fields)
     except (ValidationError, ConfigError) as error:
         raise RowError(f"model: {error}") from None
-
-
-def _mixture(row: Row) -> dict[str, Any]:
-    """Return the fields of a row's experts; raises `RowError` for what no family of ours has."""
-    if row.get("q_lora_rank") or row.get("kv_lora_rank"):
-        raise RowError("latent attention is not priced")
-    shared, width = int(row.get("shared_ffn") or 0), row.get("moe_ffn") or row.get("ffn")
-    if not row.get("topk") or not width:
-        raise RowError("the row has experts, but lacks topk or moe_ffn")
-    found = {
-        "family": "qwen2_moe" if shared else "qwen3_moe",
-        "experts": row["experts"],
-        "top_k": row["topk"],
-        "expert_ffn_dim": width,
-    }
-    if shared:
-        found["shared_ffn_dim"] = shared
-    if row.get("moe_layer_freq"):
-        found["layer_pattern"] = _dense_layers(str(row["moe_layer_freq"]), row["layers"])
-    return found
-
-
-def _dense_layers(text: str, layers: int) -> list[dict[str, Any]]:
-    """Return a pattern of layers from the expression of a list: 0 is a layer without experts."""
-    parts = re.fullmatch(r"\(?\[([01])\]\*(\d+)\+\[([01])\]\*(\d+)\)?", text)
-    if parts is None:
-        raise RowError(f"moe_layer_freq {text!r}: only ([0]*n+[1]*m) is read")
-    first, count, second, rest = map(int, parts.groups())
-    kinds = [first] * count + [second] * rest
-    if len(kinds) != layers:
-        raise RowError(f"moe_layer_freq has {len(kinds)} layers, the row {layers}")
-    return [{} if has else {"dense": True} for has in kinds]
-
-
-def _precision(row: Row, device: Device, assumed: list[str]) -> tuple[Precision, str]:
-    text = str(row.get("precision") or "").lower()
-    if not text:
-        assumed.append("precision bf16")
-    if "fp4" in text:
-        return "bf16", "fp4"
-    if "rowwise" in text:
-        return "bf16", "fp8-rowwise"
-    if "mxfp8" in text or "fp8-mx" in text:
-        return "bf16", "fp8-mx"
-    if "fp8" in text or "float8" in text:
-        return "bf16", "fp8"
-    name: Precision = "fp16" if "fp16" in text and "bf16" not in text else "bf16"
-    if text in ("fp32", "tf32"):
-        name = "fp32"
-    return name, name
-
-
-def _recompute(row: Row) -> Recompute:
-    text = str(row.get("recompute") or "").lower()
-    if text.startswith("full"):
-        return "full"
-    return "selective" if "select" in text else "none"
 
 
 def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[str]) -> Layout:
@@ -292,7 +199,7 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
             virtual -= 1
         assumed.append(f"{virtual} virtual stages")
     stated = row.get("zero_stage")
-    whole = system.keeps == "whole" or system.name == _OURS
+    whole = system.keeps == "whole" or system.name == OURS
     zero: Zero = (0 if whole else 3) if stated is None else stated
     if stated is None:
         assumed.append(f"zero {zero}")
@@ -322,7 +229,7 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
     if ep > 1 and degrees["tp"] > 1 and row.get("etp", 1) != degrees["tp"]:
         assumed.append(f"experts cut over tp {degrees['tp']}")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
-    if system.name == _OURS and degrees["pp"] > 1:
+    if system.name == OURS and degrees["pp"] > 1:
         schedule = row.get("pp_schedule") or schedule
     offload = str(row.get("offload") or "none").lower()
     return Layout(
@@ -338,13 +245,27 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
         schedule=schedule,
         virtual_stages=virtual if degrees["pp"] > 1 else 1,
         microbatch=int(microbatch),
-        recompute=_recompute(row),
+        recompute=recompute_of(row, assumed),
         offload="params" if "param" in offload else "optimizer" if "optim" in offload else "none",
     )
 
 
 def _nearly_fits(held: RankMemory) -> bool:
     return held.total <= (1 + _SLACK) * held.limit
+
+
+def _with_kernel(setting: Setting, layout: Layout, assumed: list[str]) -> Setting:
+    """Return a setting with the attention that a row without a word on it has had: its system's.
+
+    One that writes scores is not that of a layout which they would not even nearly leave room for.
+    """
+    kernel = setting.system.attention
+    if not CAUSAL[kernel]:
+        most = layout.model_copy(update={"recompute": "full"})
+        if not _nearly_fits(worst_memory(setting, most)):
+            kernel = UNKNOWN_ATTENTION
+    assumed.append(f"attention {kernel}")
+    return replace(setting, system=replace(setting.system, attention=kernel))
 
 
 def _least_recompute(setting: Setting, layout: Layout) -> Layout:
@@ -378,6 +299,7 @@ def as_json(name: object, case: PricedRow, found: Prediction) -> dict[str, Any]:
         "peak_mem_gib": found.memory.total / GIB,
         "worst_rank": worst_rank(found),
         "step_time_s": found.time.total,
+        "step_time_interval_s": list(found.interval),
         "tokens_per_s_per_gpu": found.tokens_per_s / found.devices,
         "tflops_per_gpu": found.tflops_per_device,
         "mfu": found.mfu,

@@ -7,8 +7,11 @@ name. Ours is `meshwright`. The others are here because most published measureme
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
+
+# Parts of a layer that selective recomputation may name.
+Module = Literal["core_attn", "mlp", "layernorm", "activation"]
 
 
 @dataclass(frozen=True)
@@ -20,14 +23,15 @@ class System:
     `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed,
     None where `train.reduce_dtype` says it.
     `attention` is the kernel where a row names none.
-    `selective` recomputation makes whole blocks but for their products anew, attention alone, or
-    half of the products too. `fused_norm`: a norm is one kernel. `fused_activation`: a gated
-    activation keeps its two inputs alone. `splits_loss`: logits stay cut over tp at the loss.
+    `selective` recomputation makes whole blocks but for their products anew, attention alone,
+    half of the products too, or `modules`. `fused_norm`: a norm is one kernel. `fused_activation`:
+    a gated activation keeps its two inputs alone. `splits_loss`: the loss has logits cut over tp.
     `gathers_again`: with sp, what products took is gathered again in the backward, or only in that
     of layers which are not recomputed. `overlaps_tp`: the gradients of products' inputs are summed
     while those of weights are computed; else the fitted share of messages has it. `even_stages`:
     layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
-    the head's products and the loss, of some tokens at a time.
+    the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
+    does so. `keeps_quantised`: what float8 products have taken is kept in float8.
     """
 
     name: str
@@ -37,13 +41,16 @@ class System:
     attention: str = "flash2"
     even_stages: bool = True
     overlaps_data: bool = True
-    selective: Literal["blocks", "attention", "half"] = "blocks"
+    selective: Literal["blocks", "attention", "half", "modules"] = "blocks"
+    modules: frozenset[Module] = frozenset()
     fused_norm: bool = False
     fused_activation: bool = False
     splits_loss: bool = True
     overlaps_tp: bool = False
     gathers_again: Literal["never", "always", "unless recomputed"] = "never"
     fuses_loss: bool = False
+    loss_chunks: int = 1
+    keeps_quantised: bool = False
     source: str = ""
 
 
@@ -80,6 +87,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             fused_norm=True,
             fused_activation=True,
             gathers_again="always",
+            keeps_quantised=True,  # Transformer Engine, pytorch/module/linear.py
             source="github.com/NVIDIA/Megatron-LM, megatron/core, with Transformer Engine",
         ),
         System(
@@ -92,6 +100,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             fused_norm=True,
             fused_activation=True,
             gathers_again="always",
+            keeps_quantised=True,  # Transformer Engine, pytorch/module/linear.py
             source="github.com/NVIDIA-NeMo: Megatron-Core with gradients in bf16",
         ),
         System(
@@ -125,6 +134,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             "composer",
             "shards",
             reduced_bytes=2,
+            keeps_quantised=True,  # Transformer Engine, pytorch/module/linear.py
             source="github.com/mosaicml/llm-foundry, scripts/train/benchmarking",
         ),
         System(
@@ -167,8 +177,3 @@ CAUSAL: Final[Mapping[str, bool]] = {
     "scores": False,
     "softmax": False,
 }
-
-
-def with_attention(system: System, attention: str | None) -> System:
-    """Return a system with the attention kernel that a row names, if any."""
-    return replace(system, attention=attention) if attention else system

@@ -1,0 +1,65 @@
+"""Selective recomputation of named parts of a layer, as Megatron-Core's `--recompute-modules`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Final
+
+from meshwright.predict.systems import Module
+from meshwright.predict.work import Work
+from meshwright.program.sizes import Sizes
+
+# Products of a layer before those of its feed-forward: q, k, v and o.
+_OF_ATTENTION: Final = 4
+
+
+def hidden_bytes(sizes: Sizes, work: Work) -> float:
+    """Return the bytes of what a layer's last product takes: the hidden width of all its tokens."""
+    last = work.products[-1]
+    shared = sizes.tokens * sizes.shared_ffn if last.groups > 1 else 0
+    return float((last.rows * last.inner + shared) * sizes.element)
+
+
+def kept_without(
+    modules: Set[Module], sizes: Sizes, work: Work, kept: Mapping[str, float]
+) -> dict[str, float]:
+    """Return what a layer keeps, by kind, where the named parts are made again in the backward.
+
+    Each part keeps what it takes: `mlp` its input, but neither its activation nor what the last
+    product takes; `activation` both of its inputs, but not its result; `layernorm` what is normed,
+    but not what the products behind it take; `core_attn` q, k and v, but no scores.
+    """
+    found = dict(kept)
+    # What experts' last product takes is made again anyway.
+    hidden = 0.0 if work.products[-1].groups > 1 else hidden_bytes(sizes, work)
+    hidden = min(hidden, found.get("product", 0.0))
+    if "layernorm" in modules:
+        found["product"] = hidden
+    if modules & {"mlp", "activation"}:
+        found["product"] = found.get("product", 0.0) - hidden
+    if "mlp" in modules:
+        found.pop("activation", None)
+    if "core_attn" in modules:
+        found.pop("scores", None)
+    return found
+
+
+def made_again(
+    modules: Set[Module],
+    work: Work,
+    products: Mapping[int, float],
+    attention: float,
+    norms: float,
+    activation: float,
+) -> float:
+    """Return the seconds of a forward of the named parts.
+
+    `products` are those of a layer's products by their place, the others those of its attention,
+    all its norms and its activation.
+    """
+    seconds = attention if "core_attn" in modules else 0.0
+    seconds += norms if "layernorm" in modules else 0.0
+    seconds += activation if modules & {"mlp", "activation"} else 0.0
+    if "mlp" in modules:
+        seconds += sum(products[at] for at in range(_OF_ATTENTION, len(work.products)))
+    return seconds

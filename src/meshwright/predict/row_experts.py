@@ -1,0 +1,60 @@
+"""The experts of a row of measurements, and its latent attention, as fields of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+_LATENT: Final = (
+    *("q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+
+
+class RowError(Exception):
+    """A row that cannot be priced; the message says why."""
+
+
+def mixture(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row's experts; raises `RowError` for what no family of ours has."""
+    shared, width = int(row.get("shared_ffn") or 0), row.get("moe_ffn") or row.get("ffn")
+    if not row.get("topk") or not width:
+        raise RowError("the row has experts, but lacks topk or moe_ffn")
+    found = {
+        "family": "qwen2_moe" if shared else "qwen3_moe",
+        "experts": row["experts"],
+        "top_k": row["topk"],
+        "expert_ffn_dim": width,
+    }
+    if shared:
+        found["shared_ffn_dim"] = shared
+    dense, has_experts = _dense_layers(row) if row.get("moe_layer_freq") else (0, [])
+    if not row.get("kv_lora_rank"):
+        pattern = [{} if has else {"dense": True} for has in has_experts]
+        return {**found, "layer_pattern": pattern} if has_experts else found
+    if not all(has_experts[dense:]):
+        raise RowError("with latent attention only the first layers are dense")
+    return {**found, **_latent(row), "shared_ffn_dim": shared, "dense_layers": dense}
+
+
+def _latent(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of latent attention; how experts are picked has no price."""
+    found = {key: int(row.get(key) or 0) for key in _LATENT}
+    if missing := [key for key in _LATENT if not found[key] and key != "q_lora_rank"]:
+        raise RowError(f"the row has latent attention, but lacks {' and '.join(missing)}")
+    own = {"family": "deepseek_v3", "expert_groups": 1, "top_groups": 1}
+    return {**own, "head_dim": found["qk_nope_head_dim"] + found["qk_rope_head_dim"], **found}
+
+
+def _dense_layers(row: Mapping[str, Any]) -> tuple[int, list[bool]]:
+    """Return how many layers are dense before the first with experts, and which ones have some."""
+    text, layers = str(row["moe_layer_freq"]), row["layers"]
+    parts = re.fullmatch(r"\(?\[([01])\]\*(\d+)\+\[([01])\]\*(\d+)\)?", text)
+    if parts is None:
+        raise RowError(f"moe_layer_freq {text!r}: only ([0]*n+[1]*m) is read")
+    first, count, second, rest = map(int, parts.groups())
+    kinds = [bool(first)] * count + [bool(second)] * rest
+    if len(kinds) != layers:
+        raise RowError(f"moe_layer_freq has {len(kinds)} layers, the row {layers}")
+    return next((at for at, has in enumerate(kinds) if has), layers), kinds
