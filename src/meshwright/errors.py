@@ -54,6 +54,10 @@ class CheckpointError(MeshwrightError):
     exit_code = EXIT_REFUSED
 
 
+class Diverged(MeshwrightError):
+    """A gradient that is not finite, where such steps are not to be skipped."""
+
+
 class RankFailed(MeshwrightError):
     """A rank raised, was killed or stopped answering."""
 

@@ -32,6 +32,19 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+_SECONDS: Final[dict[str, float]] = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min": 60, "h": 3600}
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration, as `13.9s`, `850ms` or `13.9`; raises `ValueError` for all else and 0."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
+    scale = _SECONDS.get(found[2]) if found else None
+    seconds = float(found[1]) * scale if found and scale is not None else 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{text!r} is no time, as 13.9s or 850ms, above 0")
+    return seconds
+
+
 def format_count(count: float) -> str:
     """Print a count with a decimal suffix, as `1.24B` or `35.1k`."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -148,7 +148,7 @@ def _attention(device: torch.device, precision: str, shape: Shape) -> Callable[[
     spec, length, rows = shape
     dtype = DTYPES[precision]
     q, k, v = (
-        torch.randn(rows, heads, length, spec.head_dim, device=device, dtype=dtype).requires_grad_()
+        torch.randn(rows, heads, length, spec.core_dim, device=device, dtype=dtype).requires_grad_()
         for heads in (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
     )
     grad = torch.randn_like(q)
@@ -159,7 +159,7 @@ def attention_flops(shape: Shape) -> float:
     """Return the FLOPs of the first layer's attention, forward and backward."""
     spec, length, rows = shape
     scores = causal_scores(length, spec.layer(0).window)
-    forward = 4.0 * rows * spec.n_heads * spec.head_dim * scores
+    forward = 4.0 * rows * spec.n_heads * spec.core_dim * scores
     return forward * (1 + ATTENTION_BACKWARD)
 
 

@@ -47,7 +47,7 @@ class Stepper:
         self._world, self._case = world, case
         compiled = case.train.is_compiled
         self._parallel = build(program, groups, world.device, source, compiled=compiled)
-        self._shards = Shards(self._parallel.held, on_host=case.layout.offload == "optimizer")
+        self._shards = Shards(self._parallel.trained, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(self._shards.leaves, OptimizerSpec())
         self._batch = mine(make_batch(case, 0), program, world)
         self._scale = LossScale.settled(case.train)

@@ -82,7 +82,7 @@ def measure(world: World, case: Case) -> Measured:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         parallel = build(program, groups, world.device, seeded(model, 0))
-        shards = Shards(parallel.held, on_host=layout.offload == "optimizer")
+        shards = Shards(parallel.trained, on_host=layout.offload == "optimizer")
         optimizer = build_optimizer(shards.leaves, OptimizerSpec())
         world.recorder.tape = LabellingTape()
         with labelled_gradients(parallel, shards):

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.adapters import AdapterSource, merge, write_adapter
 from meshwright.checkpoint.draft import Draft
 from meshwright.checkpoint.hf_check import (
     TEXT,
@@ -29,7 +30,9 @@ from meshwright.data.hf_tokenizer import TOKENIZER, copy_tokenizer, hf_tokenizer
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models import Transformer
 from meshwright.models.hf import load_hf, write_hf
+from meshwright.program.shards import whole
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
 from meshwright.spec.stored import find_step
 
 StoredType = Literal["fp32", "bf16"]
@@ -83,6 +86,8 @@ def export_hf(
 ) -> Exchanged:
     """Write the model of a run, step or Hugging Face folder as a new Hugging Face folder.
 
+    Adapters become part of its weights.
+
     Weights in `dtype`, in files of at most `max_shard_bytes`, configs, and the tokenizer's files if
     there is one. `out` appears once it has been loaded again, here and by transformers if that is
     installed, and has given the model's logits; else `Exchanged.passed` is false. Raises
@@ -90,10 +95,12 @@ def export_hf(
     `load_model` and where the disk refuses.
     """
     with Draft(out) as draft:
-        model = load_model(source)
+        model = merge(load_model(source))
         _check_vocabulary(model.spec, tokenizer)
         files = hf_tokenizer(tokenizer, model.spec.context)
-        state = {name: p.detach().to(DTYPES[dtype]) for name, p in model.named_parameters()}
+        state = model.state_dict()
+        # Buffers stay in fp32: a router picks by them.
+        state |= {name: p.detach().to(DTYPES[dtype]) for name, p in model.named_parameters()}
         write_hf(
             model.spec,
             state,
@@ -120,6 +127,42 @@ def export_hf(
     return done
 
 
+def export_adapter(source: Path, out: Path, base: str | None, dtype: StoredType) -> Exchanged:
+    """Write the adapters of a run or step as a new folder that PEFT loads, in `dtype`.
+
+    `base` is where PEFT finds the weights that they are for. `out` appears once it has been read
+    back to the bit; else `Exchanged.passed` is false. Raises `ConfigError` where `out` is not new
+    or empty, `CheckpointError` where the model has no adapters, and as `load_model`.
+    """
+    with Draft(out) as draft:
+        model = load_model(source)
+        write_adapter(model, draft.path, base, DTYPES[dtype])
+        state = {
+            part.name: model.get_parameter(part.name).detach().to(DTYPES[dtype])
+            for part in parts(model.spec)
+            if part.is_adapter
+        }
+        read = AdapterSource(draft.path, model.spec)
+        again = {
+            name: read(name, tuple(one.shape), whole(tuple(one.shape)))
+            for name, one in state.items()
+        }
+        claim = f"matrices read back are the run's, stored in {dtype}"
+        done = Exchanged(
+            source=find_step(source) or source,
+            out=out,
+            parameters=sum(one.numel() for one in state.values()),
+            dtype=dtype,
+            tokenizer=None,
+            files=_sizes(draft.path),
+            checks=(same_tensors(claim, again, state),),
+            not_checked="adapters are for a base model that is not in the folder",
+        )
+        if done.passed:
+            draft.publish()
+    return done
+
+
 def import_hf(source: Path, out: Path) -> Exchanged:
     """Write a Hugging Face folder as step 0 of a folder of ours, which `model.init_from` takes.
 
@@ -130,12 +173,12 @@ def import_hf(source: Path, out: Path) -> Exchanged:
     """
     with Draft(out) as draft:
         model = load_hf(source, dtype=torch.float32)
-        state = dict(model.named_parameters())
+        state = model.state_dict()
         write_weights(draft.path, model.spec, state, {"imported_from": str(source)})
         file = source / TOKENIZER
         if file.is_file():
             copy_tokenizer(file, draft.path)
-        again = dict(load_model(draft.path).named_parameters())
+        again = load_model(draft.path).state_dict()
         checks = [same_tensors("tensors read back are those of the folder, in fp32", again, state)]
         ids = sample_ids(model.spec, None)
         theirs, why = checks_by_transformers(source, ids, logits_of(model, ids), None)
@@ -183,7 +226,7 @@ def _check_export(
         return (*checks, failed("the folder can be loaded here", None, error)), ""
     logits = logits_of(again, ids)
     claim = f"tensors are the model's, stored in {dtype}"
-    checks.append(same_tensors(claim, dict(again.named_parameters()), state))
+    checks.append(same_tensors(claim, again.state_dict(), state))
     claim = "logits of the folder loaded here are the model's"
     checks.append(same_logits(claim, logits, logits_of(model, ids), TOLERANCES[dtype]))
     del again  # the memory of a whole model, which transformers loads next

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.tensors import Chunk, Stored
 from meshwright.execute.build import region_of
-from meshwright.execute.gradients import local_shard
+from meshwright.execute.gradients import HeldParameter, local_shard
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel
 from meshwright.layout import Layout
-from meshwright.program.shards import Region, Sharding, data_rank
+from meshwright.program.shards import Region, Sharding, data_rank, whole
 
 # What the names of the files of a step begin with: parameters, and the state of the optimizer.
 WEIGHTS: Final = "weights"
@@ -68,7 +68,8 @@ def chunks_of(trained: Trained) -> Chunks:
 
     Of ranks that hold the same shard one has it, in turn, so that all write about as much.
     """
-    return chunks(_leaves(trained), trained.optimizer)
+    kept = [*_frozen(trained.parallel), *_buffers(trained.parallel)]
+    return chunks([*_leaves(trained), *kept], trained.optimizer)
 
 
 @torch.no_grad()
@@ -127,13 +128,32 @@ def fill_state(
 
 
 def _leaves(trained: Trained) -> list[Leaf]:
-    parallel, found = trained.parallel, list[Leaf]()
+    pairs = zip(trained.shards.held, trained.shards.leaves, strict=True)
+    return [_leaf(trained.parallel, held, tensor) for held, tensor in pairs]
+
+
+def _frozen(parallel: Parallel) -> list[Leaf]:
+    """Return what a step keeps though no step changes it, so that it needs nothing beside it."""
+    some = [held for held in parallel.held if not held.sharding.part.trained]
+    return [_leaf(parallel, held, held.shard) for held in some]
+
+
+def _leaf(parallel: Parallel, held: HeldParameter, tensor: Tensor) -> Leaf:
     layout, at = parallel.program.layout, parallel.groups.at
-    names = list(parallel.program.shardings)
-    for held, leaf in zip(trained.shards.held, trained.shards.leaves, strict=True):
-        is_mine = held.copies > 0 and is_turn(names.index(held.name), layout, at, held.sharding)
-        found.append(Leaf(held.name, leaf, region_of(held, parallel), is_mine))
-    return found
+    number = list(parallel.program.shardings).index(held.name)
+    is_mine = held.copies > 0 and is_turn(number, layout, at, held.sharding)
+    return Leaf(held.name, tensor, region_of(held, parallel), is_mine)
+
+
+def _buffers(parallel: Parallel) -> list[Leaf]:
+    """Return what stages keep beside parameters, which of a stage's ranks the first one writes."""
+    at = parallel.groups.at
+    is_mine = all(at[axis] == 0 for axis in at if axis != "pp")
+    return [
+        Leaf(name, buffer, whole(buffer.shape), is_mine)
+        for module in parallel.modules.values()
+        for name, buffer in module.named_buffers()
+    ]
 
 
 def _is_scalar(value: object) -> bool:

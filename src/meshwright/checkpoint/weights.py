@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.adapters import merged
 from meshwright.checkpoint.commit import begin, seal, step_name, verify
 from meshwright.checkpoint.restore import StoredSource
 from meshwright.checkpoint.state import WEIGHTS
@@ -79,13 +80,14 @@ def load_model(folder: str | Path) -> Transformer:
 def weights_from(folder: Path, spec: ModelSpec) -> Any:
     """Return the source of first weights that `model.init_from` names, for `build`.
 
-    It is a Hugging Face folder, or a run or step folder, which is verified first.
+    It is a Hugging Face folder, or a run or step folder, which is verified first. Adapters that a
+    run has trained are part of the weights.
     """
     step = find_step(folder)
     if step is None:
         return hf_source(folder, spec)
     verify(step)
-    return StoredSource(step)
+    return merged(StoredSource(step), stored_spec(step)[0])
 
 
 def _load_step(folder: Path) -> Transformer:
@@ -94,13 +96,13 @@ def _load_step(folder: Path) -> Transformer:
     source = StoredSource(folder)
     with foreign(str(path), CheckpointError):  # sizes that no tensor has
         model = build_model(spec, device="meta")
-    for name, parameter in model.named_parameters():  # before memory is taken for it
-        source.check(name, tuple(parameter.shape))
+    for name, tensor in model.state_dict().items():  # before memory is taken for it
+        source.check(name, tuple(tensor.shape))
     model.to_empty(device="cpu")
     model.init_tables(torch.device("cpu"))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            shape = tuple(parameter.shape)
+        for name, tensor in model.state_dict().items():
+            shape = tuple(tensor.shape)
             # A copy: the file is mapped, and may be pruned while the model lives.
-            parameter.copy_(source(name, shape, whole(shape)))
+            tensor.copy_(source(name, shape, whole(shape)))
     return model

@@ -14,6 +14,7 @@ from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from meshwright.launch.lock import RunLock
+from meshwright.spec.stored import stored_base
 from meshwright.train.run_folder import tokenizer_of
 from meshwright.units import format_bytes, format_count, parse_bytes
 
@@ -144,12 +145,26 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="'bytes', 'gpt2' or a tokenizer.json, if not the run's; 'none' writes none",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters alone, as a folder that PEFT loads; without it they are merged",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="FOLDER_OR_NAME",
+        help="where PEFT is to find the base model, if not at the run's model.init_from",
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.hf_exchange import export_hf
+    from meshwright.checkpoint.hf_exchange import export_adapter, export_hf
 
     source = Path(args.source)
+    if args.adapter:
+        base = args.base or stored_base(source)
+        done = export_adapter(source, Path(args.out), base, args.dtype)
+        return _report("exported", done, args.json)
     tokenizer = _tokenizer(source, args.tokenizer)
     done = export_hf(source, Path(args.out), tokenizer, args.dtype, args.max_shard_size)
     return _report("exported", done, args.json)

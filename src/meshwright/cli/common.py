@@ -15,7 +15,9 @@ from rich.table import Table
 
 from meshwright.errors import ConfigError
 from meshwright.launch.measured import as_measured_here
+from meshwright.parsing import parse_json
 from meshwright.spec.loading import Config, load_config
+from meshwright.spec.stored import CONFIG, HF_CONFIG
 
 # Of a layout's label: "interleaved_zero_bubble".
 LONGEST_WORD = 23
@@ -26,8 +28,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="CONFIG.toml | section.key=value",
-        help="a config file, then overrides; without a file the built-in defaults apply",
+        metavar="CONFIG.toml | MODEL | RUN | section.key=value",
+        help="a config file, a model's folder or its config.json, or a run, then overrides; "
+        "without any the built-in defaults apply",
     )
 
 
@@ -43,11 +46,20 @@ def read_config(args: argparse.Namespace, default: Path | None = None) -> Config
 
 def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Return the config file that the arguments name, if any, and the overrides."""
-    files = [word for word in args.words if "=" not in word]
-    if len(files) > 1:
-        raise ConfigError(f"one config file at most, but there are {len(files)}: {' '.join(files)}")
+    files = [Path(word) for word in args.words if "=" not in word]
     overrides = [word for word in args.words if "=" in word]
-    return Path(files[0]) if files else None, overrides
+    for path in files:  # a model's folder, or the file of its sizes
+        folder = path.parent if path.name == HF_CONFIG else path
+        if not (folder / CONFIG).is_file() and (folder / HF_CONFIG).is_file() and folder != Path():
+            overrides.insert(0, f"model.init_from={folder}")
+            files.remove(path)
+            break
+    if len(files) > 1:
+        shown = " ".join(map(str, files))
+        raise ConfigError(f"one config file at most, but there are {len(files)}: {shown}")
+    if files and (files[0] / CONFIG).is_file():  # a run
+        return files[0] / CONFIG, overrides
+    return files[0] if files else None, overrides
 
 
 def say(text: str, indent: str = "") -> None:
@@ -83,3 +95,26 @@ def add_accept(parser: argparse.ArgumentParser) -> None:
         default="",
         help="unsupported keys of the file that may be left out; all: every one",
     )
+
+
+def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON objects, one a line; `needed` is the flag that names it.
+
+    Raises `ConfigError`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{needed} {path} cannot be read: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number} is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number} is no JSON object")
+        rows.append(row)
+    return rows

@@ -180,7 +180,9 @@ def _text(args: argparse.Namespace, folder: Path, spec: ModelSpec) -> Text:
 def _device(asked: str | None) -> str:
     """Return the device to compute on; raises `ConfigError` for a GPU that is not there."""
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(refusal("--device cuda, but no NVIDIA GPU is visible", legal=["cpu"]))
+        raise ConfigError(
+            refusal("--device cuda, but no GPU of NVIDIA or AMD is visible", legal=["cpu"])
+        )
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

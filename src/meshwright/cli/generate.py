@@ -11,7 +11,8 @@ import torch
 
 from meshwright.checkpoint.weights import load_model
 from meshwright.cli.common import add_json, print_json
-from meshwright.data import load_tokenizer
+from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.data.encoders import ChatEncoder, encoder_of
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.models.generate import generate_tokens
 from meshwright.parsing import printable
@@ -20,6 +21,7 @@ from meshwright.train.run_folder import tokenizer_of
 EXAMPLE = """\
 example:
   meshwright generate runs/latest --prompt "def main" --max-tokens 200
+  meshwright generate runs/latest --chat --prompt "What colour is snow?"
 """
 
 
@@ -29,6 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("folder", metavar="RUN_OR_HF_DIR")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's, written by the chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what comes before the user")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -42,38 +48,66 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     name, eos = (args.tokenizer, None) if args.tokenizer else tokenizer_of(folder)
     tokenizer = load_tokenizer(name, eos)
+    prompt, ends = _chat(args, tokenizer) if args.chat else _continued(args, tokenizer)
     model = load_model(folder)
-    prompt = tokenizer.encode(args.prompt)
-    if len(prompt) == 0:
-        raise ConfigError("--prompt is empty: there is nothing to continue")
-    ids: list[int] = [int(i) for i in prompt]
-    count, shown = len(ids), args.prompt
-    # What a model writes may be sequences that a terminal acts on.
-    safe = printable if sys.stdout.isatty() else str
-    if not args.json:
-        print(safe(shown), end="", flush=True)
+    if not args.json and not args.chat:
+        print(_safe(args.prompt), end="", flush=True)
+    new: list[int] = []
+    # Of a text, the prompt is part of what is decoded: a character may begin in it.
+    before = [] if args.chat else prompt
+    shown = "" if args.chat else args.prompt
     started = time.perf_counter()
     for token in generate_tokens(
         model,
-        torch.tensor([ids]),
+        torch.tensor([prompt]),
         args.max_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         seed=args.seed,
-        eos_id=tokenizer.eos_id,
+        eos_id=ends,
     ):
-        ids.append(int(token))
-        text = tokenizer.decode(ids)
+        new.append(int(token))
+        if args.chat and new[-1] in ends:
+            break
+        text = tokenizer.decode([*before, *new])
         # A character of several tokens is printed once it is whole.
         if not args.json and not text.endswith("\ufffd"):
-            print(safe(text[len(shown) :]), end="", flush=True)
+            print(_safe(text[len(shown) :]), end="", flush=True)
             shown = text
     seconds = time.perf_counter() - started
     if args.json:
-        text = tokenizer.decode(ids)
-        print_json({"prompt": args.prompt, "text": text, "tokens": len(ids) - count})
+        said = new[:-1] if args.chat and new and new[-1] in ends else new
+        text = tokenizer.decode([*before, *said])
+        print_json({"prompt": args.prompt, "text": text, "tokens": len(new)})
         return EXIT_DONE
     print()
-    speed = (len(ids) - count) / max(seconds, 1e-9)
-    print(f"{len(ids) - count} tokens, {speed:.0f} tokens/s", file=sys.stderr)
+    speed = len(new) / max(seconds, 1e-9)
+    print(f"{len(new)} tokens, {speed:.0f} tokens/s", file=sys.stderr)
     return EXIT_DONE
+
+
+def _safe(text: str) -> str:
+    """Return a text as stdout takes it: what a model writes may be sequences of a terminal."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _continued(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids of a text to continue, and which of them end it."""
+    if args.system is not None:
+        raise ConfigError("--system is what a chat template writes before the user; add --chat")
+    prompt = [int(i) for i in tokenizer.encode(args.prompt)]
+    if not prompt:
+        raise ConfigError("--prompt is empty: there is nothing to continue")
+    return prompt, [tokenizer.eos_id]
+
+
+def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids after which the assistant speaks, and those that end its turn."""
+    encoder = encoder_of(tokenizer, "chat")
+    assert isinstance(encoder, ChatEncoder)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    try:
+        ids = encoder.prompt([*system, {"role": "user", "content": args.prompt}])
+    except ValueError as error:
+        raise ConfigError(f"--prompt: {error}") from error
+    return ids, encoder.turn_ends()

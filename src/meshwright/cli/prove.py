@@ -15,10 +15,11 @@ from typing import Any, TextIO
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
+from meshwright.launch.accelerators import check_build, count_gpus, find_gpus, torch_build
 from meshwright.launch.certificate import certify
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.engine import check_fp8
-from meshwright.launch.machine import count_gpus, detect
+from meshwright.launch.machine import detect
 from meshwright.launch.proof import by_world, fails_alike, prove_cases, worker_command
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
@@ -201,6 +202,9 @@ def case_of_json(text: str) -> Case:
 def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[str, Any]]:
     """Return the small cases that stand for a config's layout, and what JSON says of it."""
     config = read_config(args)
+    if config.train.routing != "learned":
+        rule = f'train.routing = "{config.train.routing}" goes by places in a rank\'s batch'
+        raise ConfigError(refusal(f"{rule}, which no other layout has", legal=["learned"]))
     layout = _layout(config)
     asked = {
         "layout": layout.label,
@@ -211,8 +215,8 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     _say(out, f"asked: {layout.label} on {layout.world} ranks, {count} parameters")
     if args.check_order:
         return [Case(config.model, config.train, layout)], {"asked": asked}
-    packed = config.data.packing == "documents"
-    cases = list(shrink(config.model, config.train, layout, packed=packed))
+    packed, chat = config.data.packing == "documents", config.data.format == "chat"
+    cases = list(shrink(config.model, config.train, layout, packed=packed, chat=chat))
     for case in cases:
         size = format_count(parameter_count(case.model))
         ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
@@ -256,6 +260,7 @@ def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outco
 
 
 def _refuse_without_gpus(cases: Sequence[Case]) -> None:
+    check_build("cuda", find_gpus(os.environ), torch_build())
     most, gpus = max((case.layout.world for case in cases), default=0), count_gpus(os.environ)
     if most > gpus:
         raise ConfigError(

@@ -59,11 +59,13 @@ class Windows:
         length = int((scored[:, 1] - starts).max())
         at = starts[:, None] + np.arange(length)
         inside = np.minimum(at, len(self.view) - 1)
-        ids = np.zeros_like(at)
+        ids, trained = np.zeros_like(at), np.zeros(at.shape, dtype=bool)
         for row, (start, end) in enumerate(zip(starts, scored[:, 1], strict=True)):
             ids[row, : end - start] = self.view.read(int(start), int(end))
+            trained[row, : end - start] = self.view.read_mask(int(start), int(end))
         targets = ids[:, 1:].copy()
         targets[(at[:, 1:] < scored[:, :1]) | (at[:, 1:] >= scored[:, 1:])] = IGNORE
+        targets[~trained[:, 1:]] = IGNORE
         if self.packing == "stream":
             return Rows(ids[:, :-1], targets, None)
         documents = np.searchsorted(self.view.ends, inside, side="right")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.execute.adapters import cut_adapted
+from meshwright.execute.apart import set_apart
 from meshwright.execute.context import Ring, Ulysses, positions
-from meshwright.execute.data import distribute_data, replicate_in_place
-from meshwright.execute.deferred import Deferral
+from meshwright.execute.data import (
+    DTYPES,
+    distribute_data,
+    replicate_in_place,
+    round_frozen,
+)
+from meshwright.execute.deferred import Deferral, local
 from meshwright.execute.dispatch import over_ranks
 from meshwright.execute.documents import attend_documents
 from meshwright.execute.experts import cut_experts
@@ -21,25 +29,31 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
+from meshwright.execute.routing import balance_routers, balances
 from meshwright.execute.tensor import (
     ColumnLinear,
     RowLinear,
     VocabEmbedding,
+    cut_latent,
     over_all_heads,
     together,
 )
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
+from meshwright.models.attention import Attention
 from meshwright.models.experts import ExpertMLP
+from meshwright.models.latent import LatentAttention
 from meshwright.program.lower import Program
-from meshwright.program.shards import Region, data_rank, sums_in_place
+from meshwright.program.operations import gathers_again
+from meshwright.program.shards import Region, data_rank, sums_in_place, whole
 from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
 
 # name, shape of the whole and region to the tensor of that region
 Source = Callable[[str, tuple[int, ...], Region], Tensor]
+Wrap = Callable[[nn.Module], None]  # has a module compiled
 
 
 def build(
@@ -59,7 +73,8 @@ def build(
     """
     products = take_route(program.train.matmul, device)
     deferral = Deferral()
-    wrap = compiler(products) if compiled else None
+    splits = splits_backward(program)
+    wrap = compiler(products, splits=splits) if compiled else None
     modules = describe(program, groups, deferral, wrap=wrap)
     return materialise(program, groups, device, source, modules, deferral)
 
@@ -69,7 +84,7 @@ def describe(
     groups: Groups,
     deferral: Deferral,
     *,
-    wrap: Callable[[nn.Module], None] | None = None,
+    wrap: Wrap | None = None,
 ) -> dict[int, Transformer]:
     """Return this rank's stages on the meta device, cut and wrapped, by number."""
     layout, spec = program.layout, program.model
@@ -79,30 +94,36 @@ def describe(
         model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
         attend_by_documents(model)
         cut_over_tp(model, program, groups, deferral)
+        balance_routers(model, program, groups)
         share_out_experts(model, program, groups)
         if layout.tp > 1 or layout.ep > 1:
             _make_sharded(model, program, groups)
         cut_over_cp(model, program, groups)
+        round_frozen(model, DTYPES[program.train.precision])
         if program.train.fp8:
             take_float8(model.blocks, program.target)
         for block in model.blocks:
+            compiled = block if wrap is None else set_apart(block, program, splits=deferral.splits)
+            if wrap is not None and compiled is not block:
+                wrap(compiled)
             recompute(block, layout.recompute)
-            if wrap is not None:
+            if wrap is not None and compiled is block:
                 wrap(block)
         if not sums_in_place(layout, program.target):
             of_experts = None if groups.experts is None else groups.experts.parameters
             mesh = groups.parameters
-            distribute_data(model, model.blocks, layout, program.train, mesh, of_experts=of_experts)
+            more: dict[str, Any] = {"of_experts": of_experts, "keeps_frozen": True}
+            distribute_data(model, model.blocks, layout, program.train, mesh, **more)
         modules[stage.index] = model
     return modules
 
 
-def compiler(products: Route) -> Callable[[nn.Module], None]:
-    """Return what has a block compiled, its products computed by a route."""
+def compiler(products: Route, *, splits: bool = False) -> Wrap:
+    """Return what has a block compiled, its products by a route; `splits` as in `Deferral`."""
     # Not at the top: the compiler is a second of imports.
     from meshwright.execute.compiled import compile_block
 
-    return partial(compile_block, products=products)
+    return partial(compile_block, products=products, splits=splits)
 
 
 def materialise(
@@ -120,42 +141,74 @@ def materialise(
     for index, model in modules.items():
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
+        _place_buffers(model, device)
         trained = dict(model.named_parameters())
         if sums_in_place(layout, program.target):  # only now: the parameters are new ones
             trained = replicate_in_place(model, layout, train, groups)
         held += _held(program, index, trained)
-    whole: dict[int, nn.Module] = dict(modules)
+    stages: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)
     rows = loss_rows(sizes.tokens, sizes.element, program.target)
-    parallel = Parallel(program, groups, device, whole, held, at, places, deferral, rows)
+    routers = {k: one for model in modules.values() for k, one in balances(model).items()}
+    parts = (program, groups, device, stages, held, at, places, deferral, rows)
+    parallel = Parallel(*parts, routers=routers)
     fill(parallel, source)
     return parallel
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Have buffers where they are computed with, also where parameters are kept on the host."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty_like(buffer, device=device))
+
+
+def splits_backward(program: Program) -> bool:
+    """Whether weight gradients are computed apart from those of inputs: not those of adapters."""
+    layout = program.layout
+    return (
+        SCHEDULES[layout.schedule].splits_backward and layout.pp > 1 and program.model.lora is None
+    )
 
 
 def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:
     """Give every rank of tp its share of heads, ffn and vocabulary, as the program cuts them."""
     layout = program.layout
-    defers = SCHEDULES[layout.schedule].splits_backward and layout.pp > 1
-    if layout.tp == 1 and not defers:
+    deferral.splits = splits_backward(program)
+    if layout.tp == 1 and not deferral.splits:
         return
-    # A second forward has what it gathers for the backward that comes at once.
-    tp_region = TPRegion(groups.tp, layout.sp, gathers_again=layout.recompute == "none")
+    tp_region = TPRegion(groups.tp, layout.sp, gathers_again=gathers_again(program))
+    if program.model.lora is not None:
+        for block in model.blocks:
+            cut_adapted(block, tp_region)
+    else:
+        _take_over_linear(model, program, tp_region, deferral)
+    if layout.tp == 1:
+        return
+    for block in model.blocks:
+        if isinstance(block.attn, Attention):
+            block.attn.norm_pair = over_all_heads(groups.tp)
+            block.attn.local = local
+    if model.embed is not None:
+        VocabEmbedding.take_over(model.embed, tp_region)
+
+
+def _take_over_linear(
+    model: Transformer, program: Program, tp_region: TPRegion, deferral: Deferral
+) -> None:
+    """Have linear layers, and those of experts, compute by our own function."""
     for block in model.blocks:  # first: linear layers of experts are not those of MLPs
         if isinstance(block.mlp, ExpertMLP):
             cut_experts(block.mlp, tp_region, deferral)
         else:
             block.mlp.project = together(tp_region, deferral)
         block.attn.project = together(tp_region, deferral)
+        if isinstance(block.attn, LatentAttention):
+            cut_latent(block.attn, deferral)
     for path, module in model.layers.named_modules(prefix="layers"):
         if type(module) is nn.Linear:
             is_row = program.shardings[f"{path}.weight"].tp_dim == 1
             (RowLinear if is_row else ColumnLinear).take_over(module, tp_region, deferral)
-    if layout.tp == 1:
-        return
-    for block in model.blocks:
-        block.attn.norm_pair = over_all_heads(groups.tp)
-    if model.embed is not None:
-        VocabEmbedding.take_over(model.embed, tp_region)
 
 
 def share_out_experts(model: Transformer, program: Program, groups: Groups) -> None:
@@ -183,7 +236,7 @@ def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
                     mesh = groups.experts.parameters
                 dims = [Shard(sharding.tp_dim)]
                 cut = DTensor.from_local(cut, mesh["tp"], dims, run_check=False)
-            setattr(module, name, nn.Parameter(cut))
+            setattr(module, name, nn.Parameter(cut, requires_grad=sharding.part.trained))
 
 
 def attend_by_documents(model: Transformer) -> None:
@@ -231,20 +284,27 @@ def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> lis
     return held
 
 
-def seeded(spec: ModelSpec, seed: int) -> Source:
-    """Return the source of freshly initialised weights."""
+def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: None) -> Source:
+    """Return the source of freshly initialised weights; `on_piece` is called often on the way."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        return cut(init_parameter(name, shape, spec, seed), region)
+        rows, *others = region
+        whole = [(0, rows[1] - rows[0]), *others]
+        return cut(init_parameter(name, shape, spec, seed, rows, on_piece), whole)
 
     return region_of
 
 
 @torch.no_grad()
 def fill(parallel: Parallel, source: Source) -> None:
-    """Copy from `source` into the parameters what each rank holds of them."""
+    """Copy from `source` into parameters what each rank holds of them, and into buffers all."""
+    for module in parallel.modules.values():
+        for name, buffer in module.named_buffers():
+            shape = tuple(buffer.shape)
+            buffer.copy_(source(name, shape, whole(shape)))
     for held in parallel.held:
         region = region_of(held, parallel)
+        parallel.recorder.beat()
         held.shard.copy_(source(held.name, held.sharding.part.shape, region))
 
 
@@ -254,7 +314,7 @@ def region_of(held: HeldParameter, parallel: Parallel) -> Region:
     return held.sharding.region(at["tp"], data_rank(parallel.program.layout, at))
 
 
-def cut(full: Tensor, region: Region) -> Tensor:
+def cut(full: Tensor, region: Sequence[tuple[int, int]]) -> Tensor:
     """Return a region of a whole tensor, as a view."""
     for dim, (start, stop) in enumerate(region):
         full = full.narrow(dim, start, stop - start)

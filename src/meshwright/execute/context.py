@@ -7,9 +7,8 @@ lists, of q, k and v alike. `Ring` passes keys and values round and merges what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.block_attention import BlockAttention, Grads, choose, visible, wide
-from meshwright.execute.flight_recorder import FlightRecorder, Pending
+from meshwright.execute.block_attention import BlockAttention
+from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.ring import (
+    RingPlace,
+    RingWork,
+    attend_round,
+    blocks_for,
+    compiled_ring,
+    differentiate_round,
+    enrol,
+    in_ring_order,
+)
 from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
+from meshwright.models.sinks import sink_gradient
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
-from meshwright.program.ring import ring_pieces
 
 
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
@@ -64,8 +73,9 @@ class Ring:
         recorder: FlightRecorder | None = None,
     ) -> None:
         size = dist.get_world_size(group)
-        self.place = _RingPlace(group, dist.get_rank(group), size, recorder or FlightRecorder())
+        self.place = RingPlace(group, dist.get_rank(group), size, recorder or FlightRecorder())
         self.block = block
+        self.name = enrol(self.place)
 
     def __call__(
         self,
@@ -74,18 +84,21 @@ class Ring:
         v: Tensor,
         segments: Tensor | None = None,
         scores: ScoreBounds = UNBOUNDED,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of this rank's queries, of their shape and dtype.
 
         q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq / cp, head_dim]`.
         `segments` int `[batch or 1, seq]`, the whole row in natural order and the same on all
-        ranks: a query sees keys of its own segment only.
+        ranks: a query sees keys of its own segment only. sinks `[heads]`.
         """
         assert q.shape[2] % 2 == 0, "the ring holds two chunks on each rank"
         assert self.block is None or scores.cap is None, "a block of one's own knows no cap"
-        blocks = [self.block or choose(q, masked, scores.cap) for masked in (False, True)]
-        work = _RingWork(self.place, scores, *blocks)
-        out: Tensor = _RingAttention.apply(q, k, v, segments, work)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling() and self.block is None and sinks is None:
+            return compiled_ring(q, k, v, segments, scores, self.name)
+        blocks = blocks_for(q, scores) if self.block is None else (self.block, self.block)
+        work = RingWork(self.place, scores, *blocks)
+        out: Tensor = _RingAttention.apply(q, k, v, sinks, segments, work)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -108,19 +121,26 @@ class Ulysses:
         v: Tensor,
         documents: Tensor | None = None,
         scores: ScoreBounds = UNBOUNDED,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of this rank's queries; shapes as in `Ring`."""
         assert k.shape[1] % self.size == 0, "each rank gets whole heads of keys"
         q, k, v = _ToHeads.apply(self.group, self.size, q, k, v)  # type: ignore[no-untyped-call]
-        out = self.core(q, k, v, documents, scores)
+        mine = None if sinks is None else sinks.chunk(self.size)[self.rank]  # as `_to_heads` cuts
+        out = self.core(q, k, v, documents, scores, mine)
         back: Tensor = _ToPositions.apply(self.group, self.size, out)  # type: ignore[no-untyped-call]
         return back
 
 
 def _by_mask(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scores: ScoreBounds = UNBOUNDED
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    scores: ScoreBounds = UNBOUNDED,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return attend(q, k, v, causal_mask(q, segments, None), scores)
+    return attend(q, k, v, causal_mask(q, segments, None), scores, sinks)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -193,191 +213,28 @@ def _trade(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-@dataclass(frozen=True)
-class _RingPlace:
-    """This rank's place in a ring."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    recorder: FlightRecorder
-
-    def owner(self, step: int) -> int:
-        """Return the rank whose keys are here after so many exchanges."""
-        return (self.rank - step) % self.size
-
-    def pass_on(self, sent: Tensor, tag: int) -> Callable[[], Tensor]:
-        """Start to send a contiguous tensor to the next rank and to get the last one's.
-
-        Returns what waits for it; `sent` must not change before. The tag keeps messages apart that
-        are under way at once.
-        """
-        if self.size == 1:
-            return lambda: sent
-        received = torch.empty_like(sent)
-        after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
-        before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, after, self.group, tag),
-                dist.P2POp(dist.irecv, received, before, self.group, tag),
-            ]
-        )
-
-        pending = Pending(self.recorder, *works)
-
-        def wait() -> Tensor:
-            pending.wait()
-            return received
-
-        return wait
-
-
-@dataclass(frozen=True)
-class _RingWork:
-    """What a call of the ring computes, and by which blocks: without a mask, and with one."""
-
-    place: _RingPlace
-    scores: ScoreBounds
-    bare: BlockAttention
-    masked: BlockAttention
-
-    def pieces(self, step: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
-        """Yield what this rank's queries see of the keys that are here in a step.
-
-        `segments` is in ring order, `[batch or 1, cp, length]`.
-        """
-        place = self.place
-        owner = place.owner(step)
-        for piece in ring_pieces(q.shape[2], place.size, place.rank, owner, self.scores):
-            mask = visible(piece, self.scores.window, q.device) if piece.masked else None
-            if segments is not None:
-                mine = segments[:, place.rank, piece.queries]
-                theirs = segments[:, owner, piece.keys]
-                same = mine[:, None, :, None] == theirs[:, None, None, :]
-                if mask is not None:
-                    same &= mask
-                elif piece.causal:
-                    same.tril_()
-                mask = same
-            block = self.bare if mask is None else self.masked
-            yield _Piece(block, piece.queries, piece.keys, piece.causal, mask)
-
-
-class _Piece(NamedTuple):
-    """Some of this rank's queries and some keys of one rank, and how they are computed."""
-
-    block: BlockAttention
-    queries: slice
-    keys: slice
-    causal: bool
-    mask: Tensor | None
-
-    def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention of its queries over its keys, and the log-sum-exp."""
-        keys, values = kv[:, :, :, self.keys]
-        return self.block.forward(q[:, :, self.queries], keys, values, self.mask, self.causal)
-
-    def backward(self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of its queries, keys and values."""
-        keys, values = kv[:, :, :, self.keys]
-        at = self.queries
-        mine = (grad[:, :, at], q[:, :, at], keys, values, out[:, :, at], lse[:, :, at])
-        return self.block.backward(*mine, self.mask, self.causal)
-
-
-def _in_ring_order(segments: Tensor, cp: int) -> Tensor:
-    """Return segments `[batch, seq]` as `[batch, cp, seq / cp]`, each rank's in one row."""
-    chunks = segments.reshape(segments.shape[0], 2 * cp, -1)
-    return torch.cat((chunks[:, :cp], chunks[:, cp:].flip(1)), dim=2)
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the attention over more keys into `out` and `lse`, in place.
-
-    Both are means of values, weighted by exp(score): the merged mean weighs them by their exp(lse),
-    of which only the ratio is formed. arXiv:2310.01889, section 3.
-    """
-    share = torch.sigmoid(part_lse - lse)
-    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, work: _RingWork
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        segments: Tensor | None,
+        work: RingWork,
     ) -> Tensor:
-        place = work.place
         if segments is not None:
-            segments = _in_ring_order(segments, place.size)
-        kv = torch.stack((k, v))
-        begun: tuple[Tensor, Tensor] | None = None  # the result and its log-sum-exp
-        for step in range(place.size):
-            last = step == place.size - 1
-            arrived = None if last else place.pass_on(kv, tag=0)
-            for piece in work.pieces(step, q, segments):
-                part, part_lse = piece.forward(q, kv)
-                if begun is None and part.shape == q.shape:
-                    # Copies, since a selective recompute keeps what the block gave as it was.
-                    lse = part_lse.clone(memory_format=torch.contiguous_format)
-                    begun = part.to(wide(q.dtype), copy=True), lse
-                    continue
-                begun = begun or _unseen(q)
-                out, lse = (x[:, :, piece.queries] for x in begun)
-                _merge(out, lse, part, part_lse)
-            if arrived is not None:
-                kv = arrived()
-        assert begun is not None, "a query sees its own key"
-        out, lse = begun[0].to(q.dtype), begun[1]
-        ctx.save_for_backward(q, k, v, out, lse, segments)
+            segments = in_ring_order(segments, work.place.size)
+        out, lse = attend_round(q, k, v, segments, work, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, segments)
         ctx.work = work
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, segments = ctx.saved_tensors
-        work: _RingWork = ctx.work
-        place = work.place
-        kv = torch.stack((k, v))
-        own: tuple[Tensor, ...] = ()  # set in step 0: of its queries, and what these give its keys
-        sums: Callable[[], Tensor] | None = None
-        for step in range(place.size):
-            last = step == place.size - 1
-            arrived = None if last else place.pass_on(kv, tag=0)
-            # The sum of what the others' queries give keys follows them, one step behind.
-            total: Tensor | None = None
-            for piece in work.pieces(step, q, segments):
-                parts = piece.backward(grad, q, kv, out, lse)
-                if not own and parts[0].shape == q.shape:
-                    own = tuple(part.to(wide(q.dtype)) for part in parts)
-                    continue
-                own = own or tuple(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, k, v))
-                if step and total is None:
-                    total = _total(sums, kv)
-                at = (own[1], own[2]) if total is None else (total[0], total[1])
-                own[0][:, :, piece.queries] += parts[0]
-                at[0][:, :, piece.keys] += parts[1]
-                at[1][:, :, piece.keys] += parts[2]
-            if step:
-                sums = place.pass_on(_total(sums, kv) if total is None else total, tag=1)
-            if arrived is not None:
-                kv = arrived()
-        if sums is not None:
-            back = sums()
-            own[1].add_(back[0])
-            own[2].add_(back[1])
-        return *(one.to(q.dtype) for one in own), None, None
-
-
-def _unseen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention of queries over no keys, and its log-sum-exp, to merge others into."""
-    batch, heads, tokens, dim = q.shape
-    out = q.new_zeros(batch, tokens, heads, dim, dtype=wide(q.dtype)).transpose(1, 2)
-    return out, out.new_full(q.shape[:3], -torch.inf)
-
-
-def _total(sums: Callable[[], Tensor] | None, kv: Tensor) -> Tensor:
-    """Return the gradients of keys and values that have arrived with them, or zeros."""
-    return torch.zeros_like(kv, dtype=wide(kv.dtype)) if sums is None else sums()
+        q, k, v, out, lse, sinks, segments = ctx.saved_tensors
+        to_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
+        found = differentiate_round(grad, q, k, v, out, lse, segments, ctx.work)
+        return *found, to_sinks, None, None

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from meshwright.execute.groups import Groups
 from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
-from meshwright.program.shards import data_rank
+from meshwright.program.shards import cuts_frozen, data_rank
 from meshwright.spec.training import TrainSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +38,14 @@ def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
     dtype = DTYPES[train.precision]
     reduced = torch.float32 if train.reduce_dtype == "fp32" else dtype
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
+
+
+def round_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have weights that are not trained in the dtype of products alone: they have no masters."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad and parameter.dtype != dtype:
+                setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def needs_wrapping(layout: Layout, train: TrainSpec) -> bool:
@@ -54,12 +62,15 @@ def distribute_data(
     replicas: str = "replicate",
     shards: str = "shard",
     of_experts: DeviceMesh | None = None,
+    *,
+    keeps_frozen: bool = False,
 ) -> None:
     """Replicate or shard a model over data, block by block and then the rest.
 
     `replicas` and `shards` name the axes of the mesh, and of that on which experts lie where they
-    are shared out. Gradients are summed, not averaged: the loss
-    is already divided by the global number of target tokens, which stays right for uneven batches.
+    are shared out. With `keeps_frozen` weights that are not trained have the dtype of products, and
+    may stay whole. Gradients are summed, not averaged: the loss is already divided by the global
+    number of target tokens, which stays right for uneven batches.
     """
     if not needs_wrapping(layout, train):
         return
@@ -78,6 +89,7 @@ def distribute_data(
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=layout.zero == 3,
+            ignored_params=_whole(model, layout) if keeps_frozen else None,
         )
 
     units: list[nn.Module] = []
@@ -100,6 +112,13 @@ def distribute_data(
         assert isinstance(unit, FSDPModule)
         assert isinstance(before, FSDPModule)
         unit.set_modules_to_backward_prefetch([before])
+
+
+def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:
+    """Return the weights that FSDP2 is to leave alone: frozen ones, where ranks do not cut them."""
+    if cuts_frozen(layout):
+        return None
+    return {one for one in model.parameters() if not one.requires_grad} or None
 
 
 def replicate_in_place(

@@ -24,10 +24,15 @@ ALONE = TPRegion(Link(None, (0,), 0), sp=False)
 
 
 class Deferral:
-    """Where weight gradients wait; `pending` is None while they are to be computed at once."""
+    """Where weight gradients wait; `pending` is None while they are to be computed at once.
+
+    `splits` says that they ever wait. What computes them is then no part of a compiled block: a
+    compiled backward returns all its gradients together, and none could wait.
+    """
 
     def __init__(self) -> None:
         self.pending: list[Work] | None = None
+        self.splits = False
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -73,7 +78,8 @@ class _Linears(torch.autograd.Function):
         sent = None if part is None else tp_region.returning(part)
         del again, part  # they would keep what was gathered, and what has been sent
         biases = [one.sum(0) if has else None for one, has in zip(rows, ctx.has_bias, strict=True)]
-        pending, found = ctx.deferral.pending, list[Tensor | None]()
+        pending = ctx.deferral.pending
+        found: list[Tensor | None] = []
         for owner, one in zip(ctx.owners, rows, strict=True):
             if pending is None:
                 found.append(_weight_grad(one, inputs))
@@ -152,11 +158,27 @@ def linears(
     x `[batch, seq or its share, in]`, and of any shape `[..., in]` without a region; weights
     `[out, in]` are parameters or DTensors.
     """
+    apply = _linears_apart if deferral.splits else _linears
+    out: tuple[Tensor, ...] = apply(x, weights, biases, deferral, tp_region)
+    return out
+
+
+def _linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    deferral: Deferral,
+    tp_region: TPRegion,
+) -> tuple[Tensor, ...]:
     shards = [*map(local, weights), *(None if bias is None else local(bias) for bias in biases)]
     out: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         x, tp_region, deferral, tuple(weights), len(weights), *shards
     )
     return out
+
+
+# Not compiled, whatever it is called from.
+_linears_apart: Any = torch.compiler.disable(_linears)  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:

@@ -28,6 +28,7 @@ from meshwright.execute.block_attention import (
 )
 from meshwright.models.attention import attend
 from meshwright.models.blockwise import by_token
+from meshwright.models.sinks import merge_sinks, sink_gradient
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.program.ring import Piece, causal_pieces
 
@@ -37,6 +38,7 @@ _MULTIPLE: Final = 8
 _HAS_WORD: Final = torch.__version__ >= (2, 12)  # type: ignore[operator]
 _QKV: Final = "Tensor query, Tensor key, Tensor value"
 _SCORES: Final = "int? window=None, float? cap=None"
+_SINKS: Final = "Tensor? sinks=None"
 
 
 def bounds_of(segments: Tensor) -> Tensor:
@@ -57,29 +59,37 @@ def bounds_of(segments: Tensor) -> Tensor:
 
 
 def takes_bounds(
-    device: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None
+    device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds = UNBOUNDED
 ) -> bool:
     """Whether attention on a device goes by documents; otherwise it needs a mask.
 
-    The kernel of a GPU does not cap scores.
+    The kernel of a GPU does not cap scores, and knows no sinks.
     """
-    return device.type == "cpu" or (cap is None and has_cuda_flash(device, dtype, head_dim))
+    is_known = scores.cap is None and not scores.sinks
+    return device.type == "cpu" or (is_known and has_cuda_flash(device, dtype, head_dim))
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scores: ScoreBounds = UNBOUNDED
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    scores: ScoreBounds = UNBOUNDED,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention inside documents, or in whole rows without bounds.
 
     q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]`. A bool `bounds`
-    is a mask.
+    is a mask; sinks `[heads]`.
     """
     if bounds is None or bounds.dtype == torch.bool:
-        return attend(q, k, v, bounds, scores)
+        return attend(q, k, v, bounds, scores, sinks)
+    window, cap, has_sinks = scores
     if q.device.type == "cuda":
-        assert scores.cap is None, "the kernel does not cap scores: takes_bounds says so"
-        return _by_varlen(q, k, v, bounds, scores.window)
-    out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds, *scores)[0]
+        assert cap is None, "the kernel does not cap scores: takes_bounds says so"
+        assert not has_sinks, "the kernel knows no sinks: takes_bounds says so"
+        return _by_varlen(q, k, v, bounds, window)
+    out: Tensor = torch.ops.meshwright.attend_documents(q, k, v, bounds, window, cap, sinks)[0]
     return out
 
 
@@ -123,7 +133,7 @@ def _documents(bounds: Tensor, seq: int) -> Iterator[tuple[slice, slice]]:
     "meshwright::attend_documents",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_QKV}, Tensor bounds, {_SCORES}) -> (Tensor, Tensor)",
+    schema=f"({_QKV}, Tensor bounds, {_SCORES}, {_SINKS}) -> (Tensor, Tensor)",
 )
 def _forward(
     query: Tensor,
@@ -132,6 +142,7 @@ def _forward(
     bounds: Tensor,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and its log-sum-exp `[batch, heads, seq]`."""
     out, sums = _empty(query, key, value, bounds, window, cap)
@@ -150,6 +161,8 @@ def _forward(
             block = bare if mask is None else masked
             found = block.forward(q[:, :, at], k[:, :, of], v[:, :, of], mask, piece.causal)
             into[:, :, at], into_sums[:, :, at] = found
+    if sinks is not None:
+        merge_sinks(out, sums, sinks)
     return out, sums
 
 
@@ -165,6 +178,7 @@ def _empty(
     bounds: Tensor,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return by_token(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
 
@@ -244,14 +258,17 @@ def _empty_grads(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *qkv, bounds, window, cap = inputs
-    ctx.save_for_backward(*qkv, *output, bounds)
+    *qkv, bounds, window, cap, sinks = inputs
+    ctx.save_for_backward(*qkv, *output, bounds, sinks)
     ctx.scores = window, cap
 
 
 def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = torch.ops.meshwright.attend_documents_backward(grad, *ctx.saved_tensors, *ctx.scores)
-    return *found, None, None, None
+    *tensors, sinks = ctx.saved_tensors
+    *_, out, sums, _ = tensors
+    to_sinks = None if sinks is None else sink_gradient(grad, out, sums, sinks)
+    found = torch.ops.meshwright.attend_documents_backward(grad, *tensors, *ctx.scores)
+    return *found, None, None, None, to_sinks
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

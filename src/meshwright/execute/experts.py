@@ -2,7 +2,8 @@
 
 The router and the shared expert are inside the same region: one message brings the stream in and
 one takes the sum of all out, as with an MLP. What a rank makes of the router's gradient is a part
-of a sum over tp, since it has seen a part of each expert's result.
+of a sum over tp, since it has seen a part of each expert's result. The bias of what experts give is
+added on the first rank.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral) -> None
             ColumnLinear.take_over(module, ALONE, deferral)
     if mlp.shared is not None:
         mlp.shared.project = together(ALONE, deferral)
+    mlp.experts.adds = tp_region.link.rank == 0  # once, to the sum of what the ranks make
     if tp_region.link.size > 1:
         mlp.enter, mlp.leave = tp_region.enter, tp_region.leave
 

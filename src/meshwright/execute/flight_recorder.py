@@ -125,6 +125,10 @@ class FlightRecorder:
         """Enter what the rank turns to, one of `PHASES`."""
         self._enter(name)
 
+    def beat(self) -> None:
+        """Enter that the rank is at work where nothing else tells."""
+        self._move()
+
     def saving(self, place: str, step: int) -> None:
         """Enter that a save goes on, perhaps beside the training, and tell `on_phase` where it is.
 

@@ -42,8 +42,8 @@ def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
 def on_stages(
     parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor | None]
 ) -> Iterator[tuple[HeldParameter, Tensor | None]]:
-    """Yield the whole tensors of this rank's own stages; a collective among a stage's ranks."""
-    for held in parallel.held:
+    """Yield whole tensors of what this rank's own stages train; a collective of a stage's ranks."""
+    for held in parallel.trained:
         tensor = tensor_of(held)
         yield held, None if tensor is None else whole_of(tensor, held.sharding, parallel)
 

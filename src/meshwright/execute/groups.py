@@ -5,19 +5,21 @@ from __future__ import annotations
 import datetime
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.execute.shared import Open, share
 from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 from meshwright.program.messages import goes_by_channel
+from meshwright.program.schedule import stage_ranks
 from meshwright.program.shards import sums_in_place
 from meshwright.program.target import Target
 
@@ -139,6 +141,8 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         experts = _of_experts(layout, world, opener, parameters, timeout_s)
     groups = Groups(at, parameters, **links, experts=experts, recorder=world.recorder)
     _label(groups)
+    if world.device.type == "cuda":
+        warm(groups, layout, world.device)
     return groups
 
 
@@ -202,6 +206,52 @@ def _label(groups: Groups) -> None:
     for axis, group in found.items():
         if group.size() > 1:
             groups.recorder.group(group.group_name, dist.get_process_group_ranks(group), axis)
+
+
+def pairs_of(ranks_of_stage: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of pipeline ranks that send to one another, sorted, the lower rank first."""
+    found = {(min(pair), max(pair)) for pair in pairwise(ranks_of_stage)}
+    return sorted(pair for pair in found if pair[0] != pair[1])
+
+
+def warm(groups: Groups, layout: Layout, device: torch.device) -> None:
+    """Make the communicators of all groups and pairs before they are needed; a collective.
+
+    NCCL makes one at its first use, and holds up the host until all its ranks have come to theirs:
+    one for each group, and for each pair of ranks that send to one another alone. In a step the
+    ranks of a pipeline come to their pairs in different orders, and some would wait for ever. Here
+    all come to them in one order, and a broken link shows before the first step.
+
+    A group divides the world, so that its rank's turn comes after the same groups everywhere; pairs
+    are met in their sorted order, of which the first that is not made yet never waits.
+    """
+    one = torch.zeros(1, device=device)
+    for group in _collective(groups):
+        dist.all_reduce(one, group=group)
+    for pair in pairs_of(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages)):
+        if groups.pp.rank not in pair:
+            continue
+        lower, higher = (groups.pp.ranks[place] for place in pair)
+        is_lower = groups.pp.rank == pair[0]
+        work = (
+            dist.isend(one, higher, groups.pp.group)
+            if is_lower
+            else dist.irecv(one, lower, groups.pp.group)
+        )
+        Pending(groups.recorder, work).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _collective(groups: Groups) -> Iterator[dist.ProcessGroup]:
+    """Yield this rank's groups of more than one rank, each once, in one order for all ranks."""
+    links = [groups.tp, groups.cp, groups.pp, groups.shard, groups.replicate, groups.data]
+    if groups.experts is not None:
+        links += [groups.experts.ep, groups.experts.shard, groups.experts.replicate]
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    found = [world, *(link.group for link in (*links, groups.ends))]
+    by_name = {group.group_name: group for group in found if group is not None}
+    yield from (group for group in by_name.values() if group.size() > 1)
 
 
 def _ends(mesh: Mesh, world: World, opener: _Opener) -> Link:

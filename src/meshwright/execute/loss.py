@@ -103,13 +103,14 @@ class _Loss(torch.autograd.Function):
             if rows.stop == len(inputs):  # it travels beside the last of the weight's products
                 sent = tp_region.returning(back)
                 del back  # it would keep what has been sent
-            if total is None:
+            if not ctx.needs_input_grad[1]:  # frozen
+                pass
+            elif total is None:
                 total = logits_grad.t() @ inputs[rows]
             else:
                 total.addmm_(logits_grad.t(), inputs[rows])
             del logits_grad
         assert sent is not None
-        assert total is not None
         value.detach().copy_(torch.stack(losses).sum())
         del gathered, inputs
         return sent(), total, None, None, None, None, None, None

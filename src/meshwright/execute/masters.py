@@ -33,31 +33,34 @@ class Weight:
         rank: int,
         *,
         reshards: bool = False,
+        cut: bool = True,
     ) -> None:
-        """Take over a parameter in fp32.
+        """Take over a parameter, in fp32 if it is trained; a frozen one has the dtype of products.
 
         `mesh` has the axes `shard`, which cuts rows, and `tp`; `rank` is this one's along `shard`.
         One that `reshards` has memory for what is gathered only between `make_room` and `reshard`.
+        One that is not `cut` is whole on each rank.
         """
         self._mesh, self._shards = mesh, mesh["shard"]
-        self._ranks, self._rank = self._shards.size(), rank
+        self.is_cut, self.is_trained = cut and self._shards.size() > 1, parameter.requires_grad
+        self._ranks, self._rank = (self._shards.size(), rank) if self.is_cut else (1, 0)
         local = local_shard(parameter.detach())
         each = -(-len(local) // self._ranks)
         self.rows = tuple(
             slice(min(at * each, len(local)), min((at + 1) * each, len(local)))
             for at in range(self._ranks)
         )
-        self._rows = self.rows[rank]
+        self._rows = self.rows[self._rank]
         self._memory, self.used = local, parameter
         if reshards or dtype != local.dtype:
             self._memory = torch.empty_like(local, dtype=dtype)
-            self.used = nn.Parameter(_like(parameter, self._memory))
-        self.reshards, self.is_copy = reshards, reshards or dtype != torch.float32
+            self.used = nn.Parameter(_like(parameter, self._memory), self.is_trained)
+        self.reshards, self.is_copy = reshards, reshards or dtype != local.dtype
         self.master = parameter
         if self._ranks > 1:
             rows = local_shard(self.used.detach())[self._rows]
-            rows = torch.empty_like(rows, dtype=torch.float32) if self.is_copy else rows
-            self.master = nn.Parameter(self._cut(rows))
+            rows = torch.empty_like(rows, dtype=local.dtype) if self.is_copy else rows
+            self.master = nn.Parameter(self._cut(rows), self.is_trained)
         # Unknown to autograd, for which a weight that is gathered again is the one it has saved.
         self._memory = self._memory.data
         self._size = self._memory.untyped_storage().nbytes()

@@ -20,11 +20,14 @@ from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.loss import loss_sum
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
+from meshwright.execute.routing import Balances, prepare_routers
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.models import Transformer
 from meshwright.models.context import causal_mask
+from meshwright.program.attention import ScoreBounds
 from meshwright.program.lower import Program
 from meshwright.program.schedule import Action, Table, with_transfers
+from meshwright.spec.model import PLAIN_LAYER
 
 
 @dataclass
@@ -45,7 +48,13 @@ class Parallel:
     deferral: Deferral
     loss_rows: int
     observe: Observe | None = None
+    routers: Balances = field(default_factory=dict)
     _tables: dict[int, Table] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[HeldParameter]:
+        """The parameters that training changes: with adapters these alone."""
+        return [one for one in self.held if one.sharding.part.trained]
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -108,8 +117,8 @@ class Parallel:
         layout, train, model = self.program.layout, self.program.train, self.program.model
         if batch.segments is None or (layout.cp > 1 and layout.cp_kind == "ring"):
             return batch.segments
-        dtype, cap = DTYPES[train.precision], model.attention_softcap
-        if takes_bounds(self.device, dtype, model.head_dim, cap):
+        dtype, scores = DTYPES[train.precision], ScoreBounds.of(model, PLAIN_LAYER)
+        if takes_bounds(self.device, dtype, model.core_dim, scores):
             assert batch.bounds is not None
             return batch.bounds
         return causal_mask(batch.segments, batch.segments, None)
@@ -122,6 +131,9 @@ class Parallel:
         loss, in nats; the shares of all ranks sum to the loss.
         """
         count = self.count_targets(batch)
+        sequences = len(batch.inputs) * self.program.layout.dp
+        experts = self.program.model.experts
+        prepare_routers(self.routers, self.groups, loss_scale / sequences, self.device, experts)
         parts = batch.at(self.positions).split(self.program.layout.microbatch)
         table = self.program.tables[self.groups.at["pp"]]
         loss = Pipeline(self, table, parts, Scale(1.0 / count, loss_scale)).run(self.observe)

@@ -27,6 +27,7 @@ from meshwright.execute.recompute import recompute
 from meshwright.execute.tensor import ColumnLinear, RowLinear, VocabEmbedding
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.layout import AXES, Layout
+from meshwright.models.lora import LoraLinear
 from meshwright.spec.training import TrainSpec
 
 Style = Literal["column", "row", "vocab", "column_gathered"]
@@ -64,6 +65,7 @@ def parallelize(
     does not allow, in the first backward where only that can tell.
     """
     _check(layout, mesh)
+    _refuse_adapters(model, layout)
     blocks = find_blocks(model)
     parameters = _mesh_of_parameters(layout, mesh)
     attention = None
@@ -163,6 +165,19 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         return sum(p.numel() for one in found for p in one.parameters())
 
     return max(alike, key=size, default=[])
+
+
+def _refuse_adapters(model: nn.Module, layout: Layout) -> None:
+    """Raise `ConfigError` for layers with adapters, PEFT's or ours, where tp would cut them."""
+    found = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLinear) or hasattr(module, "lora_A")
+    )
+    if layout.tp > 1 and (name := next(found, None)) is not None:
+        rule = f"layout.tp = {layout.tp} cuts linear layers, and {name} has a low-rank adapter"
+        hint = "The [lora] section of a config trains adapters on any layout"
+        raise ConfigError(refusal(rule, legal=["layout.tp = 1"], hint=hint))
 
 
 def _check(layout: Layout, mesh: DeviceMesh) -> None:

@@ -66,4 +66,10 @@ def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> N
     more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    block.forward = partial(checkpoint, block.forward, **more)
+    inner = block.forward
+
+    # A function, which the compiler enters; a `partial` it would leave as it is, and compile none.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, **more, **kwargs)
+
+    block.forward = forward

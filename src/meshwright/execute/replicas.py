@@ -63,7 +63,9 @@ class Unit:
     """
 
     def __init__(self, weights: Sequence[Weight], peers: Peers, *, reshards: bool) -> None:
-        self.weights, self.left, self.peers = weights, len(weights), peers
+        self.weights, self.peers = weights, peers
+        self.trained = [weight for weight in weights if weight.is_trained]
+        self.left = len(self.trained)
         self.reshards = reshards and peers.cuts
         self.is_current, self.has_met = False, False
         self.arriving: Sequence[Pending | Left] = ()
@@ -121,7 +123,8 @@ class Replicas:
 
         def make(name: str, parameter: nn.Parameter) -> Weight:
             mesh, rank, cuts = peers(name).mesh, peers(name).rank, peers(name).cuts
-            return Weight(parameter, used, mesh, rank, reshards=self._zero == 3 and cuts)
+            cut = parameter.requires_grad or self._zero == 3  # see `shards.cuts_frozen`
+            return Weight(parameter, used, mesh, rank, reshards=self._zero == 3 and cuts, cut=cut)
 
         self.weights = take_over(model, make)
         ep = 1 if groups.experts is None else groups.experts.ep.size
@@ -137,7 +140,7 @@ class Replicas:
         turns: dict[str, list[Unit]] = {}
         for name, unit in zip(found, self.units, strict=True):
             turns.setdefault(name.removesuffix(EXPERTS), []).append(unit)
-            for place, weight in enumerate(unit.weights):
+            for place, weight in enumerate(unit.trained):
                 hook = self._hook(unit, place)
                 weight.used.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._turns = list(turns.values())
@@ -161,7 +164,7 @@ class Replicas:
         def hook(parameter: Tensor) -> None:
             replicas, unit = this(), of()
             if replicas is not None and unit is not None:
-                replicas._ready(unit, unit.weights[place], parameter)
+                replicas._ready(unit, unit.trained[place], parameter)
 
         return hook
 
@@ -211,7 +214,9 @@ class Replicas:
             weight.round()
         peers = unit.peers
         if peers.cuts:
-            unit.arriving = gather(unit.weights, peers.shards, peers.rank, self._recorder)
+            cut = [weight for weight in unit.weights if weight.is_cut]
+            if cut:
+                unit.arriving = gather(cut, peers.shards, peers.rank, self._recorder)
 
     def expire(self) -> None:
         """Take note that weights may have changed."""
@@ -233,7 +238,7 @@ class Replicas:
         self._due = (is_last or self._zero >= 2) and not defers
         for unit in self.units:
             if self._is_due(unit):
-                unit.left = len(unit.weights)
+                unit.left = len(unit.trained)
 
     def _is_due(self, unit: Unit) -> bool:
         """Whether the backward that has begun sums a unit's gradients."""
@@ -313,8 +318,8 @@ class Replicas:
             work.wait()
         self._works = []
         for unit in self.units:
-            unit.left, unit.has_met = len(unit.weights), False
-            for weight in unit.weights:
+            unit.left, unit.has_met = len(unit.trained), False
+            for weight in unit.trained:
                 weight.hand_on()
         self.expire()
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from meshwright.execute.deferred import Deferral, linear, linears, local
+from meshwright.execute.deferred import ALONE, Deferral, linear, linears, local
 from meshwright.execute.groups import Link
 from meshwright.execute.tp_regions import TPRegion, all_reduce
 from meshwright.models.attention import NormPair, Project
+from meshwright.models.context import Context
+from meshwright.models.latent import LatentAttention
 from meshwright.models.norms import RMSNorm
 from meshwright.models.ops import factor, widened
 
@@ -101,6 +103,17 @@ def over_all_heads(link: Link) -> NormPair:
     return norm
 
 
+def cut_latent(attention: LatentAttention, deferral: Deferral) -> None:
+    """Have latent attention make this rank's heads of latent vectors, which every rank makes whole.
+
+    The stream enters where those are made; what a rank makes of their gradients, and of the shared
+    key's, is a part of a sum over its heads.
+    """
+    inner = [attention.kv_b, *([] if attention.q_a is None else [attention.q_b])]
+    for module in inner:
+        ColumnLinear.take_over(module, ALONE, deferral)
+
+
 class _NormOverRanks(torch.autograd.Function):
     """RMSNorms of queries and of keys whose features are cut over ranks: one sum over both.
 
@@ -158,7 +171,7 @@ def together(tp_region: TPRegion, deferral: Deferral) -> Project:
     Their modules are not called, so that hooks on these do not see it.
     """
 
-    def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
         weights, biases = [one.weight for one in layers], [one.bias for one in layers]
         return linears(x, weights, biases, deferral, tp_region)
 

@@ -31,7 +31,9 @@ def all_reduce(x: Tensor, link: Link, op: str = "sum") -> Tensor:
 def begin_sum(x: Tensor, link: Link) -> Arrival:
     """Begin to sum over the ranks of a link, in the tensor's own memory where it is contiguous."""
     ops = operators(x, is_shared=link.is_shared)
-    out: Tensor = ops.all_reduce_(x.contiguous(), "sum", link.name)
+    # The compiler takes no operator that returns its argument, and finds the memory by itself.
+    begin = ops.all_reduce if torch.compiler.is_compiling() else ops.all_reduce_
+    out: Tensor = begin(x.contiguous(), "sum", link.name)
     return partial(ops.wait_tensor, out)
 
 

@@ -25,7 +25,11 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "data.streaming": (config.data.streaming, False),
         "train.compile": (train.is_compiled, False),
         "train.fp8": (train.fp8, False),
+        "lora.rank": (config.lora.rank, 0),
         "train.check_every": (train.check_every, 0),
+        "train.router_aux_loss": (train.router_aux_loss, 0),
+        "train.router_z_loss": (train.router_z_loss, 0),
+        "train.routing": (train.routing, "learned"),
         "train.precision": (
             train.precision,
             "bf16" if train.precision == "fp16" else train.precision,

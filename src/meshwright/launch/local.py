@@ -32,7 +32,9 @@ class LocalRun:
         self._job, self._locks, self._timing, self._command = job, locks, timing, command
         threads = job.machine.threads(job.layout.world)
         is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
-        self._environ = rank_environ(environ, threads, keeps_memory=not is_limited)
+        on_gpus = job.machine.device == "cuda"
+        keeps = not is_limited
+        self._environ = rank_environ(environ, threads, keeps_memory=keeps, on_gpus=on_gpus)
 
     def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
         """Train to the end and return the exit code; the first attempt meets at `listener`.

@@ -24,6 +24,7 @@ CALIBRATION: Final = "cluster.calibration"
 VARIABLE: Final = "MESHWRIGHT_CALIBRATION"
 # The number goes up where the constants' meaning changes: what was kept before is not read.
 _FOLDER: Final = "calibrations-4"
+_CLUSTERS: Final = "clusters-1"
 
 
 class Kept(NamedTuple):
@@ -71,8 +72,32 @@ def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
     Its `cluster.calibration` has the date and the source of the measurement as its origin.
     """
     left = left_open(config, environ)
-    found = None if left is None else find_kept(left, environ)
+    found = _kept_for(config, environ) if left is None else find_kept(left, environ)
     return config if found is None else priced_by(config, found)
+
+
+def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
+    """Return the file for what `--measured` says of a config's cluster of the catalogue.
+
+    None for this machine, which measures itself, and where a calibration is named.
+    """
+    cluster = config.cluster
+    origin = config.origins.get(CALIBRATION, "")
+    is_named = cluster.calibration is not None and not origin.startswith(MEASURED_HERE)
+    if cluster.preset == "local" or is_named or environ.get(VARIABLE) == SHIPPED:
+        return None
+    links = "-".join([] if cluster.links is None else list(cluster.links))
+    words = re.sub("[^A-Za-z0-9.+]+", "-", f"{cluster.preset} {links}".strip())
+    return user_cache(environ) / _CLUSTERS / f"{words}.toml"
+
+
+def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
+    """Return what is kept of a config's cluster of the catalogue."""
+    path = kept_of_cluster(config, environ)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        if path is not None:
+            return Kept(path, parse_calibration(path.read_text(encoding="utf-8")))
+    return None
 
 
 def left_open(config: Config, environ: Mapping[str, str]) -> Config | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from filecmp import cmp
 from pathlib import Path
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.accelerators import find_gpus, unused_note
 from meshwright.layout import Layout, Machine, left_over, unsharded
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.schedule import learning_rate
@@ -72,9 +73,12 @@ def tokenizer_note(config: Config) -> str | None:
     )
 
 
-def run_notes(job: Job) -> Iterator[str]:
+def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield notes on a run that starts on this machine, or resumes."""
     config, layout, machine = job.config, job.layout, job.machine
+    unused = unused_note(config.cluster.device, machine.device, find_gpus(environ))
+    if unused is not None:
+        yield unused
     if job.resume:
         yield from resume_notes(job)
     else:

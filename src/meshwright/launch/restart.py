@@ -110,6 +110,7 @@ def failed_event(error: RanksFailed) -> dict[str, Any]:
         "event": "failed",
         "time": error.noticed,
         "cause": error.first.cause,
+        "kind": error.first.kind,
         "detect_s": error.detect_s,
     }
 

@@ -117,7 +117,7 @@ def train(
     listener, shown = listen_on_loopback(config.cluster.port), Lasting(out)
     with contextlib.ExitStack() as held, StopSignals() as signals:
         locks = locked(job, held)
-        notes = list(run_notes(job))  # before a run that goes on gets its new config
+        notes = list(run_notes(job, environ))  # before a run that goes on gets its new config
         _create(job)
         _say(shown, f"run folder {job.folder.path}")
         if (before := locks[0].left_by) is not None:
@@ -151,7 +151,7 @@ def prepare_job(
     alternatives.
     """
     machine = detect(config.cluster, environ, at)
-    check_device(config, machine)
+    check_device(config, machine, environ)
     config = measured_first(config, environ)
     lacks = lacks_compiler(machine.device, environ)
     if resume is not None:
@@ -170,10 +170,10 @@ def prepare_job(
     else:
         folder = resumed_folder(resume.run)
     cache = cache_folder(config, environ)
-    dataset = open_data(
-        config.data, cache, vocab_size=config.model.vocab_size, progress=_progress_to(sys.stderr)
-    )
-    dataset.check(config.train)
+    say = _progress_to(sys.stderr)
+    dataset = open_data(config.data, cache, vocab_size=config.model.vocab_size, progress=say)
+    for line in dataset.check(config.train):
+        say(line)
     found = dataset.tokenizer
     file = None if found.file is None else str(found.file)
     record = RunTokenizer(found.name, found.eos_token, file)
@@ -311,7 +311,7 @@ def _taken_up(
     job = prepare_job(config, environ, at, resume if folder is None else Resume(folder))
     locked(job, held)
     unproved = [] if at.secret else [_NO_SECRET]
-    for text in (*unproved, *run_notes(job)):
+    for text in (*unproved, *run_notes(job, environ)):
         _say(sys.stdout, f"note: {text}")
     _create(job)
     tell(job, config, at)

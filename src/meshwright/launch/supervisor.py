@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.data.files import is_full, open_own
 from meshwright.errors import (
@@ -23,6 +23,7 @@ from meshwright.errors import (
     EXIT_REFUSED,
     EXIT_STOPPED,
     ConfigError,
+    Diverged,
     RankFailed,
     refusal,
 )
@@ -52,6 +53,11 @@ class Timing:
     settle_s: float = 1.0
 
 
+# What a failure is, for who says what to do about it; a rank that the system killed for want of
+# memory was "killed", as one that somebody else killed.
+FailureKind = Literal["memory", "killed", "hang", "diverged", "other"]
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """How a rank ended: its own exception where it left one, else its signal or exit code.
@@ -68,6 +74,7 @@ class RankFailure:
     is_first_hand: bool = True
     can_retry: bool = True
     deed: str = ""
+    kind: FailureKind = "other"
 
 
 class RanksFailed(RankFailed):
@@ -231,6 +238,7 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
             is_first_hand=not is_lost,
             can_retry=said["exit_code"] != EXIT_REFUSED,
             deed="" if is_lost else _deed(said),
+            kind=_kind(said),
         )
     place = witnesses(folder, rank + 1)[rank].place
     where = f"in {place}" if place.startswith("step") else place
@@ -239,13 +247,21 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
         hint = ""
         if name == "SIGKILL":
             hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
-        return RankFailure(rank, f"rank {rank} was killed by {name}{hint}, {where}")
+        cause = f"rank {rank} was killed by {name}{hint}, {where}"
+        return RankFailure(rank, cause, kind="killed")
     cause = f"rank {rank} exited with code {code}, {where}"
     # It has raised, and could not say what: one that was killed comes before it.
     is_mute = code == EXIT_RANK_FAILED
     if is_mute and is_full(folder.path):
         cause += f"; the disk of {folder.path} is full, so that it could not say why"
     return RankFailure(rank, cause, _tail(folder.log(rank)), is_first_hand=not is_mute)
+
+
+def _kind(said: Mapping[str, Any]) -> FailureKind:
+    """Return what an exception is that a rank has left."""
+    if said["out_of_memory"]:
+        return "memory"
+    return "diverged" if said["type"] == Diverged.__name__ else "other"
 
 
 def _deed(said: Mapping[str, Any]) -> str:
@@ -295,7 +311,9 @@ def supervise(
             ranks.ask_for_stacks()
             time.sleep(timing.poll_s)
             text = f"{hang.cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
-            raise RanksFailed(text, RankFailure(-1, hang.cause), noticed, hang.silent_s)
+            raise RanksFailed(
+                text, RankFailure(-1, hang.cause, kind="hang"), noticed, hang.silent_s
+            )
         time.sleep(timing.poll_s)
 
 

@@ -37,7 +37,7 @@ NOTICES: Final = {
     "events once there is room",
 }
 # Kinds of events that a quiet view leaves out.
-_CHATTER: Final = ("start", "step", "evaluating", "eval", "save")
+_CHATTER: Final = ("start", "step", "evaluating", "eval", "save", "experts")
 # Steps whose median is the pace: one that waited for a save says little of those to come.
 _PACED_BY: Final = 20
 
@@ -92,6 +92,7 @@ class View:
         self._console = console
         self._start: Mapping[str, Any] = {}
         self._pace: deque[float] = deque(maxlen=_PACED_BY)
+        self._dead = 0
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -113,6 +114,8 @@ class View:
             self._print(
                 f"step {event['step']}: saved {event['path']} in {format_seconds(event['seconds'])}"
             )
+        elif kind == "experts":
+            self._experts(event)
         elif kind == "end":
             self._end(event)
         elif kind in NOTICES:
@@ -127,6 +130,13 @@ class View:
 
     def _step(self, event: Mapping[str, Any]) -> None:
         self._print(step_line(event, self._start, self._remaining_s(event)))
+
+    def _experts(self, event: Mapping[str, Any]) -> None:
+        """Say what routers did, at the end and where other experts meet no token than before."""
+        dead, is_last = len(event["dead"]), event["step"] == self._start.get("steps")
+        if dead != self._dead or is_last:
+            self._print(experts_line(event))
+        self._dead = dead
 
     def _remaining_s(self, event: Mapping[str, Any]) -> float:
         """Return the seconds that the steps left will take at the pace of the last ones."""
@@ -182,6 +192,17 @@ class LiveView(View):
 def number(value: float | str) -> str:
     """Print a loss; events carry numbers that are not finite as text."""
     return value if isinstance(value, str) else f"{value:.4f}"
+
+
+def experts_line(event: Mapping[str, Any]) -> str:
+    """Return what an `experts` event says in a line."""
+    total = sum(len(row) for row in event["tokens"])
+    dead = len(event["dead"])
+    none = f"{dead} of {counted(total, 'expert')} met no token" if dead else "all met tokens"
+    return (
+        f"step {event['step']}: experts: {none}, the busiest of a layer met "
+        f"{1 + event['expert_excess']:.2f} times the mean"
+    )
 
 
 def start_line(event: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ from meshwright.layout.candidates import divisors
 from meshwright.layout.mesh import Mesh
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.layout.schedules import microbatch_rule
+from meshwright.spec.base import Spec
 from meshwright.spec.loading import Config
-from meshwright.spec.model import Spec
 from meshwright.spec.training import (
     ContextKind,
     Offload,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from meshwright.layout.candidates import NUMBERS
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
-from meshwright.spec.model import LARGEST, ModelSpec
+from meshwright.spec.base import LARGEST
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
 
 if TYPE_CHECKING:  # the layout is held against these rules, so its module imports this one
@@ -152,6 +153,8 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         return None
     if train.precision != "bf16":
         return f"train.fp8 = true goes with train.precision = bf16, not {train.precision}"
+    if model.lora is not None:
+        return f"train.fp8 = true has no adapters, but lora.rank = {model.lora.rank}"
     if model.experts:
         return f"train.fp8 = true has no products of experts, but model.experts = {model.experts}"
     if layout.tp > 1:
@@ -166,6 +169,26 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     ):
         if size % 16:
             return f"{name} = {size} must be a multiple of 16 (train.fp8 = true)"
+    return None
+
+
+def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """What is asked of routers asks for a model with routers."""
+    if not (train.router_aux_loss or train.router_z_loss or train.routing != "learned"):
+        return None
+    asked = {
+        "router_aux_loss": train.router_aux_loss,
+        "router_z_loss": train.router_z_loss,
+        "routing": None if train.routing == "learned" else train.routing,
+    }
+    for key, value in asked.items():
+        if value and not model.experts:
+            return f"train.{key} = {value} is of models with experts, but model.experts = 0"
+        if value and key != "routing" and model.router_scores != "softmax":
+            return (
+                f"train.{key} = {value} is of routers with a softmax, but model.router_scores = "
+                f"{model.router_scores}"
+            )
     return None
 
 
@@ -189,6 +212,7 @@ RULES = (
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
+    Rule(_router, ("train.router_aux_loss", "train.router_z_loss", "train.routing")),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,
@@ -326,6 +350,9 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.offload": get_args(Offload),
     "layout.sp": (False, True),
     "train.fp8": (False, True),
+    "train.router_aux_loss": (0.0,),
+    "train.router_z_loss": (0.0,),
+    "train.routing": ("learned",),
 }
 
 
@@ -335,7 +362,7 @@ def _options(case: _Case, key: str, width: int) -> list[_Change]:
     old = getattr(getattr(case, section), name)
     if key in _CHOICES:
         choices = _CHOICES[key]
-        at = choices.index(old)
+        at = choices.index(old) if old in choices else len(choices)  # a number that none is near
         others = sorted((abs(i - at), i) for i in range(len(choices)) if i != at)
         return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]
     numbers = sorted(set(NUMBERS[key](*case)) - {old}, key=lambda number: abs(number - old))

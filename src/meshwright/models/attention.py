@@ -4,45 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.models import blockwise, flex
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.lora import apply, linear
 from meshwright.models.norms import RMSNorm, head_norm, norm_pair
 from meshwright.models.ops import rotate
-from meshwright.models.plain_attention import band, capped
+from meshwright.models.plain_attention import band, plainly
 from meshwright.models.rope import Rope
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 from meshwright.spec.model import ModelSpec
 
-# q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None -> as q
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, ScoreBounds], Tensor]
-# x [..., in] and linear layers that all take it -> their results
-Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
+# q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim], mask or None, bounds of
+# scores, sinks [heads] or None -> as q
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, ScoreBounds, Tensor | None], Tensor]
+# x [..., in], linear layers that all take it, and what adapters need beside it -> their results
+Project = Callable[[Tensor, Sequence[nn.Linear], Context], Sequence[Tensor]]
 # q and k [batch, seq, heads * head_dim], their norms over all heads -> both
 NormPair = Callable[[Tensor, Tensor, RMSNorm, RMSNorm], tuple[Tensor, Tensor]]
 
 
-def each(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+def each(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
     """Return the results of layers that take the same input."""
-    return [layer(x) for layer in layers]
+    return [apply(layer, x, context) for layer in layers]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreBounds = UNBOUNDED
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scores: ScoreBounds = UNBOUNDED,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true.
 
     The last query is at the position of the last key. Of the window and the cap in `scores`, a mask
-    says nothing: they bound what it lets through.
+    says nothing: they bound what it lets through. sinks `[heads]` are there where `scores` says so.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     scores = scores.within(keys)
     # A single query is the newest position: it sees all keys. A branch, as there is no plain
     # bool here in code that is compiled for any length.
     if mask is None and queries > 1 and queries == keys:
-        return _causal(q, k, v, scores)
+        return _causal(q, k, v, scores, sinks)
     window = scores.window
     if window is not None and queries + window <= keys:
         seen = queries + window - 1  # by any of the queries: the last keys
@@ -51,64 +63,75 @@ def attend(
     if queries > 1 and (mask is None or window is not None):
         near = band(q, k.shape[-2], window)
         mask = near if mask is None else mask & near
-    return _masked(q, k, v, mask, scores.cap)
+    return _masked(q, k, v, mask, scores.cap, sinks)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor | None) -> Tensor:
     """Return causal attention of as many queries as keys."""
     if blockwise.takes(q, k, scores):
-        out: Tensor = blockwise.attention(q, k, v, scores.window or 0, scores.cap or 0.0)[0]
+        bounds = scores.window or 0, scores.cap or 0.0
+        out: Tensor = blockwise.attention(q, k, v, *bounds, sinks)[0]
         return out
     if scores == UNBOUNDED:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if flex.takes(q):
-        return flex.attention(q, k, v, scores)
-    return _masked(q, k, v, band(q, k.shape[-2], scores.window), scores.cap)
+        return flex.attention(q, k, v, scores, sinks)
+    return _masked(q, k, v, band(q, k.shape[-2], scores.window), scores.cap, sinks)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
+def _masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return attention where `mask` is true, everywhere without one."""
-    if cap is None:
+    if cap is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    return capped(q, k, v, mask, cap)
+    return plainly(q, k, v, mask, cap, sinks)
 
 
 class Attention(nn.Module):
     """Projections q, k, v, o around `core`, which a context parallelism may replace.
 
-    A tensor parallelism may replace `project`, which computes the first three, and `norm_pair`,
-    which norms queries and keys over all heads.
+    A tensor parallelism may replace `project`, which computes the first three, `norm_pair`, which
+    norms queries and keys over all heads, and `local`, which returns the sinks of this rank's.
 
     The number of heads is read off the projections' outputs, so that it may be a share of them.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
         heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
         bias = spec.attention_bias
-        self.q = nn.Linear(spec.dim, heads, bias=bias)
-        self.k = nn.Linear(spec.dim, kv_heads, bias=bias)
-        self.v = nn.Linear(spec.dim, kv_heads, bias=bias)
-        self.o = nn.Linear(heads, spec.dim, bias=spec.has_output_bias)
+        self.q = linear(spec, "attn.q", spec.dim, heads, bias=bias)
+        self.k = linear(spec, "attn.k", spec.dim, kv_heads, bias=bias)
+        self.v = linear(spec, "attn.v", spec.dim, kv_heads, bias=bias)
+        self.o = linear(spec, "attn.o", heads, spec.dim, bias=spec.has_output_bias)
+        self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.attention_sinks else None
         self.q_norm, self.k_norm = (head_norm(spec, n) for n in (spec.n_heads, spec.n_kv_heads))
         self.norms_all = spec.qk_norm == "all"
         self.head_dim = spec.head_dim
         self.query_scale = spec.query_scale
-        own = spec.layer(int(layer))
-        self.scores = ScoreBounds(own.window, spec.attention_softcap)
+        self.scores = ScoreBounds.of(spec, spec.layer(int(layer)))
         self.rope = rope
         self.table = rope.index(int(layer))
         self.layer = layer
         self.core: Core = attend
         self.project: Project = each
         self.norm_pair: NormPair = norm_pair
+        self.local: Callable[[Tensor], Tensor] = _same
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return attention over x `[batch, seq, dim]`, of the same shape."""
         cache = context.cache
-        q, k, v = self.project(x, (self.q, self.k, self.v))
+        q, k, v = self.project(x, (self.q, self.k, self.v), context)
         if self.norms_all and self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm_pair(q, k, self.q_norm, self.k_norm)
         q, k, v = map(self._heads, (q, k, v))
@@ -122,9 +145,9 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        mixed = self.core(q, k, v, context.mask, self.scores).transpose(1, 2).flatten(2)
-        out: Tensor = self.o(mixed)
-        return out
+        sinks = None if self.sinks is None else self.local(self.sinks)
+        mixed = self.core(q, k, v, context.mask, self.scores, sinks)
+        return apply(self.o, mixed.transpose(1, 2).flatten(2), context)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)

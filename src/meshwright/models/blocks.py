@@ -9,6 +9,7 @@ from meshwright.models.attention import Attention
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import Dropout
 from meshwright.models.experts import ExpertMLP
+from meshwright.models.latent import LatentAttention
 from meshwright.models.mlp import MLP, GatedMLP
 from meshwright.models.norms import norm
 from meshwright.models.rope import Rope
@@ -34,7 +35,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
         super().__init__()
         self.attn_norm = norm(spec) if spec.norms_before else nn.Identity()
-        self.attn = Attention(spec, rope, layer)
+        self.attn = (LatentAttention if spec.is_latent else Attention)(spec, rope, layer)
         self.attn_post_norm = norm(spec) if spec.norms_after else nn.Identity()
         self.mlp_norm = norm(spec) if spec.norms_before else nn.Identity()
         self.mlp = feed_forward(spec, spec.layer(int(layer)))
@@ -49,7 +50,7 @@ class Block(nn.Module):
         added = self.attn_post_norm(self.attn(self.attn_norm(x), context))
         mixed = self._add(x, self.attn_drop(added, context))
         source = x if self.is_parallel else mixed
-        added = self.mlp_post_norm(self.mlp(self.mlp_norm(source)))
+        added = self.mlp_post_norm(self.mlp(self.mlp_norm(source), context))
         return self._add(mixed, self.mlp_drop(added, context))
 
     def _add(self, x: Tensor, added: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from meshwright.models.planned_cut import FactorMemory, Hidden, PlannedCut, shaped
+from meshwright.models.planned_cut import LN_2, FactorMemory, Hidden, PlannedCut, shaped
+from meshwright.models.sinks import merge_sinks, sink_gradient
 from meshwright.program.attention import BLOCK, UNBOUNDED, ScoreBounds, by_blocks
 
 # Where torch.ops has the two operators.
@@ -37,16 +38,27 @@ def takes(q: Tensor, k: Tensor, scores: ScoreBounds = UNBOUNDED) -> bool:
     return by_blocks(q.shape[1], k.shape[1], q.shape[-2], precision, scores)
 
 
-@torch.library.custom_op(f"{SPACE}::attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    f"{SPACE}::attention",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor query, Tensor key, Tensor value, int window=0, float cap=0.0,"
+    " Tensor? sinks=None) -> (Tensor, Tensor)",
+)
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int = 0, cap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return causal attention and the log-sum-exp of its scores, in powers of two.
 
     query `[batch, heads, seq, head_dim]`, key and value `[batch, kv_heads, seq, head_dim]`, fp32 or
     bf16; the result is as query, token by token in memory, the sums fp32 `[batch, heads, seq]`.
     ScoreBounds are in fp32; exponentials are rounded before the second product, as the kernel does.
-    `window` and `cap` are those of `ScoreBounds`, 0 for none.
+    `window` and `cap` are those of `ScoreBounds`, 0 for none; sinks `[heads]`.
     """
     cut = PlannedCut.of_call(query, key, window, cap)
     out, lse = by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -63,6 +75,9 @@ def attention(
         for block in blocks:
             block(into)
         sums[part] = cut.as_queries(totals.log2_().add_(tops))
+    if sinks is not None:
+        merge_sinks(out, lse.mul_(LN_2), sinks)
+        lse.div_(LN_2)
     return out, lse
 
 
@@ -205,7 +220,12 @@ def by_token(x: Tensor) -> Tensor:
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, window: int = 0, cap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return by_token(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
@@ -225,14 +245,16 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.cap = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.window, ctx.cap, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.cap)
-    return *found, None, None
+    q, k, v, out, lse, sinks = ctx.saved_tensors
+    to_sinks = None if sinks is None else sink_gradient(grad, out, lse * LN_2, sinks)
+    found = attention_backward(grad, q, k, v, out, lse, ctx.window, ctx.cap)
+    return *found, None, None, to_sinks
 
 
 attention.register_autograd(_backward, setup_context=_keep)

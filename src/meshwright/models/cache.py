@@ -11,7 +11,8 @@ class KVCache:
     """Keys and values of past positions, preallocated for `capacity` of them, per layer.
 
     `length` is the number of positions that all layers hold; the model advances it after each
-    forward. Memory: 2 x layers x batch x kv_heads x capacity x head_dim elements.
+    forward. Memory: 2 x layers x batch x kv_heads x capacity x head_dim elements, and layers x
+    batch x capacity x (kv_lora_rank + qk_rope_head_dim) of latent attention.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,13 +29,17 @@ class KVCache:
             )
 
     def append(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values `[batch, kv_heads, new, head_dim]`; return all so far."""
-        batch, heads, new, size = keys.shape
+        """Store keys and values `[batch, kv_heads, new, head_dim]`; return all so far.
+
+        Each may have a last dim of its own.
+        """
         if layer not in self._layers:
-            shape = (batch, heads, self.capacity, size)
-            self._layers[layer] = (keys.new_empty(shape), values.new_empty(shape))
+            self._layers[layer] = (self._room(keys), self._room(values))
         all_keys, all_values = self._layers[layer]
-        stop = self.length + new
+        stop = self.length + keys.shape[2]
         all_keys[:, :, self.length : stop] = keys
         all_values[:, :, self.length : stop] = values
         return all_keys[:, :, :stop], all_values[:, :, :stop]
+
+    def _room(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:2], self.capacity, x.shape[3])

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.grouped import Sorted, products, weight_grads
+from meshwright.models.balance import Balance
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.grouped import Sorted, dots, products, spread, sums, weight_grads
 from meshwright.models.mlp import GatedMLP
-from meshwright.models.ops import activated, gated, through_activation, widened
+from meshwright.models.ops import Glu, widened
 from meshwright.spec.model import ModelSpec
 
 Make = Callable[[], Tensor]
@@ -32,17 +34,25 @@ def same(x: Tensor) -> Tensor:
 
 
 class Matrices(nn.Module):
-    """Matrices with a backward that is written out: `[..., out, in]`.
+    """Matrices with a backward that is written out: `[..., out, in]`; their biases `[..., out]`.
 
     Parallelisms may replace `local`, which returns what this rank multiplies with, and `made`,
     which makes the gradient of that.
     """
 
-    def __init__(self, *shape: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, *shape: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape))
+        self.bias = nn.Parameter(torch.empty(*shape[:-1])) if bias else None
         self.local: Edge = same
         self.made: Gradient = lambda owner, make: make()
+
+    @property
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """What this rank multiplies with, and adds."""
+        return self.local(self.weight), None if self.bias is None else self.local(self.bias)
 
     def gradient(self, make: Make) -> Tensor | None:
         """Return the gradient, or None where it is made later."""
@@ -57,34 +67,81 @@ class Routing(NamedTuple):
 
 
 class Router(Matrices):
-    """Scores each expert for each token, and picks those with the largest softmax; in fp32."""
+    """Scores each expert for each token, and picks those with the largest softmax; in fp32.
+
+    `balance` is what training asks of it beside the loss.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec.experts, spec.dim)
+        super().__init__(spec.experts, spec.dim, bias=spec.expert_bias)
         self.top_k, self.divides = spec.top_k, spec.norm_top_k
+        self.balance = Balance()
 
-    def forward(self, x: Tensor) -> Routing:
-        """Return the routing of tokens x `[tokens, dim]`."""
-        shares, ids = _Route.apply(x, self.local(self.weight), self)  # type: ignore[no-untyped-call]
+    def forward(self, x: Tensor, rows: int) -> Routing:
+        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
+        shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
         return Routing(ids, shares)
 
 
+class SigmoidRouter(Router):
+    """Scores by a sigmoid; a correction of each expert's helps to pick, and does not weigh.
+
+    DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Of groups of experts those with the largest sum of
+    their two best are picked from. The correction is a buffer, fp32 `[experts]`.
+    """
+
+    correction: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.groups, self.top_groups = spec.expert_groups, spec.top_groups
+        self.scale = spec.routed_scale
+        self.register_buffer("correction", torch.zeros(spec.experts))
+
+    def forward(self, x: Tensor, rows: int) -> Routing:
+        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
+        weight = self.local(self.weight)
+        shares, ids = _RouteBySigmoid.apply(x, weight, self, rows)  # type: ignore[no-untyped-call]
+        return Routing(ids, shares)
+
+    def pick(self, scores: Tensor) -> Tensor:
+        """Return the experts int64 `[tokens, top_k]` of scores `[tokens, experts]`."""
+        if self.balance.is_forced:
+            return self.balance.picked(scores, self.top_k)[1]
+        corrected = scores + self.correction
+        if self.top_groups < self.groups:
+            by_group = corrected.view(len(corrected), self.groups, -1)
+            best = by_group.topk(2).values.sum(-1).topk(self.top_groups).indices
+            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+            corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        return corrected.topk(self.top_k).indices
+
+
+def router(spec: ModelSpec) -> Router:
+    """Return the router of a layer with experts."""
+    return SigmoidRouter(spec) if spec.router_scores == "sigmoid" else Router(spec)
+
+
 class Experts(nn.Module):
-    """Gated MLPs side by side: the sum of `share * down(act(gate(x)) * up(x))` over a token's."""
+    """Gated MLPs side by side: the sum of `share * down(act(gate(x), up(x)))` over a token's.
+
+    Tensor parallelism may clear `adds`: then another rank adds the bias of `down`.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        count, width = spec.experts, spec.expert_width
-        self.gate = Matrices(count, width, spec.dim)
-        self.up = Matrices(count, width, spec.dim)
-        self.down = Matrices(count, spec.dim, width)
-        self.act = spec.activation
+        count, width, bias = spec.experts, spec.expert_width, spec.expert_bias
+        self.gate = Matrices(count, width, spec.dim, bias=bias)
+        self.up = Matrices(count, width, spec.dim, bias=bias)
+        self.down = Matrices(count, spec.dim, width, bias=bias)
+        self.act = Glu(spec.activation, spec.swiglu_limit, spec.swiglu_alpha)
+        self.adds = True
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return what the experts of each token make of it; x `[tokens, dim]`."""
-        weights = [one.local(one.weight) for one in (self.gate, self.up, self.down)]
+        weights, biases = zip(*(one.used for one in (self.gate, self.up, self.down)), strict=True)
         out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            x, routing, routing.shares, self, *weights
+            x, routing, routing.shares, self, *weights, *biases
         )
         return out
 
@@ -98,7 +155,7 @@ class ExpertMLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.router = Router(spec)
+        self.router = router(spec)
         self.experts = Experts(spec)
         width = spec.shared_ffn_dim
         self.shared = GatedMLP(spec, width) if width else None
@@ -106,7 +163,7 @@ class ExpertMLP(nn.Module):
         self.enter: Edge = same
         self.leave: Edge = same
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the mixture for x `[..., dim]`, of the same shape."""
         inside = self.enter(x)
         tokens = inside.flatten(0, -2)
@@ -115,7 +172,8 @@ class ExpertMLP(nn.Module):
             beside = self.shared(tokens)
             if self.shared_gate is not None:
                 beside = torch.sigmoid(self.shared_gate(tokens)) * beside
-        out = self.compute(tokens, self.router(tokens))
+        rows = len(inside) if inside.dim() > 2 else 1
+        out = self.compute(tokens, self.router(tokens, rows))
         if beside is not None:
             out = out + beside
         return self.leave(out.view_as(inside))
@@ -129,32 +187,88 @@ class ExpertMLP(nn.Module):
 class _Route(torch.autograd.Function):
     """Scores, their softmax, the largest of it and their shares.
 
-    Kept are the tokens, the softmax `[tokens, experts]` in fp32 and the ids.
+    Kept are the tokens, the softmax `[tokens, experts]` in fp32 and the ids, for the z-loss also
+    how large a token's scores are.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        every = torch.softmax(widened(x) @ widened(weight).t(), -1)
-        shares, ids = every.topk(router.top_k)
-        ctx.save_for_backward(x, weight, every, ids)
-        ctx.router = router
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        scores = widened(x) @ widened(weight).t()
+        scores = scores if bias is None else scores + widened(bias)
+        every = torch.softmax(scores, -1)
+        shares, ids = router.balance.picked(every, router.top_k)
+        sizes = (scores.logsumexp(-1),) if router.balance.z else ()
+        ctx.save_for_backward(x, weight, every, ids, *sizes)
+        ctx.router, ctx.rows, ctx.has_bias = router, rows, bias is not None
         ctx.mark_non_differentiable(ids)
         return shares / shares.sum(-1, keepdim=True) if router.divides else shares, ids
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, every, ids = ctx.saved_tensors
+        x, weight, every, ids, *sizes = ctx.saved_tensors
         router: Router = ctx.router
+        balance, rows = router.balance, ctx.rows
         if router.divides:
             picked = every.gather(-1, ids)
             total = picked.sum(-1, keepdim=True)
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
         to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
+        counts = balance.count(ids, rows, every.shape[-1])
+        if balance.aux:
+            by_row = to_scores.view(rows, -1, every.shape[-1])
+            by_row += balance.to_shares(every, ids, counts)[:, None]
         to_scores = torch._softmax_backward_data(to_scores, every, -1, every.dtype)
+        for one in sizes:
+            to_scores.addcmul_(every, balance.to_scores(one, rows)[:, None])
         to_x = (to_scores @ widened(weight)).to(x.dtype)
         to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
-        return to_x, to_weight, None
+        to_bias = to_scores.sum(0).to(weight.dtype) if ctx.has_bias else None
+        return to_x, to_weight, to_bias, None, None
+
+
+# Added to a sum of shares that is divided by, as in transformers.
+_TINY: Final = 1e-20
+
+
+class _RouteBySigmoid(torch.autograd.Function):
+    """Scores, their sigmoid, those picked and their shares.
+
+    Kept are the tokens, the sigmoids `[tokens, experts]` in fp32 and the ids.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        every = torch.sigmoid(widened(x) @ widened(weight).t())
+        ids = router.pick(every)
+        shares = every.gather(-1, ids)
+        ctx.save_for_backward(x, weight, every, ids)
+        ctx.router, ctx.rows = router, rows
+        ctx.mark_non_differentiable(ids)
+        if router.divides:
+            shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
+        return shares * router.scale, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, every, ids = ctx.saved_tensors
+        router: SigmoidRouter = ctx.router
+        router.balance.count(ids, ctx.rows, every.shape[-1])
+        grad = grad * router.scale
+        picked = every.gather(-1, ids)
+        if router.divides:
+            total = picked.sum(-1, keepdim=True) + _TINY
+            grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
+        grad = grad * picked * (1 - picked)
+        to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
+        to_x = (to_scores @ widened(weight)).to(x.dtype)
+        to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
+        return to_x, to_weight, None, None
 
 
 class _Experts(torch.autograd.Function):
@@ -170,36 +284,49 @@ class _Experts(torch.autograd.Function):
         routing: Routing,
         shares: Tensor,
         module: Experts,
-        *weights: Tensor,
+        *weights: Tensor | None,
     ) -> Tensor:
-        gate, up, down = weights
+        gate, up, down, gate_bias, up_bias, bias = weights
+        assert gate is not None
+        assert up is not None
+        assert down is not None
         pairs, top_k = Sorted.of(routing.ids, len(gate)), shares.shape[-1]
         inputs, counts = x[pairs.tokens], pairs.counts
-        gates, ups = products(inputs, gate, counts), products(inputs, up, counts)
+        gates = products(inputs, gate, counts, bias=gate_bias)
+        ups = products(inputs, up, counts, bias=up_bias)
         del inputs
-        hidden = gated(gates, ups, module.act).mul_(pairs.sorted(shares)[:, None].to(x.dtype))
-        ctx.save_for_backward(x, shares, *pairs, gates, ups, *weights)
+        share = pairs.sorted(shares)[:, None].to(x.dtype)
+        hidden = module.act.of(gates, ups).mul_(share)
+        ctx.save_for_backward(x, shares, *pairs, gates, ups, gate, up, down, bias)
         ctx.module = module
-        return pairs.summed(products(hidden, down, counts), top_k)
+        results = products(hidden, down, counts)
+        if bias is not None and module.adds:
+            results.add_(spread(bias, counts, len(results)).mul_(share))
+        return pairs.summed(results, top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shares, *places, gates, ups, gate, up, down = ctx.saved_tensors
+        x, shares, *places, gates, ups, gate, up, down, bias = ctx.saved_tensors
         module: Experts = ctx.module
         pairs = Sorted(*places)
         counts, act = pairs.counts, module.act
         share = pairs.sorted(shares)[:, None].to(x.dtype)
         arriving = grad[pairs.tokens]
         to_hidden = products(arriving, down, counts, transposed=True)
-        acts = activated(gates, act)
-        entering = acts * ups
-        to_share = (widened(to_hidden) * widened(entering)).sum(-1)[pairs.back].view_as(shares)
+        acts = act.gate(gates)
+        entering = acts * act.up(ups)
+        to_share = (widened(to_hidden) * widened(entering)).sum(-1)
+        to_bias = None if bias is None else torch.zeros_like(bias)
+        if bias is not None and module.adds:
+            to_share += dots(arriving, bias, counts)
+            to_bias = sums(arriving, share[:, 0], counts)
+        to_share = to_share[pairs.back].view_as(shares)
         entering.mul_(share)
         to_down = module.down.gradient(partial(weight_grads, arriving, entering, counts))
         del arriving, entering
-        to_ups = acts.mul_(to_hidden.mul_(share))
-        to_gates = through_activation(to_hidden.mul_(ups), gates, act)
+        to_ups = act.through_up(acts.mul_(to_hidden.mul_(share)), ups)
+        to_gates = act.through_gate(to_hidden.mul_(act.up(ups)), gates)
         inputs = x[pairs.tokens]
         to_gate = module.gate.gradient(partial(weight_grads, to_gates, inputs, counts))
         to_up = module.up.gradient(partial(weight_grads, to_ups, inputs, counts))
@@ -207,4 +334,8 @@ class _Experts(torch.autograd.Function):
         to_x = products(to_gates, gate, counts, transposed=True)
         to_x += products(to_ups, up, counts, transposed=True)
         total = pairs.summed(to_x, shares.shape[-1])
-        return total, None, to_share, None, to_gate, to_up, to_down
+        biases: tuple[Tensor | None, ...] = (None, None, None)
+        if bias is not None:
+            ones = torch.ones_like(share[:, 0])
+            biases = sums(to_gates, ones, counts), sums(to_ups, ones, counts), to_bias
+        return total, None, to_share, None, to_gate, to_up, to_down, *biases

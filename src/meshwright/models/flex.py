@@ -1,4 +1,4 @@
-"""Causal attention with a sliding window or a soft cap on a GPU: FlexAttention, arXiv:2412.05496.
+"""Causal attention with a window, a soft cap or sinks on a GPU: FlexAttention, arXiv:2412.05496.
 
 It is compiled with what bounds the scores, skips blocks outside the window, and holds no square.
 PyTorch's module is imported where it is used, since that takes long.
@@ -24,14 +24,23 @@ def takes(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype != torch.float64
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor | None = None
+) -> Tensor:
     """Return the attention of as many queries as keys; shapes as `blockwise.attention` has."""
     # Inside code that is compiled it is part of that.
     make = _parts if torch.compiler.is_compiling() else _compiled_parts
     attend, bound, blocks = make(scores, q.shape[-2], q.device)
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = attend(q, k, v, score_mod=bound, block_mask=blocks, enable_gqa=grouped)
-    return out
+    more: dict[str, Any] = {"score_mod": bound, "block_mask": blocks, "enable_gqa": grouped}
+    if sinks is None:
+        found: Tensor = attend(q, k, v, **more)
+        return found
+    # Its log-sum-exp has a gradient, so that of the sinks follows.
+    out, lse = attend(q, k, v, **more, return_lse=True)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    sunk: Tensor = (out * share.unsqueeze(-1)).to(out.dtype)
+    return sunk
 
 
 @lru_cache(maxsize=16)

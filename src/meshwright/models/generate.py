@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
 ) -> Tensor:
     """Return the prompt with its continuation, int64 `[batch, prompt + new]`.
 
@@ -36,14 +36,15 @@ def generate_tokens(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each row, int64 `[batch]`, as it is sampled.
 
     `input_ids` int64 `[batch, prompt]`, prompts of equal length. `temperature` 0 takes the
     likeliest token; `top_p` keeps the smallest set of likeliest tokens whose probability reaches
-    it. A row that produced `eos_id` repeats it; sampling ends when all have. Raises `ConfigError`
-    at once where a setting is out of range or prompt and new tokens exceed the model's context.
+    it. A row that produced `eos_id`, or one of several, repeats it; sampling ends when all have.
+    Raises `ConfigError` at once where a setting is out of range or prompt and new tokens exceed the
+    model's context.
     """
     _check(model, input_ids, max_new_tokens, temperature, top_p)
     return _tokens(model, input_ids, max_new_tokens, temperature, top_p, seed, eos_id)
@@ -56,23 +57,27 @@ def _tokens(
     temperature: float,
     top_p: float,
     seed: int,
-    eos_id: int | None,
+    eos_id: int | Sequence[int] | None,
 ) -> Iterator[Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(seed)
     capacity = input_ids.shape[1] + max_new_tokens
     cache = KVCache(capacity)
     ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    ends = None
+    if eos_id is not None:
+        ids = [eos_id] if isinstance(eos_id, int) else list(eos_id)
+        ends = torch.tensor(ids, device=input_ids.device)
     row = new = input_ids
     for _ in range(max_new_tokens):
         if cache.length and model.rope.starts_anew(cache.length, row.shape[1]):
             cache, new = KVCache(capacity), row  # what it holds is rotated otherwise
         token = sample(_next_logits(model, new, cache), temperature, top_p, generator)
         token = token.to(input_ids.device)
-        if eos_id is not None:
-            token = torch.where(ended, eos_id, token)
-            ended |= token == eos_id
+        if ends is not None:
+            token = torch.where(ended, row[:, -1], token)
+            ended |= torch.isin(token, ends)
         yield token
-        if eos_id is not None and bool(ended.all()):
+        if ends is not None and bool(ended.all()):
             return
         new = token[:, None]
         row = torch.cat((row, new), dim=1)

@@ -45,19 +45,59 @@ class Sorted(NamedTuple):
         return pairs[self.back].view(-1, top_k, pairs.shape[-1]).sum(1)
 
 
-def products(rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool = False) -> Tensor:
-    """Return `rows @ weight.T` by groups, or `rows @ weight`.
+def products(
+    rows: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    *,
+    transposed: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return `rows @ weight.T` by groups, or `rows @ weight`, and the groups' bias.
 
     rows `[pairs, in]`, sorted by group; weight `[groups, out, in]`, or `[groups, in, out]` where it
-    is `transposed`; counts int64 `[groups]`.
+    is `transposed`; counts int64 `[groups]`; bias `[groups, out]`.
     """
     factors = weight if transposed else weight.transpose(1, 2)
     if not len(rows):
         return rows.new_empty(0, factors.shape[-1])
     if takes_one_kernel(rows):
-        return torch._grouped_mm(rows, factors, offs=_ends(counts))
-    parts = zip(torch.split(rows, on_host(counts, len(rows))), factors, strict=True)
-    return torch.cat([part @ factor for part, factor in parts if len(part)])
+        found = torch._grouped_mm(rows, factors, offs=_ends(counts))
+        return found if bias is None else found.add_(spread(bias, counts, len(rows)))
+    groups = list(torch.split(rows, on_host(counts, len(rows))))
+    if bias is None:
+        parts = zip(groups, factors, strict=True)
+        return torch.cat([part @ factor for part, factor in parts if len(part)])
+    added = zip(bias, groups, factors, strict=True)
+    return torch.cat([torch.addmm(one, part, factor) for one, part, factor in added if len(part)])
+
+
+def spread(each: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Return what is of each group `[groups, dim]` for each of its rows, `[total, dim]`."""
+    return each.repeat_interleave(counts, 0, output_size=total)
+
+
+def sums(rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
+    """Return the sums of `factor * row` of each group, `[groups, dim]`, 0 for one without rows.
+
+    rows `[total, dim]`, sorted by group; factors `[total]`, of the dtype of rows.
+    """
+    if rows.is_cuda:  # groups one after the other would wait for the counts
+        groups = torch.arange(len(counts), device=rows.device)
+        of = groups.repeat_interleave(counts, output_size=len(rows))
+        picks = torch.zeros(len(counts), len(rows), dtype=rows.dtype, device=rows.device)
+        return picks.scatter_(0, of[None], factors[None]) @ rows
+    sizes = on_host(counts, len(rows))
+    parts = zip(torch.split(rows, sizes), torch.split(factors, sizes), strict=True)
+    return torch.stack([part.t() @ factor for part, factor in parts])
+
+
+def dots(rows: Tensor, each: Tensor, counts: Tensor) -> Tensor:
+    """Return the products `[total]` of sorted rows `[total, dim]` with their groups' `each`."""
+    if rows.is_cuda or not len(rows):
+        return (rows * spread(each, counts, len(rows))).sum(-1)
+    parts = zip(torch.split(rows, on_host(counts, len(rows))), each, strict=True)
+    return torch.cat([part @ one for part, one in parts])
 
 
 def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.models import mxfp4
 from meshwright.models.files import open_safetensors
 from meshwright.models.hf_names import (
+    AllExperts,
     HFTensor,
     each_from_hf,
     head_names,
@@ -22,7 +26,8 @@ from meshwright.models.hf_names import (
     is_parameter,
 )
 from meshwright.models.transformer import Transformer, build_model
-from meshwright.program.shards import Region
+from meshwright.program.shards import Region, whole
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.hf import hf_config, spec_from_hf
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.stored import read_object
@@ -32,6 +37,8 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 # Characters of a name that messages show.
 _SHOWN: Final = 100
+# What joins the stream and the next token in a layer that predicts the token after it.
+_AHEAD: Final = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -91,12 +98,15 @@ class HFWeights:
                 if name in self._files:
                     raise CheckpointError(f"{path} holds {name}, which another shard holds too")
                 self._files[name] = opened
+        self._packed = self._find_packed()
         self._check(folder, spec)
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         """Return a region of a parameter by our name, as it is stored; nothing else is read."""
         items = self._items_of[name]
         item = items[0]
+        if isinstance(item, AllExperts):
+            return self._of_all_experts(item, name, shape, region)
         found = [item.rows[item.parts.index(name)], *item.shape[1:]]
         if item.expert is not None:
             found = [len(items), *found]
@@ -112,8 +122,18 @@ class HFWeights:
             name, start, stop, lambda first, last: self.read(item.name, ((first, last), *rest))
         )
 
+    def _of_all_experts(
+        self, item: AllExperts, name: str, shape: tuple[int, ...], region: Region
+    ) -> Tensor:
+        if shape != item.parameter_shape:
+            raise CheckpointError(f"{name} is {list(item.parameter_shape)}, not {list(shape)}")
+        stored = self.read(item.name, item.stored_region(region))
+        return item.split(stored)[item.parts.index(name)]
+
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return one stored tensor, or a region of it."""
+        if name in self._packed:
+            return self._unpacked(self._packed[name], region)
         stored = self._alias.get(name, name)
         lies: Any = self._files[stored].get_slice(stored)
         cuts = ... if region is None else tuple(slice(start, stop) for start, stop in region)
@@ -123,9 +143,35 @@ class HFWeights:
             raise CheckpointError(f"{stored} is {tensor.dtype}; supported are {legal}")
         return tensor
 
+    def _unpacked(self, item: HFTensor, region: Region | None) -> Tensor:
+        """Return a region of what is stored in MXFP4, `[experts, out, in]`, as if it were not."""
+        experts, (first, last), outs = whole(item.shape) if region is None else region
+        blocks = first // mxfp4.BLOCK, -(-last // mxfp4.BLOCK)
+        cuts = tuple(slice(*one) for one in (experts, outs, blocks))
+        packed, scales = (
+            self._files[name].get_slice(name)[cuts]
+            for name in (item.name + mxfp4.BLOCKS, item.name + mxfp4.SCALES)
+        )
+        before = blocks[0] * mxfp4.BLOCK
+        found = mxfp4.dequantised(packed, scales)[..., first - before : last - before]
+        return found.transpose(1, 2)
+
+    def _find_packed(self) -> dict[str, HFTensor]:
+        """Return what is stored in MXFP4, by the names that it would have else."""
+        return {
+            item.name: item
+            for item in self.tensors
+            if isinstance(item, AllExperts)
+            and item.name not in self._files
+            and {item.name + mxfp4.BLOCKS, item.name + mxfp4.SCALES} <= self._files.keys()
+        }
+
     def _check(self, folder: Path, spec: ModelSpec) -> None:
         """Hold names and shapes against the spec, before anything is read."""
+        packed = {one + end for one in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
         found = {name for name in self._files if is_parameter(spec.family, name)}
+        found -= self._ahead(folder, spec, found)
+        found = (found - packed) | self._packed.keys()
         names = head_names(spec)
         if not spec.tie_embeddings and names[0] not in found and names[-1] in found:
             self._alias[names[0]] = names[-1]
@@ -146,13 +192,43 @@ class HFWeights:
         for item in self.tensors:
             self._check_shape(item)
 
+    def _ahead(self, folder: Path, spec: ModelSpec, names: set[str]) -> set[str]:
+        """Return the tensors of layers that predict further tokens, which the model is without."""
+        if not FAMILIES[spec.family].predicts_ahead:
+            return set()
+        layers = {found[1] for name in names if (found := _AHEAD.fullmatch(name))}
+        layers = {layer for layer in layers if int(layer) >= spec.n_layers}
+        if layers:
+            which = ", ".join(sorted(layers, key=int))
+            warnings.warn(
+                f"{folder}: layer {which} predicts tokens after the next one (multi-token "
+                "prediction) and is left out: the model has the others only",
+                stacklevel=2,
+            )
+        inside = tuple(f"model.layers.{layer}." for layer in layers)
+        return {name for name in names if name.startswith(inside)}
+
     def _check_shape(self, item: HFTensor) -> None:
+        if item.name in self._packed:
+            self._check_packed(item)
+            return
         stored = self._alias.get(item.name, item.name)
         shape = tuple(self._files[stored].get_slice(stored).get_shape())
         if shape != item.shape:
             raise CheckpointError(
                 f"{stored} is stored as {list(shape)}, but the config gives {list(item.shape)}"
             )
+
+    def _check_packed(self, item: HFTensor) -> None:
+        experts, inner, outer = item.shape
+        blocks = [experts, outer, inner // mxfp4.BLOCK]
+        for end, wanted in ((mxfp4.BLOCKS, [*blocks, mxfp4.BLOCK // 2]), (mxfp4.SCALES, blocks)):
+            lies = self._files[item.name + end].get_slice(item.name + end)
+            if inner % mxfp4.BLOCK or lies.get_shape() != wanted or lies.get_dtype() != "U8":
+                raise CheckpointError(
+                    f"{item.name}{end} is stored as {lies.get_shape()} of {lies.get_dtype()}, but "
+                    f"the config gives {wanted} of U8, in blocks of {mxfp4.BLOCK}"
+                )
 
     def _tied_heads(self, heads: Iterable[str]) -> set[str]:
         """Return the stored heads of a tied model that equal the embedding, as they must."""
@@ -177,9 +253,8 @@ def save_hf(
     eos_token_id: int | Sequence[int] | None = None,
 ) -> None:
     """Write a whole model as a Hugging Face folder, bit for bit; arguments as for `write_hf`."""
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    write_hf(model.spec, state, folder, max_shard_bytes=max_shard_bytes, **tokens)  # type: ignore[arg-type]
+    write_hf(model.spec, model.state_dict(), folder, max_shard_bytes=max_shard_bytes, **tokens)  # type: ignore[arg-type]
 
 
 def write_hf(

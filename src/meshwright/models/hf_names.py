@@ -2,7 +2,7 @@
 
 The names are those of a family's table. GPT-NeoX stores query, key and value of each head together:
 `[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike. Experts are stored one
-by one.
+by one, or all of a layer in one tensor.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from meshwright.program.shards import Region
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parts import Part, parts
+from meshwright.spec.parts import Part, buffers, parts
 
 _LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -76,28 +77,72 @@ class HFTensor:
         return own[start - first * size : stop - first * size]
 
 
+@dataclass(frozen=True)
+class AllExperts(HFTensor):
+    """A stored tensor of all experts: `[experts, in, out]`, of biases `[experts, out]`.
+
+    The outputs of the parameters in it come in turn.
+    """
+
+    def split(self, stored: Tensor) -> tuple[Tensor, ...]:
+        """Return the parameters of a stored tensor, each contiguous."""
+        ours = stored.transpose(1, -1)
+        return tuple(ours[:, at :: len(self.parts)].contiguous() for at in range(len(self.parts)))
+
+    def join(self, ours: Sequence[Tensor]) -> Tensor:
+        """Return the stored tensor of these parameters, contiguous."""
+        return torch.stack(list(ours), 2).flatten(1, 2).transpose(1, -1).contiguous()
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """The shape of each parameter in it."""
+        count, *inner, out = self.shape
+        return count, out // len(self.parts), *inner
+
+    def stored_region(self, region: Region) -> Region:
+        """Return the region of the stored tensor that has one of a parameter."""
+        experts, (start, stop), *inner = region
+        count = len(self.parts)
+        return experts, *inner, (start * count, stop * count)
+
+
 def hf_name(family: str, name: str, expert: int = 0) -> str:
     """Return the name of the stored tensor that holds one of our parameters, or an expert of it."""
-    (module, kind), modules = name.rsplit(".", 1), FAMILIES[family].modules
-    found = _LAYER.fullmatch(module)
-    if found is None:
-        return f"{modules[module]}.{kind}"
-    layer, inner = found.groups()
-    return f"{modules[inner].format(layer, expert)}.{kind}"
+    modules, found = FAMILIES[family].modules, _LAYER.fullmatch(name)
+    layer, inner = (None, name) if found is None else found.groups()
+    if inner in modules:
+        return modules[inner].format(layer, expert)
+    module, kind = inner.rsplit(".", 1)
+    return f"{modules[module].format(layer, expert)}.{kind}"
 
 
 def hf_tensors(spec: ModelSpec) -> tuple[HFTensor, ...]:
-    """Return the tensors of a stored model, in the order of our parameters."""
+    """Return the tensors of a stored model: of our parameters in their order, then of buffers."""
     held: dict[str, list[tuple[Part, int | None]]] = {}
-    for part in parts(spec):
-        for expert in range(part.shape[0]) if part.is_of_experts else (None,):
+    family = FAMILIES[spec.family]
+    for part in (*parts(spec), *buffers(spec)):
+        if part.is_adapter:  # these are not in a model's own folder
+            continue
+        is_cut = part.is_of_experts and not family.fused_experts
+        for expert in range(part.shape[0]) if is_cut else (None,):
             name = hf_name(spec.family, part.name, expert or 0)
             held.setdefault(name, []).append((part, expert))
-    by_head = FAMILIES[spec.family].fused == "by head"
+    by_head = family.fused == "by head"
     return tuple(
-        _stored(name, [part for part, _ in ours], ours[0][1], spec.n_heads if by_head else None)
+        _of_all_experts(name, [part for part, _ in ours])
+        if family.fused_experts and ours[0][0].is_of_experts
+        else _stored(
+            name, [part for part, _ in ours], ours[0][1], spec.n_heads if by_head else None
+        )
         for name, ours in held.items()
     )
+
+
+def _of_all_experts(name: str, ours: Sequence[Part]) -> AllExperts:
+    count, out, *inner = ours[0].shape
+    shape = (count, *inner, out * len(ours))
+    names, rows = tuple(part.name for part in ours), tuple(part.shape[0] for part in ours)
+    return AllExperts(name, shape, names, rows, None)
 
 
 def _stored(name: str, ours: Sequence[Part], expert: int | None, heads: int | None) -> HFTensor:

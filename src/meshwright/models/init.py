@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from torch import Tensor
 from meshwright.models.transformer import Transformer
 from meshwright.spec.model import ModelSpec
 
+# Values that are drawn at once.
+_PIECE: Final = 1 << 22
 _RESIDUAL_OUTPUTS = (".attn.o.weight", ".down.weight")
 
 
@@ -37,25 +41,66 @@ def norm_adds_one(name: str, spec: ModelSpec) -> bool:
     return spec.norm_plus_one and name.endswith("norm.weight")
 
 
-def init_parameter(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) -> Tensor:
-    """Return the initial values of one whole parameter, fp32 on the CPU.
+def init_parameter(
+    name: str,
+    shape: Sequence[int],
+    spec: ModelSpec,
+    seed: int,
+    rows: tuple[int, int] | None = None,
+    on_piece: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Return the initial values of one parameter or buffer, fp32 on the CPU; some rows or all.
 
-    Matrices are normal with `weight_std`, norms multiply by 1, biases are 0. It is always drawn in
-    full by the CPU's generator, so that every device and every sharding starts alike.
+    Matrices are normal with `weight_std`, norms multiply by 1, biases and sinks are 0. Of an
+    adapter A is uniform up to `1 / sqrt(in)`, as PEFT has it, and B is 0. The CPU's generator draws
+    from the first row on, so that every device and every sharding starts alike; rows before those
+    that are asked for are not computed, and none after. `on_piece` is called often.
     """
-    if name.endswith(".bias") or (len(shape) == 1 and norm_adds_one(name, spec)):
-        return torch.zeros(*shape, device="cpu")
+    first, end = rows or (0, shape[0])
+    size = (end - first, *shape[1:])
+    is_bias = name.endswith((".bias", ".sinks", ".correction", ".lora_b"))
+    if is_bias or (len(shape) == 1 and norm_adds_one(name, spec)):
+        return torch.zeros(size, device="cpu")
     if len(shape) == 1:
-        return torch.ones(*shape, device="cpu")
+        return torch.ones(size, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
-    values = torch.empty(*shape, dtype=torch.float32, device="cpu")
-    return values.normal_(0.0, weight_std(name, spec), generator=generator)
+    if name.endswith(".lora_a"):
+        bound = 1 / math.sqrt(shape[1])
+        drawn = torch.empty(*shape, dtype=torch.float32, device="cpu")
+        return drawn.uniform_(-bound, bound, generator=generator)[first:end]
+    row, std = math.prod(shape[1:]), weight_std(name, spec)
+    wanted = torch.empty(math.prod(size), dtype=torch.float32, device="cpu")
+    for start, stop in _pieces(math.prod(shape), end * row):
+        on_piece()
+        if stop <= first * row:
+            # One word of the generator for each value, as `normal_` takes them; the fastest way.
+            torch.empty(stop - start, dtype=torch.uint8, device="cpu").random_(generator=generator)
+            continue
+        drawn = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+        drawn.normal_(0.0, std, generator=generator)
+        low, high = max(start, first * row), min(stop, end * row)
+        wanted[low - first * row : high - first * row] = drawn[low - start : high - start]
+    return wanted.view(size)
+
+
+def _pieces(count: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield pieces of `count` values, up to the one that holds the last before `end`.
+
+    `normal_` draws 16 values together, and the last 16 anew where there are some over: a piece is a
+    multiple of 16, and the last one not smaller.
+    """
+    starts = list(range(0, count, _PIECE))
+    if len(starts) > 1 and count - starts[-1] < 16:
+        starts.pop()
+    for start, stop in pairwise([*starts, count]):
+        if start < end:
+            yield start, stop
 
 
 @torch.no_grad()
 def init_model(model: Transformer, spec: ModelSpec, seed: int) -> Transformer:
-    """Initialise all parameters of a model or a stage in place, and its tables; returns it."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(init_parameter(name, parameter.shape, spec, seed))
+    """Initialise all tensors of a model or a stage in place, and its tables; returns it."""
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(init_parameter(name, tensor.shape, spec, seed))
     model.init_tables(next(model.parameters()).device)
     return model

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.models.attention import Project, each
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.lora import apply, linear
 from meshwright.models.ops import activated, gated
 from meshwright.spec.model import ModelSpec
 
@@ -14,17 +16,16 @@ class GatedMLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(spec.dim, width, bias=spec.mlp_bias)
-        self.up = nn.Linear(spec.dim, width, bias=spec.mlp_bias)
-        self.down = nn.Linear(width, spec.dim, bias=spec.mlp_bias)
+        self.gate = linear(spec, "mlp.gate", spec.dim, width, bias=spec.mlp_bias)
+        self.up = linear(spec, "mlp.up", spec.dim, width, bias=spec.mlp_bias)
+        self.down = linear(spec, "mlp.down", width, spec.dim, bias=spec.mlp_bias)
         self.act = spec.activation
         self.project: Project = each
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        gate, up = self.project(x, (self.gate, self.up))
-        out: Tensor = self.down(gated(gate, up, self.act))
-        return out
+        gate, up = self.project(x, (self.gate, self.up), context)
+        return apply(self.down, gated(gate, up, self.act), context)
 
 
 class MLP(nn.Module):
@@ -32,13 +33,12 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
+        self.up = linear(spec, "mlp.up", spec.dim, spec.ffn_dim, bias=spec.mlp_bias)
+        self.down = linear(spec, "mlp.down", spec.ffn_dim, spec.dim, bias=spec.mlp_bias)
         self.act = spec.activation
         self.project: Project = each
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the MLP of x `[..., dim]`, of the same shape."""
-        (up,) = self.project(x, (self.up,))
-        out: Tensor = self.down(activated(up, self.act))
-        return out
+        (up,) = self.project(x, (self.up,), context)
+        return apply(self.down, activated(up, self.act), context)

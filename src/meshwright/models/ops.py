@@ -7,7 +7,7 @@ on CPU these two take a third and a half of the time, and keep one copy at most.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,45 @@ class _Gated(torch.autograd.Function):
         return to_gate, activated(gate, ctx.name).mul_(grad), None
 
 
+class Glu(NamedTuple):
+    """What a gated MLP makes of gate and up: `activated(gate) * up`.
+
+    With a `limit` `(up + 1) * gate * sigmoid(alpha * gate)` of gate and up within it: gate from
+    above, up on both sides, as gpt-oss has it.
+    """
+
+    name: Activation
+    limit: float | None = None
+    alpha: float = 1.0
+
+    def of(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return it for gate and up of one shape, in memory of its own."""
+        return self.gate(gate).mul_(self.up(up))
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return the factor that gate makes, in memory of its own."""
+        if self.limit is None:
+            return activated(x, self.name)
+        bounded = x.clamp(max=self.limit)
+        return torch.sigmoid(bounded * self.alpha).mul_(bounded)
+
+    def up(self, x: Tensor) -> Tensor:
+        """Return the factor that up makes."""
+        return x if self.limit is None else x.clamp(-self.limit, self.limit).add_(1)
+
+    def through_gate(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of x of that of `gate(x)`, in the latter's memory."""
+        if self.limit is None:
+            return through_activation(grad, x, self.name)
+        share = torch.sigmoid(x * self.alpha)
+        slope = (1 - share).mul_(x).mul_(self.alpha).add_(1).mul_(share)
+        return grad.mul_(slope).masked_fill_(x > self.limit, 0)
+
+    def through_up(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of x of that of `up(x)`, in the latter's memory."""
+        return grad if self.limit is None else grad.masked_fill_(x.abs() > self.limit, 0)
+
+
 def through_activation(grad: Tensor, x: Tensor, name: Activation) -> Tensor:
     """Return the gradient of x of that of `activated(x)`, in the latter's memory."""
     aten = torch.ops.aten
@@ -97,15 +136,17 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         normed = widened(x) * scale
         wide = widened(grad)
-        weight_grad = (wide * normed).sum(tuple(range(x.ndim - 1)))
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (wide * normed).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
         inner = wide * factor(weight, ctx.plus_one)
         along = (inner * normed).mean(-1, keepdim=True)
         inner.addcmul_(normed, along, value=-1).mul_(scale)
-        return inner.to(x.dtype), weight_grad.to(weight.dtype), None, None
+        return inner.to(x.dtype), weight_grad, None, None
 
 
 def factor(weight: Tensor, plus_one: bool) -> Tensor:

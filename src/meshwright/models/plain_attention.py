@@ -1,4 +1,4 @@
-"""Attention in plain operations: what sliding windows and soft caps need where no kernel has them.
+"""Attention in plain operations: what windows, soft caps and sinks need where no kernel has them.
 
 They hold a whole square of scores or of a mask.
 """
@@ -9,6 +9,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from meshwright.models.ops import softcapped
 
 
 def band(q: Tensor, keys: int, window: int | None) -> Tensor:
@@ -21,15 +23,29 @@ def band(q: Tensor, keys: int, window: int | None) -> Tensor:
     return seen if window is None else seen.triu_(keys - queries - window + 1)
 
 
-def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float) -> Tensor:
-    """Return attention of scores `cap * tanh(x / cap)` where `mask` is true, in fp32 at least."""
+def plainly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention where `mask` is true, in fp32 at least.
+
+    With a cap of scores `cap * tanh(x / cap)`; sinks `[heads]` are a score more of each softmax.
+    """
     batch, heads, queries, dim = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     # Queries that share a head of keys are rows of one matrix, so that no keys are repeated.
     joint = batch, k.shape[1], heads // k.shape[1] * queries
     scores = q.to(dtype).reshape(*joint, dim) @ k.to(dtype).mT
-    scores = (torch.tanh(scores / (cap * math.sqrt(dim))) * cap).view(batch, heads, queries, -1)
+    scores = softcapped(scores / math.sqrt(dim), cap).view(batch, heads, queries, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    mixed = scores.softmax(-1).view(*joint, -1) @ v.to(dtype)
+    if sinks is not None:
+        last = sinks.to(dtype)[:, None, None].expand(batch, -1, queries, 1)
+        scores = torch.cat((scores, last), -1)
+    shares = scores.softmax(-1)[..., : k.shape[2]]
+    mixed = shares.reshape(*joint, -1) @ v.to(dtype)
     return mixed.view(batch, heads, queries, -1).to(q.dtype)

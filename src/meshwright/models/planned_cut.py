@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.program.attention import BLOCK, Cut, ScoreBounds
 
-_LOG2_E: Final = 1 / math.log(2)
+LN_2: Final = math.log(2)
 
 
 class PlannedCut(Cut):
@@ -32,12 +32,12 @@ class PlannedCut(Cut):
     @property
     def cap(self) -> float:
         """The cap of scores in powers of two, 0 for none."""
-        return (self.sees.cap or 0.0) * _LOG2_E
+        return (self.sees.cap or 0.0) / LN_2
 
     @property
     def factor(self) -> float:
         """What products are multiplied by to be scores in powers of two, or shares of the cap."""
-        return self.scale / self.sees.cap if self.sees.cap else self.scale * _LOG2_E
+        return self.scale / self.sees.cap if self.sees.cap else self.scale / LN_2
 
     def parts(self, batch: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
         """Yield slices of rows and of heads of keys."""

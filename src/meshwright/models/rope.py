@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.spec.model import ModelSpec, RopeScaling, RotaryBase
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.rotary import RopeScaling, RotaryBase
 
 # Of one base: cosines and sines `[positions, rotary_dim]`, fp32.
 _Table = tuple[Tensor, Tensor]

@@ -13,6 +13,7 @@ from meshwright.models.blocks import Block
 from meshwright.models.cache import KVCache
 from meshwright.models.context import Context, MaskOf, causal_mask
 from meshwright.models.dropout import Dropout, layer_keys
+from meshwright.models.lora import freeze
 from meshwright.models.norms import norm
 from meshwright.models.ops import softcapped
 from meshwright.models.rope import Rope
@@ -48,6 +49,8 @@ class Transformer(nn.Module):
         if not spec.tie_embeddings:
             self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.mask_of: MaskOf = causal_mask
+        if spec.lora is not None:
+            freeze(self)
 
     @property
     def blocks(self) -> list[Block]:
@@ -118,10 +121,13 @@ class Transformer(nn.Module):
         if not x.is_floating_point():
             x = _scaled(self._embedded(input_ids), self.spec.embedding_scale)
             x = self.embed_drop(x, context)
+            if self.spec.lora is not None and torch.is_grad_enabled():
+                # The embedding is frozen; the first layer's backward is as every other's.
+                x = x.requires_grad_()
         cached = 0 if cache is None else cache.length
         self.rope.reach(cached + x.shape[1], x.device, cached)
         for name, block in self.layers.items():
-            if keys is not None and self.spec.dropout > 0:
+            if keys is not None and self.spec.drops:
                 # Here rather than in the block: a number of its own would recompile each block.
                 context = context._replace(keys=layer_keys(keys, int(name)))
             x = block(x, context)

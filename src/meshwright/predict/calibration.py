@@ -18,7 +18,17 @@ from meshwright.spec.model import ModelSpec
 
 # Constants with such a part in their name are divided by.
 _RATES: Final = frozenset(
-    ("attention", "host_bandwidth", "idle", "memory", "optimizer", "products", "rate", "share")
+    (
+        "attention",
+        "host_bandwidth",
+        "idle",
+        "measured",
+        "memory",
+        "optimizer",
+        "products",
+        "rate",
+        "share",
+    )
 )
 # What stands in for a device or a system that has not been measured.
 ANY = "any"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from operator import mul
 from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
+from meshwright.predict.modules import hidden_bytes, made_again
 from meshwright.predict.network import Network
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import LayoutWork, Message, Product, Work
@@ -86,7 +89,10 @@ class Kernels:
             found = calibration.constants.get(f"{device.kind}.blocks.{what}")
             return find(what, *kinds) if found is None else found
 
-        self.network, self.system, self.compile_gain = network, system, compile_gain
+        # What was measured of this system here: how many times longer it computes.
+        self.slower = find("measured.compute", *kinds)
+        self.network, self.system = network, system
+        self.compile_gain = compile_gain / self.slower
         self.target = target
         share = find(f"products.{products}.{matmul}", *kinds)
         self.peak = device.peaks[products.split("-")[0]] * share
@@ -139,19 +145,24 @@ class Kernels:
         `defers`: its weights' gradients are computed later.
         """
         element = found.sizes.element
-        products = sum(self.product(shape, self.peak, element) for shape in work.products)
-        widened = sum(shape.rows * (shape.inner + shape.outer) for shape in work.products)
-        products += self.cast * widened * element / self.bandwidth
+        each = {at: self.product(p, self.peak, element) for at, p in enumerate(work.products)}
+        whole = [
+            each[at]
+            + self.cast * shape.rows * (shape.inner + shape.outer) * element / self.bandwidth
+            for at, shape in enumerate(work.products)
+        ]
+        products = sum(whole)
+        of_products = sum(map(mul, whole, (shape.backward for shape in work.products)))
         attention = self._attention(work, element)
         moved = self._moved(work)
         host = (len(work.products) + _SMALL_KERNELS) * self.launch
-        backward = PRODUCT_BACKWARD * products + attention[1] + _MOVED_BACKWARD * moved
+        backward = of_products + attention[1] + _MOVED_BACKWARD * moved
         forward = self._with_host(products + attention[0] + moved, host, 1)
         backward = self._with_host(backward, host, PRODUCT_BACKWARD)
         again = {
             "none": 0.0,
             "full": forward,
-            "selective": self._selective(products, attention[0], moved),
+            "selective": self._selective(found, work, each, attention[0], moved),
         }[recompute]
         tp_forward, tp_backward, tp_again = self._tp_regions(found, work, tp, self.peak, defers)
         return Seconds(
@@ -160,7 +171,7 @@ class Kernels:
             again / self.compile_gain,
             tp_forward,
             tp_backward,
-            tp_again if recompute == "full" or self.system.selective == "blocks" else 0.0,
+            self._tp_recompute(recompute, tp_forward, tp_again),
             *self._context(work, cp, tp, cp_kind, attention),
             *self._dispatch(work, ep, tp),
         )
@@ -173,11 +184,33 @@ class Kernels:
         device, calls = max(device, passes * launches), self.per_layer * passes / PASSES
         return device + calls if self.target.on_cpu else max(device, calls)
 
-    def _selective(self, products: float, attention: float, moved: float) -> float:
+    def _selective(
+        self,
+        found: LayoutWork,
+        work: Work,
+        products: Mapping[int, float],
+        attention: float,
+        moved: float,
+    ) -> float:
         """Return what is computed again: see the system for which part it keeps."""
         if self.system.selective == "attention":  # arXiv:2205.05198, section 5
             return attention
-        return moved + (products / 2 if self.system.selective == "half" else 0.0)
+        if self.system.selective == "modules":
+            each = self.moves / self.bandwidth
+            norms = each * work.norm_moved * (1 if self.system.fused_norm else _EAGER_NORM)
+            # Both inputs of a gated activation are read, and its result is written.
+            activation = each * 3 * hidden_bytes(found.sizes, work)
+            return made_again(self.system.modules, work, products, attention, norms, activation)
+        half = sum(products.values()) / 2
+        return moved + (half if self.system.selective == "half" else 0.0)
+
+    def _tp_recompute(self, recompute: str, forward: float, again: float) -> float:
+        """Return the seconds of tensor parallelism's messages that are sent again."""
+        if recompute == "full" or self.system.selective == "blocks":
+            return again
+        # Those of the feed-forward are half of a layer's.
+        is_mlp = recompute == "selective" and "mlp" in self.system.modules
+        return forward / 2 if is_mlp else 0.0
 
     def _attention(self, work: Work, element: int) -> tuple[float, float]:
         kernel = self.system.attention
@@ -194,7 +227,7 @@ class Kernels:
         ends = []
         for work in (found.first, found.last):
             rounds = self._rounds(found, work)
-            products = sum(
+            each = [
                 rounds
                 * self.product(
                     shape._replace(rows=-(-shape.rows // rounds)),
@@ -202,15 +235,19 @@ class Kernels:
                     found.sizes.element,
                 )
                 for shape in work.products
+            ]
+            products = self.slower * sum(each)
+            of_products = self.slower * sum(
+                map(mul, each, (shape.backward for shape in work.products))
             )
-            moved, loss = self._moved(work), self._loss(work)
+            moved, loss = self.slower * self._moved(work), self.slower * self._loss(work)
             head = products + loss  # of the forward, where the backward doesn't make it
             late = head if self.system.fuses_loss else 0.0
             tp_forward, tp_backward, _ = self._tp_regions(found, work, tp, self.head_peak, defers)
             ends.append(
                 Seconds(
                     moved + head - late,
-                    PRODUCT_BACKWARD * products + _MOVED_BACKWARD * (moved + loss) + late,
+                    of_products + _MOVED_BACKWARD * (moved + loss) + late,
                     0.0,
                     tp_forward,
                     tp_backward,

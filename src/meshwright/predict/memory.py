@@ -13,14 +13,25 @@ from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
+from meshwright.predict.modules import kept_without
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import HeldLayers, LayoutWork, Work, elements_of, weights
 from meshwright.program.operations import Kind
-from meshwright.program.shards import sums_in_place
+from meshwright.program.shards import cuts_frozen, sums_in_place
 from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
 
+# What of a peak is model states.
+STATES = ("weights", "gathered", "gradients", "optimizer", "communication buffers")
 _FP32 = 4
+# Of an element in 16 bits, what is left where it is kept as products in few bits take it: MX has a
+# scale for every 32 elements, NVFP4 for every 16.
+_QUANTISED: Mapping[str, float] = {
+    "fp8": 1 / 2,
+    "fp8-rowwise": 1 / 2,
+    "fp8-mx": 33 / 64,
+    "fp4": 9 / 32,
+}
 _GATED_PRODUCTS = 7  # q, k, v, o and the three of a gated MLP
 _KINDS = (*get_args(Kind), "scores", "copies")
 _ACTIVATIONS = {kind: f"activations: {kind}" for kind in _KINDS}
@@ -54,9 +65,10 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     fp32: there they stay whole, see `program.shards.sums_in_place`.
     """
     model, system, element = setting.model, setting.system, setting.element
-    ranks, zero, reduced = layout.shard_ranks, layout.zero, setting.reduced_bytes
-    whole = elements_of(model, layout, held, is_padded=False).total
-    part = elements_of(model, layout, held).share(layout)
+    ranks, zero = layout.shard_ranks, layout.zero
+    every = elements_of(model, layout, held, is_padded=False)
+    whole = elements_of(model, layout, held, is_padded=False, trained=True).total
+    part = elements_of(model, layout, held, trained=True).share(layout)
     unit = weights(model, layout.tp, ranks, layout.ep)
     largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
     terms = []
@@ -64,8 +76,11 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     def add(category: str, count: int, size: int, what: str) -> None:
         terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
 
+    if model.lora is not None:
+        share = ranks if cuts_frozen(layout) else 1
+        add("weights", (every.total - whole) // share, element, "frozen")
     in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
-    blocks = whole - max(held.layers - 2, 0) * unit.layer
+    blocks = every.total - max(held.layers - 2, 0) * unit.layer
     if system.keeps != "shards" and zero < 3:
         add("weights", whole, element, "whole")
     elif in_place and zero < 3 and element == _FP32:
@@ -79,26 +94,42 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
             add("gathered", 2 * largest, element, "the unit at work and the one gathered ahead")
         elif ranks > 1 or element != _FP32:
             add("gathered", whole, element, "compute copy, kept through the step")
-    sharded_gradients = zero >= 2
-    if sharded_gradients:
-        add("gradients", part, system.gradient_bytes, "sums, in shards")
-        add("gradients", 2 * largest, reduced, "of the unit at work, and being reduced")
-        if system.keeps == "shards" and not in_place and layout.virtual_stages > 1:
-            # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
-            more = (layout.virtual_stages - 1) * unit.layer
-            add("communication buffers", more, reduced, "reduced last, of each further stage")
-    else:
-        add("gradients", whole, system.gradient_bytes, "accumulated whole")
+    terms += _gradients(setting, layout, held, whole, part)
     states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
     if layout.offload == "none":
         what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
         add("optimizer", part, states, what)
     if layout.offload == "params":
         # Shards lie on the host; what is gathered or accumulated whole does not.
-        on_host = ("weights", "gradients" if sharded_gradients else "")
-        terms = [term for term in terms if term.category not in on_host]
-        if sharded_gradients:
-            add("gradients", 2 * largest, reduced, "of the unit at work")
+        terms = [term for term in terms if term.category != "weights"]
+    return terms
+
+
+def _gradients(
+    setting: Setting, layout: Layout, held: HeldLayers, whole: int, part: int
+) -> list[Term]:
+    """Return the gradients of a rank that trains `part` of `whole` elements."""
+    model, system, reduced = setting.model, setting.system, setting.reduced_bytes
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, trained=True)
+    largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
+    terms = []
+
+    def add(category: str, count: int, size: int, what: str) -> None:
+        terms.append(Term(category, count * size, "{:,} elements x {} B: " + what, (count, size)))
+
+    if layout.zero < 2:
+        add("gradients", whole, system.gradient_bytes, "accumulated whole")
+        return terms
+    if layout.offload == "params":
+        add("gradients", 2 * largest, reduced, "of the unit at work")
+    else:
+        add("gradients", part, system.gradient_bytes, "sums, in shards")
+        add("gradients", 2 * largest, reduced, "of the unit at work, and being reduced")
+    in_place = sums_in_place(layout, setting.target)
+    if system.keeps == "shards" and not in_place and layout.virtual_stages > 1:
+        # FSDP2 keeps the input of its last reduction, of each of a rank's stages.
+        more = (layout.virtual_stages - 1) * unit.layer
+        add("communication buffers", more, reduced, "reduced last, of each further stage")
     return terms
 
 
@@ -113,8 +144,13 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
     microbatches = layout.microbatches(setting.train.batch)
     flight = in_flight(layout, rank, microbatches)
     kept = calibration.find("kept_bytes", system.name)
+    quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
     per_layer = _averages(
-        held, [kept_per_layer(layout, system, found.sizes, work, kept) for work in found.layers]
+        held,
+        [
+            kept_per_layer(layout, system, found.sizes, work, kept, quantised)
+            for work in found.layers
+        ],
     )
     average = held.layers / max(layout.virtual_stages, 1)
     terms = [
@@ -129,14 +165,15 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
     ]
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
-    at_work = _at_work(layout, system, found, plain, calibration)
+    at_work = _at_work(layout, system, found, plain, calibration, quantised)
     loss = []
     if held.has_head and system.fuses_loss:
         sizes = found.sizes
         rows = loss_rows(sizes.tokens, sizes.element, setting.target)
         is_capped = setting.model.logits_softcap is not None
         size, each = rows * sizes.vocab, loss_element(sizes.element, capped=is_capped)
-        room = loss_room(sizes, rows, setting.target.products)
+        is_frozen = setting.model.lora is not None
+        room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
         told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
         loss.append(Term("logits and loss", size * each + room, told, (size, rows, each, room)))
     elif held.has_head:
@@ -147,7 +184,23 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
         terms.append(_deferred(layout, found, plain, held, average, times))
     if CAUSAL[system.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
-    return terms + found_terms
+    return with_measured(setting, terms + found_terms)
+
+
+def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
+    """Return terms with what was measured of this system here beside them.
+
+    That is a share of all but model states: of those nothing is uncertain.
+    """
+    device, system = setting.cluster.device, setting.system.name
+    factor = setting.calibration.find(
+        "measured.memory", f"{system}.{device.kind}", system, device.kind
+    )
+    if factor == 1:
+        return terms
+    rest = sum(term.bytes for term in terms if term.category not in STATES)
+    told = "{:,.0f} B that are no model states x {:+.3f}, measured"
+    return [*terms, Term("measured", (factor - 1) * rest, told, (rest, factor - 1))]
 
 
 def _averages(held: HeldLayers, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -190,6 +243,7 @@ def _at_work(
     found: LayoutWork,
     plain: LayoutWork,
     calibration: Calibration,
+    quantised: float,
 ) -> Term:
     """Return what one layer needs at its backward: what it makes again, and unkept scores."""
     size, template = 0.0, ""
@@ -198,7 +252,11 @@ def _at_work(
         kept = calibration.find("kept_bytes", system.name)
         sizes = plain.sizes
         size = max(
-            sum(kept_per_layer(_NOTHING_AGAIN, system, sizes, work, kept, recomputed=True).values())
+            sum(
+                kept_per_layer(
+                    _NOTHING_AGAIN, system, sizes, work, kept, quantised, recomputed=True
+                ).values()
+            )
             for work in plain.layers
         )
         template, numbers = "one layer anew: {:,.0f} B ", (size,)
@@ -217,11 +275,13 @@ def kept_per_layer(
     sizes: Sizes,
     work: Work,
     kept_bytes: float,
+    quantised: float = 1.0,
     *,
     recomputed: bool = False,
 ) -> dict[str, float]:
     """Return the bytes that a layer with such work keeps of one microbatch, by kind of operation.
 
+    `quantised` is the share that is left of what products take where they keep it in few bits.
     `recomputed`: a layer that is made anew, of a `layout` that recomputes nothing else.
     Those of the program; with the kernels of another system, what these keep more or less.
     """
@@ -233,7 +293,7 @@ def kept_per_layer(
     # Gathered anew in the backward, arXiv:2205.05198, section 4.2.2; our program has it already
     # where nothing is recomputed.
     gathered = 2 * (sizes.whole_bytes - sizes.stream_bytes)
-    if layout.recompute != "none":
+    if layout.recompute != "none" and system.selective != "modules":
         kept["product"] -= gathered * (system.gathers_again == "always")
     elif system.gathers_again == "never" or (recomputed and system.gathers_again != "always"):
         kept["product"] += gathered
@@ -248,8 +308,12 @@ def kept_per_layer(
     if layout.recompute == "selective":
         if system.selective == "attention":
             kept.pop("scores", None)
+        elif system.selective == "modules":
+            kept = kept_without(system.modules, sizes, work, kept)
         else:
             kept["product"] /= 2
+    if "product" in kept:
+        kept["product"] *= quantised
     return kept
 
 
@@ -260,8 +324,8 @@ def _loss(system: System, found: LayoutWork, tp: int, calibration: Calibration) 
     """
     sizes = found.sizes
     count = sizes.tokens * sizes.vocab * (1 if system.splits_loss else tp)
-    size = calibration.find("loss_bytes", system.name)
-    whole = ""
+    size, whole = calibration.find("loss_bytes", system.name), ""
+    count = -(-count // system.loss_chunks)
     if not system.splits_loss and tp > 1:
         size += calibration.find("gathered_loss_bytes", system.name)
         whole = ", gathered over tp"

@@ -11,7 +11,13 @@ from typing import Final, NamedTuple
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
 from meshwright.program.lower import Program
-from meshwright.program.operations import Operation, gathers_again, is_joint, operations
+from meshwright.program.operations import (
+    Operation,
+    gathers_again,
+    is_joint,
+    latent_widths,
+    operations,
+)
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
@@ -103,13 +109,17 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.mlp_bias
-    yield Need(
-        "mlp.down",
-        _of_result(program, sizes) + gathered + hidden,
-        _of("mlp.down", biases),
-        sizes.whole_bytes,
-        *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
-    )
+    came = _of_result(program, sizes) + gathered
+    if program.model.lora is not None:
+        yield from _frozen(program, sizes, "mlp.down", came, 0, hidden)
+    else:
+        yield Need(
+            "mlp.down",
+            came + hidden,
+            _of("mlp.down", biases),
+            sizes.whole_bytes,
+            *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
+        )
     if program.model.gated_mlp:
         # The gradient that came, and those of both factors.
         yield Need("mlp.act", 3 * hidden)
@@ -137,9 +147,10 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     # The gradient of a share is a sum over what is widened to fp32.
     weighing = wide if el == _WIDE else 3 * wide
     yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
-    down, gate, up = (f"mlp.experts.{one}.weight" for one in ("down", "gate", "up"))
-    yield Need("mlp.experts.down", came + pairs + 3 * hidden, (down,), pairs + hidden)
-    yield Need("mlp.experts.gate", came + pairs + 2 * hidden, (gate, up), pairs + 2 * hidden)
+    down, *both = (_of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
+    yield Need("mlp.experts.down", came + pairs + 3 * hidden, down, pairs + hidden)
+    columns = tuple(name for one in both for name in one)
+    yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
     yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
     is_traded = program.layout.ep > 1  # gradients of what had come travel back
     yield Need("mlp.experts.order", came + (3 if is_traded else 2) * pairs + whole)
@@ -147,7 +158,7 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     scores = sizes.tokens * model.experts * _WIDE
     widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
     router = came + 2 * whole + 2 * scores + widened
-    yield Need("mlp.router", router, ("mlp.router.weight",), scores)
+    yield Need("mlp.router", router, _of("mlp.router", model.expert_bias), scores)
     if not model.shared_ffn_dim:
         return
     held = came + whole  # what the others have given to the gradient of the input
@@ -187,30 +198,40 @@ def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
     model, train = program.model, program.train
     length = sizes.tokens // sizes.rows
     is_whole = program.layout.cp == 1
-    sees = ScoreBounds(kind.window, model.attention_softcap)
+    sees = ScoreBounds.of(model, kind)
     if not (is_whole and by_blocks(sizes.heads, sizes.kv_heads, length, train.precision, sees)):
         return 0
-    cut = Cut.of(sizes.rows, sizes.heads, sizes.kv_heads, length, model.head_dim, sees)
+    cut = Cut.of(sizes.rows, sizes.heads, sizes.kv_heads, length, model.core_dim, sees)
     return cut.backward_bytes(sizes.element)
 
 
 def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> Iterator[Need]:
     of_heads = sizes.tokens * sizes.heads * sizes.head_dim * sizes.element
     of_kv = sizes.tokens * sizes.kv_heads * sizes.head_dim * sizes.element
+    of_values = sizes.tokens * sizes.heads * program.model.value_dim * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.attention_bias
     yield from _after(program, sizes, "attn_post_norm")
-    yield Need(
-        "attn.o",
-        _of_result(program, sizes) + gathered + of_heads,
-        _of("attn.o", program.model.has_output_bias),
-        sizes.whole_bytes + of_heads,
-        *_room(program, sizes, sizes.dim, sizes.heads * sizes.head_dim, of_heads),
-    )
+    came = _of_result(program, sizes) + gathered
+    if program.model.lora is not None:
+        yield from _frozen(program, sizes, "attn.o", came, 0, of_values)
+    else:
+        yield Need(
+            "attn.o",
+            came + of_values,
+            _of("attn.o", program.model.has_output_bias),
+            sizes.whole_bytes + of_values,
+            *_room(program, sizes, sizes.dim, sizes.heads * program.model.value_dim, of_values),
+        )
     # Attention keeps its result, which is the input of that product.
-    yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks)
+    sinks = ("attn.sinks",) if program.model.attention_sinks else ()
+    yield Need("attn.core", 2 * of_heads + 2 * of_kv + blocks, sinks)
     if program.model.rotary_dim and kind.rotary:
         yield Need("attn.rope", 2 * of_heads + 2 * of_kv)
+    if program.model.is_latent:
+        yield from _latent_heads(program, sizes, 2 * of_heads + of_kv)
+        yield from _before(program, sizes, "attn_norm")
+        return
     if program.model.qk_norm == "all" and program.layout.tp > 1:
         # Both at once: what came, and of each what a norm makes.
         made = sum(normed + 3 * normed // sizes.element * _WIDE for normed in (of_heads, of_kv))
@@ -226,11 +247,39 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
     yield from _before(program, sizes, "attn_norm")
 
 
+def _latent_heads(program: Program, sizes: Sizes, of_core: int) -> Iterator[Need]:
+    """Yield the needs of what latent attention makes queries, keys and values by.
+
+    The gradients of all three in the core's size are there until keys have been taken apart; that
+    of a latent vector's norm is made in fp32.
+    """
+    model, line = program.model, sizes.tokens * sizes.element
+    of_q = line * sizes.heads * model.head_dim
+    made = line * sizes.heads * latent_widths(model)["attn.kv"]
+    whole, part = line * (model.kv_lora_rank + model.qk_rope_head_dim), line * model.kv_lora_rank
+
+    def normed(size: int) -> int:
+        return size + 3 * size // sizes.element * _WIDE
+
+    # Keys and values together, beside what they are put together of.
+    yield Need("attn.kv_b", max(of_core + made, of_q + made + part), ("attn.kv_b.weight",), made)
+    yield Need("attn.kv_a_norm", of_q + normed(part), ("attn.kv_a_norm.weight",))
+    results = {"attn.q": of_q, "attn.kv_a": whole}
+    if low := line * model.q_lora_rank:
+        yield Need("attn.q_b", of_q + whole + low, ("attn.q_b.weight",), of_q)
+        yield Need("attn.q_a_norm", whole + normed(low), ("attn.q_a_norm.weight",))
+        results = {"attn.q_a": low, "attn.kv_a": whole}
+    yield from _columns(program, sizes, results, model.attention_bias)
+
+
 def _columns(
     program: Program, sizes: Sizes, results: Mapping[str, int], biases: bool
 ) -> Iterator[Need]:
     """Yield the needs of products of one input, of whose results the bytes are given."""
     whole, names = sizes.whole_bytes, list(results)
+    if program.model.lora is not None:
+        yield from _frozen_columns(program, sizes, results)
+        return
     line = sizes.tokens * sizes.element  # a number of each token
     if not is_joint(program):
         while names:  # one after the other: what the last one made is added to
@@ -250,6 +299,36 @@ def _columns(
     yield Need(
         first, grads + travelling, weights, grads + waits, *map(max, zip(*rooms, strict=True))
     )
+
+
+def _frozen_columns(program: Program, sizes: Sizes, results: Mapping[str, int]) -> Iterator[Need]:
+    """Yield the needs of products of one input with frozen weights, and of their adapters."""
+    held, made = sum(results.values()), 0
+    for name, size in reversed(list(results.items())):
+        yield from _frozen(program, sizes, name, held + made - size, size, sizes.whole_bytes)
+        held, made = held - size, sizes.whole_bytes
+    if program.layout.tp > 1:
+        sent, _ = of_input(program, sizes, gathers=False)
+        yield Need(f"{next(iter(results))}: input", sent)
+
+
+def _frozen(
+    program: Program, sizes: Sizes, name: str, held: int, result: int, inputs: int
+) -> Iterator[Need]:
+    """Yield the needs of a product with a frozen weight, and of its adapter before it.
+
+    `result` and `inputs` are the bytes of their gradients, `held` is there beside them; where that
+    has the result's, `result` is 0. The adapter's gradient is one of the result that is scaled.
+    """
+    lora = program.model.lora
+    if lora is None or name not in program.model.adapted:
+        yield Need(name, held + result + inputs)
+        return
+    low = sizes.tokens * lora.rank * sizes.element
+    scaled = result or sizes.whole_bytes
+    yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
+    yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
+    yield Need(name, held + result + 2 * inputs)
 
 
 def of_input(

@@ -52,11 +52,13 @@ class Network:
     several nodes leaves each of them over the network devices of its own ranks there, so it has
     `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees alternate in
     the logarithm of the nodes. Messages of axes that CPU ranks of one machine send through shared
-    memory take as long as was measured of it, and go by the links where nothing was.
+    memory take as long as was measured of it, and go by the links where nothing was. `slower`
+    multiplies all of it.
     """
 
-    def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
+    def __init__(self, cluster: Cluster, calibration: Calibration, slower: float = 1.0) -> None:
         kind = cluster.device.kind
+        self.slower = slower
         kinds = [kind]
         self.per_node = cluster.per_node
         # Measured on the machine at hand, or a share of what the catalogue says.
@@ -81,6 +83,9 @@ class Network:
         """Return the seconds of one message of an axis among `size` ranks, `stride` apart."""
         if size == 1 or not size_bytes:
             return 0.0
+        return self.slower * self._seconds(kind, size_bytes, size, stride, axis)
+
+    def _seconds(self, kind: str, size_bytes: float, size: int, stride: int, axis: str) -> float:
         at = place(size, stride, self.per_node)
         like = _IN_PIECES.get(kind, kind)
         if at.nodes == 1 and like in self.channel and goes_by_channel(axis):

@@ -7,7 +7,7 @@ from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.predict.memory import Term, activations, model_states, outside
+from meshwright.predict.memory import Term, activations, model_states, outside, with_measured
 from meshwright.predict.peak import peak
 from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import StepTime, has_table, step_time
@@ -23,7 +23,7 @@ OURS: Final = "meshwright"
 # what was done and hold no more. `brief` takes fewer, and is about right.
 _ENOUGH: Final = 4
 _TURNS: Final = 2
-_OUTSIDE: Final = ("context", "communicators", "allocator")
+OUTSIDE: Final = ("context", "communicators", "allocator")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RankMemory:
     @property
     def allocated(self) -> float:
         """Bytes of tensors at the peak."""
-        return sum(term.bytes for term in self.terms if term.category not in _OUTSIDE)
+        return sum(term.bytes for term in self.terms if term.category not in OUTSIDE)
 
     @property
     def fits(self) -> bool:
@@ -74,7 +74,7 @@ def memory(
         return estimate(setting, layout, rank)
     program = program or _program(setting, layout, _ENOUGH)
     terms, at = peak_terms(program, layout.mesh.rank({"pp": rank}), _forms(setting, layout, rank))
-    return _rank_memory(setting, layout, rank, terms, at)
+    return _rank_memory(setting, layout, rank, with_measured(setting, terms), at)
 
 
 def _is_walked(setting: Setting, layout: Layout) -> bool:
@@ -113,7 +113,7 @@ def _rank_memory(
 
 def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
     """Return the peak of the ranks at each place in the pipeline."""
-    program = _program(setting, layout, _ENOUGH)
+    program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return [memory(setting, layout, rank, program) for rank in range(layout.pp)]
 
 
@@ -123,7 +123,8 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     Between the ends of ranks that hold the same layers, what is in flight and what is deferred go
     up or down with the place, so that one of these ends needs most; a test holds it.
     """
-    program = _program(setting, layout, _ENOUGH)
+    # What has no program of ours may have stages without a layer: those are never lowered.
+    program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
     return max(
         (memory(setting, layout, rank, program) for rank in _ends_alike(setting, layout)),
         key=lambda found: found.total,
@@ -141,7 +142,7 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
     table = with_own_transfers(program.compute_tables[rank], program.stage_ranks)
     found = peak(program, layout.mesh.rank({"pp": rank}), table)
     terms = [Term(category, size, "") for category, size in found.held.items()]
-    return _rank_memory(setting, layout, rank, terms)
+    return _rank_memory(setting, layout, rank, with_measured(setting, terms))
 
 
 def worst_estimate(setting: Setting, layout: Layout) -> RankMemory:
@@ -161,7 +162,10 @@ def _ends_alike(setting: Setting, layout: Layout) -> list[int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout costs: the worst rank's memory, the time of a step, and the rates."""
+    """What a layout costs: the worst rank's memory, the time of a step, and the rates.
+
+    `spread` has the bounds of the step's interval, in predicted times.
+    """
 
     layout: Layout
     memory: RankMemory
@@ -170,6 +174,12 @@ class Prediction:
     flops_per_token: float
     devices: int
     peak: float
+    spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds that a step takes in 80% of cases, by sources that no constant was fitted to."""
+        return self.time.total * self.spread[0], self.time.total * self.spread[1]
 
     @property
     def tokens_per_s(self) -> float:
@@ -215,4 +225,13 @@ def _prediction(setting: Setting, layout: Layout, held: RankMemory, time: StepTi
         flops_per_token(setting.model, setting.train.seq_len),
         layout.world,
         setting.cluster.device.peaks[setting.products.split("-")[0]],
+        _spread(setting),
     )
+
+
+def _spread(setting: Setting) -> tuple[float, float]:
+    """Return the bounds of an interval in predicted times: closer after a measurement here."""
+    kind, find = setting.cluster.device.kind, setting.calibration.find
+    is_measured = f"{setting.system.name}.{kind}.measured.compute" in setting.calibration.constants
+    name = "interval.measured" if is_measured else "interval.plain"
+    return find(f"{name}.low", kind), find(f"{name}.high", kind)

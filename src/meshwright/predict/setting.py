@@ -76,7 +76,9 @@ class Setting:
 
     def kernels(self) -> Kernels:
         """Return what prices work on the cluster's device."""
-        network = Network(self.cluster, self.calibration)
+        kind, system = self.cluster.device.kind, self.system.name
+        slower = self.calibration.find("measured.links", f"{system}.{kind}", system, kind)
+        network = Network(self.cluster, self.calibration, slower)
         return Kernels(
             self.cluster.device,
             self.system,
@@ -139,7 +141,13 @@ def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
 
 
 def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> LayoutWork:
-    """Return the work of a microbatch of a layout."""
+    """Return the work of a microbatch of a layout.
+
+    Of a system that makes named parts again it is that of one which does not: what those leave out
+    is in `predict.modules`.
+    """
+    if recompute is None and layout.recompute == "selective":
+        recompute = "none" if setting.system.selective == "modules" else None
     return layout_work(
         setting.model,
         setting.train.seq_len,

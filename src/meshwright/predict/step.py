@@ -294,13 +294,15 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[f
     ranks, zero = layout.shard_ranks, layout.zero
     if ranks == 1 or zero < 2:
         return 0.0, 0.0
-    network, found = kernels.network, weights(setting.model, layout.tp, ranks, layout.ep)
-    experts, gather, reduce = max(found.experts), 0.0, 0.0
-    for one in _peers(layout, found.layer - experts, experts):
+    model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
+    found = weights(model, layout.tp, ranks, layout.ep)
+    experts, kind = max(found.experts), gathering(setting, layout)
+    for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
         among = one.shards, one.shard_stride, one.shard
-        if zero == 3:
-            kind = gathering(setting, layout)
-            gather += network.seconds(kind, one.elements * setting.element, *among)
+        gather += network.seconds(kind, one.elements * setting.element, *among)
+    found = weights(model, layout.tp, ranks, layout.ep, trained=True)
+    for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
+        among = one.shards, one.shard_stride, one.shard
         size = one.elements * setting.reduced_bytes
         reduce += network.seconds(reduction(setting, layout), size, *among)
     return gather, reduce
@@ -353,7 +355,7 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
     turn waits for the slowest of all nodes, each of which meets the messages of all others.
     """
-    found = elements_of(setting.model, layout, held)
+    found = elements_of(setting.model, layout, held, trained=True)
     network, reduced = kernels.network, setting.reduced_bytes
     turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
     seconds = 0.0
@@ -386,12 +388,13 @@ def optimizer_seconds(
     setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
-    elements = elements_of(setting.model, layout, held).share(layout)
+    elements = elements_of(setting.model, layout, held, trained=True).share(layout)
     if layout.offload == "none":
         return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32
     if layout.offload == "params":
         count = layout.microbatches(setting.train.batch)
-        moved += elements * 4 * 2 * count  # shards up for each forward and backward
+        frozen = elements_of(setting.model, layout, held).share(layout) - elements
+        moved += (elements * 4 + frozen * setting.element) * 2 * count  # up for each pass
     return moved / host + elements * OPTIMIZER_BYTES / kernels.host_bandwidth

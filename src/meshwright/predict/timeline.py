@@ -232,11 +232,12 @@ class Walk:
         rows = loss_rows(sizes.tokens, sizes.element, self.program.target)
         logits = rows * sizes.vocab
         name = "embed.weight" if self.program.model.tie_embeddings else "head.weight"
-        weight = sizes.dim * sizes.vocab * element
+        is_frozen = not self.program.shardings[name].part.trained
+        weight = 0 if is_frozen else sizes.dim * sizes.vocab * element
         made, travelling = of_input(self.program, sizes, gathers=is_cut)
         held = whole * (2 if is_cut else 1)  # the gradient of all rows, and its input
         before = weight if rows < sizes.tokens else 0
-        room = loss_room(sizes, rows, self.program.target.products)
+        room = loss_room(sizes, rows, self.program.target.products, is_frozen=is_frozen)
         for what, size, rows_held, weight_held in (
             ("loss", loss_element(element, capped=is_capped), held, before),
             ("head: input", element, made, before),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -12,32 +13,61 @@ from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
 
+class Counted(NamedTuple):
+    """Elements whole on a tp rank, padded for the ranks that shard, a shard's with and without."""
+
+    whole: int
+    padded: int
+    shard: int
+    own: int
+
+    @classmethod
+    def of(cls, shardings: Iterable[Sharding], at: int) -> Counted:
+        """Return those of some parameters; `at` is the rank's place among those that are alike."""
+        whole = padded = shard = own = 0
+        for one in shardings:
+            rows, each, part = one.tp_shape[0], one.row_elements, one.rows_each
+            whole += rows * each
+            padded += one.padded_elements
+            shard += part * each
+            start = min(at // one.ep % one.shard_ranks * part, rows)
+            own += (min(start + part, rows) - start) * each
+        return cls(whole, padded, shard, own)
+
+
 class UnitSizes:
-    """A unit's parameters: elements whole on a tp rank, padded for the ranks that shard, a shard's
-    with and without padding. Those of a block go by their names within it. ZeRO cuts them over
-    `ranks`, and they are of experts that `ep` ranks share out."""
+    """A unit's parameters: elements of what is trained, as `Counted` has them, and of what is
+    `frozen`. The trained ones of a block go by their names within it. ZeRO cuts them over `ranks`,
+    and they are of experts that `ep` ranks share out."""
 
     def __init__(
         self, shardings: Mapping[str, Sharding], tp: int, at: int, is_block: bool = False
     ) -> None:
-        self.is_block = is_block
-        self.numels: dict[str, int] = {}
-        self.padded = self.shard = self.own = 0
+        self.is_block, self.is_there = is_block, bool(shardings)
         self.ranks = max((one.shard_ranks for one in shardings.values()), default=1)
         self.ep = max((one.ep for one in shardings.values()), default=1)
-        for name, sharding in shardings.items():
-            rows, each = sharding.tp_shape[0], sharding.row_elements
-            part = sharding.rows_each
-            self.numels[name] = rows * each
-            self.padded += sharding.padded_elements
-            self.shard += part * each
-            start = min(at // sharding.ep % self.ranks * part, rows)
-            self.own += (min(start + part, rows) - start) * each
-        self.whole = sum(self.numels.values())
+        trained = {name: one for name, one in shardings.items() if one.part.trained}
+        self.numels = {name: math.prod(one.tp_shape) for name, one in trained.items()}
+        self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), at)
+        others = [one for name, one in shardings.items() if name not in trained]
+        self.frozen = Counted.of(others, at)
+        self.cuts_frozen = any(one.shard_ranks > 1 for one in others)
         self.grown: dict[str, int] = {}  # bytes of an element of each gradient
         self.is_gathered = False
         self.accumulated = False
         self.has_shard_gradient = False
+
+    def lasting(self, in_place: bool) -> int:
+        """Return the elements that a rank has at all times of what is not trained."""
+        if not self.cuts_frozen:
+            return self.frozen.whole
+        return self.frozen.own if in_place else self.frozen.shard
+
+    def gathered(self, in_place: bool) -> int:
+        """Return the elements that are gathered."""
+        if in_place:
+            return self.whole + self.frozen.whole * self.cuts_frozen
+        return self.padded + self.frozen.padded * self.cuts_frozen
 
     def another(self) -> UnitSizes:
         """Return a unit of the same sizes, of which nothing is held."""

@@ -84,7 +84,7 @@ class Units:
     @property
     def all(self) -> list[UnitSizes]:
         """The units in the order of the forward."""
-        return [unit for turn in self._turns for unit in turn if unit.numels]
+        return [unit for turn in self._turns for unit in turn if unit.is_there]
 
     @property
     def _turns(self) -> list[tuple[UnitSizes, ...]]:
@@ -115,7 +115,8 @@ class Units:
             elif self.in_place:  # beside the copy that products use
                 self.bytes_held.add(GATHERED, unit.whole * self.element)
                 weights = unit.own
-            self.bytes_held.add(WEIGHTS, weights * _FP32 * (self.offload != "params"))
+            size = weights * _FP32 + unit.lasting(self.in_place) * self.element
+            self.bytes_held.add(WEIGHTS, size * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
             self.bytes_held.add(OPTIMIZER, states * (self.offload == "none"))
 
@@ -138,7 +139,7 @@ class Units:
         """Gather units whose weights are not there, and those of the next turn ahead."""
         if not self.in_place or self.layout.shard_ranks == 1:
             return
-        turns = [[unit for unit in units if unit.numels] for units in self._turns]
+        turns = [[unit for unit in units if unit.is_there] for units in self._turns]
         if not turns[turn]:
             return
         later = [units for units in turns[turn:] if units]
@@ -153,7 +154,7 @@ class Units:
         if unit.is_gathered or not self._exchanges(unit):
             return
         unit.is_gathered = True
-        self.bytes_held.add(GATHERED, unit.whole * self.element * self._reshards(unit))
+        self.bytes_held.add(GATHERED, unit.gathered(True) * self.element * self._reshards(unit))
         self.bytes_held.note("gather")
 
     def leave(self, index: int) -> None:
@@ -270,7 +271,7 @@ class Units:
     def _gather(self, unit: UnitSizes, forward: bool = False) -> None:
         if self.in_place or unit.is_gathered:
             return
-        bytes_held, size = self.bytes_held, unit.padded * self.element
+        bytes_held, size = self.bytes_held, unit.gathered(self.in_place) * self.element
         unit.is_gathered = True
         if unit.ranks == 1 or not size:
             bytes_held.add(GATHERED, size)
@@ -293,7 +294,7 @@ class Units:
             self._begin_gather(unit)
 
     def _begin_gather(self, unit: UnitSizes) -> None:
-        flat = unit.padded * self.element * self.copies
+        flat = unit.gathered(self.in_place) * self.element * self.copies
         self.bytes_held.add(BUFFERS, flat)
         self._ahead[id(unit)] = flat
         with self.bytes_held.spike(BUFFERS, unit.shard * self.element * (self.element < _FP32)):
@@ -302,8 +303,7 @@ class Units:
     def _reshard(self, unit: UnitSizes) -> None:
         if unit.is_gathered:
             unit.is_gathered = False
-            elements = unit.whole if self.in_place else unit.padded
-            self.bytes_held.drop(GATHERED, elements * self.element)
+            self.bytes_held.drop(GATHERED, unit.gathered(self.in_place) * self.element)
 
     def _grow(self, unit: UnitSizes, names: Sequence[str], *, joins: bool = False) -> None:
         """Make gradients; those that come outside of autograd join its sums in any case."""

@@ -20,7 +20,7 @@ from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import Program
 from meshwright.program.messages import Overlaps, Phase, Purpose
-from meshwright.program.operations import Operation, operations
+from meshwright.program.operations import PRODUCT_BACKWARD, Operation, operations
 from meshwright.program.shards import shard
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
@@ -32,7 +32,8 @@ from meshwright.spec.training import TrainSpec
 class Product(NamedTuple):
     """A product `[rows, inner] x [inner, outer]`, of `groups` of rows with a matrix each.
 
-    `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies.
+    `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies. The
+    `backward` has so many of its size.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Product(NamedTuple):
     outer: int
     is_column: bool = False
     groups: int = 1
+    backward: float = PRODUCT_BACKWARD
 
     @property
     def sides(self) -> tuple[int, int, int]:
@@ -169,7 +171,7 @@ def layout_work(
         each = [
             layout_work(alike, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep)
             for kind in model.layer_kinds
-            for alike in [model.model_copy(update={"layer_pattern": (kind,)})]
+            for alike in [model.alike(kind)]
         ]
         return each[0]._replace(layers=tuple(one.layers[0] for one in each))
     train = TrainSpec.model_validate({"batch": ep, "seq_len": seq_len, "precision": precision})
@@ -252,7 +254,7 @@ def _work(
     ops: tuple[Operation, ...],
     messages: tuple[Message, ...],
 ) -> Work:
-    products = tuple(_product(program, sizes, op.name) for op in ops if op.kind == "product")
+    products = tuple(_product(program, sizes, op) for op in ops if op.kind == "product")
     attention = _attention_flops(program) if any(op.kind == "attention" for op in ops) else 0.0
     scores = 0
     if any(op.kind == "attention" for op in ops):
@@ -287,16 +289,22 @@ def _attention_flops(program: Program) -> float:
     )
 
 
-def _product(program: Program, sizes: Sizes, name: str) -> Product:
+def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     """Return the shape of a product from the parameter that it multiplies with."""
-    weight = name.replace("layers.*", "layers.0") + ".weight"
+    name = op.name
+    weight = name.replace("layers.*", "layers.0")
+    if weight not in program.shardings:  # but for an adapter's matrix it is a layer's name
+        weight += ".weight"
     if weight == "head.weight" and program.model.tie_embeddings:
         weight = "embed.weight"
     sharding = program.shardings[weight]
     *experts, outer, inner = sharding.tp_shape
     if experts:
         return Product(sizes.pairs, inner, outer, groups=experts[0])
-    return Product(sizes.tokens, inner, outer, sharding.tp_dim == 0 and ".shared." not in name)
+    # A latent vector's first product sends, and is whole on each rank.
+    is_alone = ".shared." in name or name.endswith((".q_b", ".kv_b"))
+    is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
+    return Product(sizes.tokens, inner, outer, is_column and not is_alone, backward=op.backward)
 
 
 def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
@@ -323,18 +331,23 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
 
 
 @lru_cache(maxsize=1024)
-def weights(model: ModelSpec, tp: int, shard_ranks: int, ep: int = 1) -> Weights:
+def weights(
+    model: ModelSpec, tp: int, shard_ranks: int, ep: int = 1, *, trained: bool = False
+) -> Weights:
     """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
 
-    Of experts those of one of `ep` ranks.
+    Of experts those of one of `ep` ranks. `trained`: of what is trained alone.
     """
-    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=1, ep=ep)
+    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep)
     if shard_ranks == 1:
         layout = Layout(tp=tp, dp_replicate=ep, ep=ep)
     layers, experts = [], []
     for kind in model.layer_kinds:
-        found = parts(model.model_copy(update={"n_layers": 1, "layer_pattern": (kind,)}))
-        sizes = {part.name: shard(part, layout).padded_elements for part in found}
+        found = parts(model.alike(kind, n_layers=1))
+        sizes = {
+            part.name: shard(part, layout).padded_elements * (part.trained or not trained)
+            for part in found
+        }
         shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
         experts.append(sum(map(sizes.__getitem__, shared_out)))
         layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
@@ -362,13 +375,19 @@ class Elements(NamedTuple):
 
 
 def elements_of(
-    model: ModelSpec, layout: Layout, held: HeldLayers, *, is_padded: bool = True
+    model: ModelSpec,
+    layout: Layout,
+    held: HeldLayers,
+    *,
+    is_padded: bool = True,
+    trained: bool = False,
 ) -> Elements:
     """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
 
     A tied head is a copy of the embedding.
     """
-    found = weights(model, layout.tp, layout.shard_ranks if is_padded else 1, layout.ep)
+    ranks = layout.shard_ranks if is_padded else 1
+    found = weights(model, layout.tp, ranks, layout.ep, trained=trained)
     experts = int(held.total(found.experts))
     plain = int(held.total(found.layers)) - experts
     if held.has_embedding or (held.has_head and model.tie_embeddings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from meshwright.layout.candidates import divisors
+from meshwright.spec.model import LayerSpec, ModelSpec
 
 # Tokens of a row from which, in fp32, and up to which blocks were measured to be faster than
 # PyTorch's kernel: `python -m benchmarks.attention`.
@@ -22,16 +23,22 @@ class ScoreBounds(NamedTuple):
     """Which scores a query has, and how they are bounded.
 
     It sees its own position and the `window - 1` before it; None: all before it. A score x becomes
-    `cap * tanh(x / cap)`.
+    `cap * tanh(x / cap)`. With `sinks` the softmax has one more score, that of its head's sink.
     """
 
     window: int | None = None
     cap: float | None = None
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, model: ModelSpec, kind: LayerSpec) -> ScoreBounds:
+        """Return those of a layer of a kind."""
+        return cls(kind.window, model.attention_softcap, model.attention_sinks)
 
     def within(self, keys: int) -> ScoreBounds:
         """Return this without a window that no row of `keys` tokens exceeds."""
         is_bounded = self.window is not None and self.window < keys
-        return self if is_bounded else ScoreBounds(None, self.cap)
+        return self if is_bounded else self._replace(window=None)
 
 
 UNBOUNDED: Final = ScoreBounds()
@@ -111,8 +118,8 @@ def by_blocks(
 ) -> bool:
     """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32.
 
-    Within a window or with a cap all rows, as PyTorch's kernel takes a mask for the one, with which
-    it computes and keeps a whole square, and has nothing for the other.
+    Within a window, with a cap or a sink all rows, as PyTorch's kernel takes a mask for the first,
+    with which it computes and keeps a whole square, and has nothing for the others.
     """
     shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision)
     if shortest is None or sees.within(length) != UNBOUNDED:

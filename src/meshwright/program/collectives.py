@@ -43,6 +43,7 @@ def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
         *_targets(program),
         *_tp_regions(program, sizes, stages),
         *_context(program, sizes, stages),
+        *_routing(program, sizes, stages),
         *_dispatch(program, sizes, stages),
         *_transfers(sizes, program.tables[at["pp"]]),
         *gathers(program, at, stages),
@@ -92,9 +93,9 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
         if program.model.qk_norm == "all":
             yield from _norms_over_heads(program, sizes, passes)
         if stage.is_first:
-            yield from _embedding(layout.sp, whole, count)
+            yield from _embedding(program, whole, count)
         if stage.is_last:
-            yield from _head(layout.sp, whole, count)
+            yield from _head(program, whole, count)
             yield from _loss(program, sizes)
 
 
@@ -109,6 +110,11 @@ def _left_again(program: Program) -> int:
     return 2 if program.model.dropout or program.model.norms_after else 1
 
 
+def _beside(program: Program) -> Overlaps:
+    """Return which products a sum of inputs' gradients travels beside: frozen weights have none."""
+    return "weights" if program.model.lora is None else ""
+
+
 def _plain_regions(
     program: Program, whole: int, passes: int, entries: tuple[int, int]
 ) -> Iterator[Collective]:
@@ -119,7 +125,7 @@ def _plain_regions(
     into_products, into_experts = entries
     yield reduce(2 * passes, "forward", "results of row-parallel products")
     what = "gradients of column-parallel products' inputs"
-    yield reduce(into_products, "backward", what, "weights")
+    yield reduce(into_products, "backward", what, _beside(program))
     yield reduce(into_experts, "backward", "gradients of experts' inputs")
     yield reduce(_left_again(program) * passes, "recompute", "results of row-parallel products")
 
@@ -140,12 +146,12 @@ def _sequence_parallel_regions(
     yield gather(both, "forward", f"stream {into}")
     yield scatter(both, "forward", "results of row-parallel products")
     yield gather(both, "backward", "gradients of row-parallel products' results")
-    yield scatter(into_products, "backward", f"gradients {into}", "weights")
+    yield scatter(into_products, "backward", f"gradients {into}", _beside(program))
     yield scatter(into_experts, "backward", "gradients before experts")
     # Neither does the selective policy keep gathered tensors: they are the largest.
     if gathers_again(program):
         yield gather(into_products, "backward", f"stream again {into}", "inputs")
-    else:
+    elif program.layout.recompute != "none":
         yield gather(both, "recompute", f"stream {into}")
     left_again = _left_again(program) * passes
     yield scatter(left_again, "recompute", "results of row-parallel products")
@@ -164,25 +170,27 @@ def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[C
         yield Collective("all_reduce", "tp", size, count, phase, "layer", reason)
 
 
-def _embedding(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+def _embedding(program: Program, whole: int, count: int) -> Iterator[Collective]:
     def message(kind: CollectiveKind, phase: Phase, what: str) -> Collective:
         return Collective(kind, "tp", whole, count, phase, "embedding", f"embedding: {what}")
 
-    if not sp:
+    if not program.layout.sp:
         yield message("all_reduce", "forward", "sum the ranks' rows")
         return
     yield message("reduce_scatter", "forward", "sum and cut the ranks' rows")
-    yield message("all_gather", "backward", "gather the gradients")
+    if program.model.lora is None:  # else it is frozen
+        yield message("all_gather", "backward", "gather the gradients")
 
 
-def _head(sp: bool, whole: int, count: int) -> Iterator[Collective]:
+def _head(program: Program, whole: int, count: int) -> Iterator[Collective]:
     """Yield what the head sends: all of it in the backward, which makes its products."""
 
     def gradients(kind: CollectiveKind, what: str) -> Collective:
         reason = f"head: {what}"
-        return Collective(kind, "tp", whole, count, "backward", "head", reason, "weights")
+        beside = _beside(program)
+        return Collective(kind, "tp", whole, count, "backward", "head", reason, beside)
 
-    if not sp:
+    if not program.layout.sp:
         yield gradients("all_reduce", "sum the gradients of its input")
         return
     reason = "head: gather the stream"
@@ -241,6 +249,20 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
         yield message(kind, of_keys * _FP32, steps * passes, "backward", what)
 
 
+def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield what a sequence's load-balancing loss needs of the ranks that share the sequence."""
+    if program.layout.cp > 1 and program.train.router_aux_loss:
+        size = sizes.rows * program.model.experts * _FP32
+        count, reason = _passes(program, stages), "backward: each sequence's tokens by expert"
+        yield Collective("all_reduce", "cp", size, count, "backward", "experts", reason)
+
+
+def _passes(program: Program, stages: Iterable[Stage]) -> int:
+    """Return how often microbatches pass layers with experts."""
+    kinds = (program.model.layer(layer) for stage in stages for layer in stage.layers)
+    return program.microbatches * sum(map(program.model.has_experts, kinds))
+
+
 def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
     """Yield what expert parallelism sends: tokens to their experts, and results back.
 
@@ -250,8 +272,7 @@ def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterat
     layout, model = program.layout, program.model
     if layout.ep == 1:
         return
-    kinds = (model.layer(layer) for stage in stages for layer in stage.layers)
-    passes = program.microbatches * sum(map(model.has_experts, kinds))
+    passes = _passes(program, stages)
     pairs = sizes.tokens * model.top_k
     counts, shares = model.experts * _WIDE, pairs * _FP32
     rows = pairs * model.dim * sizes.element
@@ -307,7 +328,8 @@ def _completion(
         reason = "gradients of what sees a part of the tokens"
         yield Collective("all_reduce", "tp", size, 1, "step", "gradients", reason)
     is_v = SCHEDULES[layout.schedule].is_v  # both copies on one rank
-    if program.model.tie_embeddings and layout.pp > 1 and not is_v and "embed.weight" in names:
+    is_tied = program.model.tie_embeddings and program.shardings["embed.weight"].part.trained
+    if is_tied and layout.pp > 1 and not is_v and "embed.weight" in names:
         size = shard("embed.weight")
         reason = "gradients of the tied embedding and head"
         yield Collective("all_reduce", "ends", size, 1, "step", "gradients", reason)

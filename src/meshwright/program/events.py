@@ -14,6 +14,7 @@ Event = Mapping[str, Any]
 _HAS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
     "step": {"step": int, "step_time_s": (int, float), "loss": (int, float, str)},
     "eval": {"step": int, "loss": (int, float, str)},
+    "experts": {"step": int, "layers": list, "tokens": list, "dead": list},
     "save": {"step": int},
     "resume": {"step": int},
     "overflow": {"step": int},

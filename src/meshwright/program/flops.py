@@ -5,7 +5,6 @@ from __future__ import annotations
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
     ATTENTION_BACKWARD,
-    PRODUCT_BACKWARD,
     is_joint,
     operations,
 )
@@ -30,13 +29,14 @@ def matmul_flops(program: Program, pp_rank: int) -> float:
     """
     total = 0.0
     again = program.layout.recompute == "full"
+    last = f"layers.*.mlp.down{'.lora_b' if 'mlp.down' in program.model.adapted else ''}"
     for stage in program.held(pp_rank):
         for op in operations(program, stage):
             if op.kind == "product":
                 is_again = again and op.name.startswith("layers.")
-                if op.name == "layers.*.mlp.down":
+                if op.name == last:
                     is_again = is_again and not stops_early(program)
-                total += op.flops * op.count * (1 + PRODUCT_BACKWARD + is_again)
+                total += op.flops * op.count * (1 + op.backward + is_again)
     return total * program.microbatches
 
 

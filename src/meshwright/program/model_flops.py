@@ -20,7 +20,13 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
     Two per weight that multiplies, and attention to what the causal mask and a window leave; with
     `squares` to twice as much, as where no mask were told of.
     """
-    each = 4.0 * spec.n_heads * spec.head_dim * (2 if squares else 1) / max(seq_len, 1)
+    each = (
+        2.0
+        * spec.n_heads
+        * (spec.head_dim + spec.value_dim)
+        * (2 if squares else 1)
+        / max(seq_len, 1)
+    )
     costs = {
         kind: 2 * _layer_weights(spec, kind) + each * causal_scores(seq_len, kind.window)
         for kind in spec.layer_kinds
@@ -30,7 +36,7 @@ def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tupl
 
 def _layer_weights(spec: ModelSpec, kind: LayerSpec) -> int:
     """Return the elements that a token is multiplied by in a layer: of experts its own."""
-    one = spec.model_copy(update={"n_layers": 1, "layer_pattern": (kind,)})
+    one = spec.alike(kind, n_layers=1)
     inside = (part for part in parts(one) if part.name.startswith("layers."))
     return sum(part.active(spec) for part in inside if part.is_product)
 
@@ -48,11 +54,18 @@ def embedding_flops(spec: ModelSpec) -> float:
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Return the model FLOPs of one training token, forward and backward.
 
+    The backward has two products for each of the forward, or where a weight is frozen one.
+
     Of products (the head's also where it is tied) and of attention over the whole sequence, without
     the causal half; in a window of twice the scores that it has.
     """
     layers = sum(layer_flops(spec, seq_len, squares=True))
-    return _PASSES * (layers + _head_products(spec))
+    every = _PASSES * (layers + _head_products(spec))
+    if spec.lora is None:
+        return every
+    frozen = (part for part in parts(spec) if part.is_product and not part.trained)
+    inside = sum(2.0 * part.active(spec) for part in frozen if part.name.startswith("layers."))
+    return every - inside - _head_products(spec)
 
 
 def _head_products(spec: ModelSpec) -> float:

@@ -8,17 +8,16 @@ kept, a mask aside. A test holds the bytes against what autograd really keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.program.attention import UNBOUNDED, ScoreBounds, by_blocks, causal_scores
 from meshwright.program.lower import Program
-from meshwright.program.ring import causal_pieces, ring_totals
+from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
-from meshwright.spec.model import LayerSpec
+from meshwright.spec.model import LayerSpec, ModelSpec
 
 Kind = Literal[
     "embedding",
@@ -36,6 +35,8 @@ Kind = Literal[
 
 # The backward of a product has two of its size: one for the input, one for the weight.
 PRODUCT_BACKWARD: Final = 2
+# Where the weight is frozen, that for the input.
+FROZEN_BACKWARD: Final = 1
 # Five products against two: the scores anew, and the gradients of the weights, v, q and k.
 # FlashAttention, arXiv:2205.14135, algorithm 4.
 ATTENTION_BACKWARD: Final = 2.5
@@ -51,7 +52,8 @@ class Operation:
     the stage has, in layers of the kind `layer` (None: outside of layers). `flops` are those of the
     forward, of products and attention only: the rest moves memory. `saved_bytes` is what it keeps
     until the backward, in bytes: a tensor that several share is counted at the first of them.
-    `normed_bytes` is the size of what a norm takes, and returns.
+    `normed_bytes` is the size of what a norm takes, and returns. A product's `backward` has so many
+    of its size: with a frozen weight one.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Operation:
     count: int
     normed_bytes: int = 0
     layer: LayerSpec | None = None
+    backward: float = PRODUCT_BACKWARD
 
 
 class _Op(NamedTuple):
@@ -73,14 +76,17 @@ class _Op(NamedTuple):
     saved: int = 0
     kept: int = 0
     normed: int = 0
+    backward: float = PRODUCT_BACKWARD
 
 
 def is_joint(program: Program) -> bool:
     """Whether our own function computes the products of one input together, see `execute.deferred`.
 
-    Under tp, and where weight gradients may be deferred.
+    Under tp, and where weight gradients may be deferred; not where weights are frozen.
     """
     layout = program.layout
+    if program.model.lora is not None:
+        return False
     return layout.tp > 1 or (layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward)
 
 
@@ -91,7 +97,7 @@ def gathers_again(program: Program) -> bool:
     what that has gathered.
     """
     layout = program.layout
-    return layout.tp > 1 and layout.sp and layout.recompute == "none"
+    return layout.tp > 1 and layout.sp and layout.recompute == "none" and is_joint(program)
 
 
 def operations(
@@ -116,13 +122,19 @@ def operations(
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
         found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
     found += (
-        Operation(f"layers.*.{op.name}", op.kind, index, op.flops, saved, count, op.normed, kind)
+        Operation(
+            f"layers.*.{op.name}",
+            *(op.kind, index, op.flops, saved, count, op.normed, kind, op.backward),
+        )
         for kind, count in kinds.items()
         for op, saved in _layer(program, sizes, kind, cp_rank, recomputed)
     )
     if stage.is_last:
         found += (
-            Operation(op.name, op.kind, index, op.flops, op.saved, 1, op.normed)
+            Operation(
+                op.name,
+                *(op.kind, index, op.flops, op.saved, 1, op.normed, None, op.backward),
+            )
             for op in _end(program, sizes)
         )
     return tuple(found)
@@ -138,7 +150,7 @@ def _layer(
         *_feed_forward(program, sizes, kind),
     )
     # The layer's dropout keys, in the context that a second forward starts from, too.
-    keys = sizes.rows * _INT64 if program.model.dropout else 0
+    keys = sizes.rows * _INT64 if program.model.drops else 0
     if recompute != "none":
         yield _Op("input", "block"), sizes.stream_bytes
     for op in ops:
@@ -165,50 +177,126 @@ def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, kept: int =
 
 
 def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[_Op]:
+    if program.model.norms_before:
+        yield _norm(program, sizes, "attn_norm")
+    heads_of = _latent_heads if program.model.is_latent else _heads
+    yield from heads_of(program, sizes)
+    yield from _core(program, sizes, kind, cp_rank)
+    if program.model.norms_after:
+        yield _norm(program, sizes, "attn_post_norm")
+
+
+def _latent_heads(program: Program, sizes: Sizes) -> Iterator[_Op]:
+    """Yield what latent attention makes queries, keys and values by.
+
+    Every rank of tp makes the latent vectors whole. The norms keep them: the one of keys all of
+    what it is a part of.
+    """
+    model, line = program.model, sizes.tokens * sizes.element
+
+    def low(name: str, width: int, kept: int, part: int = 0) -> Iterator[_Op]:
+        rank, wide = width - part, sizes.tokens * _WIDE
+        yield _Op(f"{name}_a", "product", sizes.product(sizes.dim, width), kept, line * width)
+        normed = line * rank
+        yield _Op(f"{name}_a_norm", "norm", saved=line * width + wide, normed=normed)
+        made = sizes.heads * latent_widths(model)[name]
+        yield _Op(f"{name}_b", "product", sizes.product(rank, made), normed, line * made)
+
+    kept = _input_kept(program, sizes)
+    if model.q_lora_rank:
+        yield from low("attn.q", model.q_lora_rank, kept)
+    else:
+        made = sizes.heads * model.head_dim
+        yield _Op("attn.q", "product", sizes.product(sizes.dim, made), kept, line * made)
+    shared = model.qk_rope_head_dim
+    yield from low("attn.kv", model.kv_lora_rank + shared, 0, shared)
+
+
+def latent_widths(model: ModelSpec) -> Mapping[str, int]:
+    """Return what a head has of the results of latent attention's second projections."""
+    return {"attn.q": model.head_dim, "attn.kv": model.qk_nope_head_dim + model.v_head_dim}
+
+
+def _heads(program: Program, sizes: Sizes) -> Iterator[_Op]:
+    """Yield what queries, keys and values are made by."""
     model, layout = program.model, program.layout
     heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     of_heads = sizes.tokens * heads * sizes.element
     of_kv_heads = sizes.tokens * kv_heads * sizes.element
-    if model.norms_before:
-        yield _norm(program, sizes, "attn_norm")
     # q, k and v have one input. The results of products are kept by the selective policy.
-    into_heads, into_kv = sizes.product(sizes.dim, heads), sizes.product(sizes.dim, kv_heads)
-    yield _Op("attn.q", "product", into_heads, _input_kept(program, sizes), of_heads)
-    yield _Op("attn.k", "product", into_kv, 0, of_kv_heads)
-    yield _Op("attn.v", "product", into_kv, 0, of_kv_heads)
+    inputs = _Inputs(program, sizes, _input_kept(program, sizes))
+    yield from inputs.product("attn.q", sizes.dim, heads, of_heads)
+    yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
+    yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
     if model.qk_norm != "none":
         each = model.qk_norm == "head"
         # The sums of both over tp, which the selective policy keeps.
         sent = 2 * sizes.tokens * _WIDE if layout.tp > 1 and not each else 0
         yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if each else 1, sent)
         yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if each else 1)
+
+
+def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[_Op]:
+    """Yield the rotation, attention and the product after it."""
+    model, layout = program.model, program.layout
+    heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    of_heads = sizes.tokens * heads * sizes.element
+    of_kv_heads = sizes.tokens * kv_heads * sizes.element
     if model.rotary_dim and kind.rotary:
         # Slices of the model's tables, or with positions of its own a copy in each layer.
         tables = 2 * program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
         yield _Op("attn.rope", "rotation", saved=tables)
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
     saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
-    if program.target.packed and _is_ring(program):
+    if program.target.packed and is_ring(program):
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
-    steps = _ring_steps(program, kind, cp_rank)
+    steps = ring_steps(program, kind, cp_rank)
     yield _Op(
         "attn.core",
         "attention",
-        flops=4.0 * heads * sizes.rows * _pairs(program, kind, cp_rank) / _head_ranks(program),
+        flops=4.0 * heads * sizes.rows * pairs(program, kind, cp_rank) / _head_ranks(program),
         saved=saved,
         kept=int((of_heads + sums) * steps),
     )
     # Some give their result in another order than the product wants it.
-    is_copied = _is_plain(program) or (layout.cp > 1 and layout.cp_kind == "ulysses")
-    yield _Op(
-        "attn.o",
-        "product",
-        sizes.product(heads, sizes.dim),
-        of_heads if is_copied else 0,
-        _row_kept(program, sizes),
-    )
-    if model.norms_after:
-        yield _norm(program, sizes, "attn_post_norm")
+    is_copied = is_plain(program) or (layout.cp > 1 and layout.cp_kind == "ulysses")
+    is_copied |= model.value_dim < model.core_dim
+    values = sizes.heads * model.value_dim
+    of_values = sizes.tokens * values * sizes.element
+    inputs = _Inputs(program, sizes, of_values if is_copied else 0, of_values)
+    yield from inputs.product("attn.o", values, sizes.dim, _row_kept(program, sizes))
+
+
+class _Inputs:
+    """What some linear layers take together, of `size` bytes for the first that keeps them.
+
+    `copied` bytes is what dropout makes of them. A product with a frozen weight keeps nothing: it
+    has no gradient of the weight to compute.
+    """
+
+    def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
+        self._model, self._sizes = program.model, sizes
+        self._size, self._copied = size, copied or size
+
+    def product(self, name: str, inner: int, outer: int, kept: int) -> Iterator[_Op]:
+        """Yield the product of a layer, and those of its adapter: `kept` as `_Op` has it."""
+        sizes, lora = self._sizes, self._model.lora
+        flops = sizes.product(inner, outer)
+        if lora is None:
+            yield _Op(name, "product", flops, self._take(), kept)
+            return
+        yield _Op(name, "product", flops, 0, kept, backward=FROZEN_BACKWARD)
+        if name not in self._model.adapted:
+            return
+        low = sizes.tokens * lora.rank * sizes.element
+        saved = self._copied if lora.dropout else self._take()
+        yield _Op(f"{name}.lora_a", "product", sizes.product(inner, lora.rank), saved, low)
+        result = sizes.tokens * outer * sizes.element
+        yield _Op(f"{name}.lora_b", "product", sizes.product(lora.rank, outer), low, result)
+
+    def _take(self) -> int:
+        size, self._size = self._size, 0
+        return size
 
 
 def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[_Op]:
@@ -222,15 +310,16 @@ def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[_
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
-    flops = sizes.product(sizes.dim, sizes.ffn)
+    inputs = _Inputs(program, sizes, _input_kept(program, sizes))
     if program.model.gated_mlp:
-        yield _Op("mlp.gate", "product", flops, _input_kept(program, sizes), hidden)
-        yield _Op("mlp.up", "product", flops, 0, hidden)
+        yield from inputs.product("mlp.gate", sizes.dim, sizes.ffn, hidden)
+        yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
         yield _Op("mlp.act", "activation", saved=2 * hidden)  # gate and up; act(gate) is made again
     else:
-        yield _Op("mlp.up", "product", flops, _input_kept(program, sizes), hidden)
+        yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
         yield _Op("mlp.act", "activation", saved=hidden)
-    yield _Op("mlp.down", "product", flops, hidden, _row_kept(program, sizes))
+    inputs = _Inputs(program, sizes, hidden)
+    yield from inputs.product("mlp.down", sizes.ffn, sizes.dim, _row_kept(program, sizes))
 
 
 def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
@@ -253,8 +342,8 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
         # Its sigmoid, and what that multiplies.
         yield _Op("mlp.shared_gate", "product", sizes.product(sizes.dim, 1), 0, one)
         yield _Op("mlp.shared_gate.act", "activation", saved=one + sizes.whole_bytes)
-    # The tokens, their softmax and the experts that were picked.
-    picked = sizes.pairs * _INT64
+    # The tokens, their softmax and the experts that were picked; how large a token's scores are.
+    picked = sizes.pairs * _INT64 + (sizes.tokens * _WIDE if program.train.router_z_loss else 0)
     yield _Op(
         "mlp.router",
         "product",
@@ -293,50 +382,12 @@ def _row_kept(program: Program, sizes: Sizes) -> int:
 def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
     """Yield what comes after the layers; the backward computes all but the norm."""
     yield _norm(program, sizes, "norm")
-    yield _Op("head", "product", sizes.product(sizes.dim, sizes.vocab), sizes.stream_bytes)
+    backward = PRODUCT_BACKWARD if program.model.lora is None else FROZEN_BACKWARD
+    flops = sizes.product(sizes.dim, sizes.vocab)
+    yield _Op("head", "product", flops, sizes.stream_bytes, backward=backward)
     yield _Op("loss", "loss", saved=_WIDE)  # where its sum will be
 
 
 def _head_ranks(program: Program) -> int:
     """Return over how many ranks attention spreads the heads beside tp: cp with Ulysses."""
     return program.layout.cp if program.layout.cp_kind == "ulysses" else 1
-
-
-def _pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return how many pairs of query and key the attention of one row and head computes here.
-
-    Half of a square and what a window leaves of it, since a kernel is told that it is causal.
-    Packed rows cost at most as much as where each is one document; how much less is up to the data.
-    The ring computes pieces of its own and the other ranks' keys, as `program.ring` cuts them.
-    """
-    bounds, span = ScoreBounds(kind.window, program.model.attention_softcap), program.train.seq_len
-    if _is_ring(program):
-        plain = _is_plain(program) or bounds.cap is not None
-        totals = ring_totals(span, program.layout.cp, cp_rank, bounds)
-        return totals.plain_pairs if plain else totals.pairs
-    if program.target.packed and program.target.on_cpu:
-        return sum(piece.pairs(bounds.cap is not None) for piece in causal_pieces(span, bounds))
-    bounds, target = bounds.within(span), program.target
-    is_masked = target.on_cpu and bounds != UNBOUNDED
-    shape = program.model.n_heads, program.model.n_kv_heads, span, program.train.precision
-    if is_masked and not by_blocks(*shape, bounds):
-        return float(span * span)
-    return causal_scores(span, bounds.window)
-
-
-def _is_ring(program: Program) -> bool:
-    return program.layout.cp > 1 and program.layout.cp_kind == "ring"
-
-
-def _is_plain(program: Program) -> bool:
-    """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
-    return _is_ring(program) and program.target.packed and program.train.precision == "fp16"
-
-
-def _ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return how many results of a block the ring computes, in those of all of its queries."""
-    if not _is_ring(program):
-        return 1.0
-    bounds = ScoreBounds(kind.window, program.model.attention_softcap)
-    totals = ring_totals(program.train.seq_len, program.layout.cp, cp_rank, bounds)
-    return totals.rows / program.sequence

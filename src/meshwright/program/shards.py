@@ -23,9 +23,10 @@ Region = tuple[tuple[int, int], ...]
 TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 # What the unit of a layer's experts is called, after the layer.
 EXPERTS: Final = ".mlp.experts"
-# Whole on each rank of tp, which uses it for a part of what it is for: some of the heads, or a part
-# of each expert's width.
-_USED_IN_PART: Final = frozenset({"head_dim", "routes"})
+# Whole on each rank of tp, which uses it for a part of what it is for: some of the heads, a part
+# of each expert's width, or of an adapter's inputs or outputs; or only one of the ranks uses it, as
+# it is added once.
+_USED_IN_PART: Final = frozenset({"head_dim", "routes", "rank", "latent", "addend"})
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Sharding:
     Of experts each of `ep` ranks has its own, before anything else is cut.
     `is_partial` says that the gradient of each tp rank is a part of a sum: the parameter is whole
     on all of them but sees other tokens on each, as norms do under sequence parallelism, other
-    heads, as norms of heads do, or another part of experts, as routers do.
+    heads, as norms of heads and what makes latent vectors do, or another part of experts, as
+    routers do, or only the first adds it.
     """
 
     part: Part
@@ -125,10 +127,20 @@ def shard(part: Part, layout: Layout) -> Sharding:
         tp_dim = cut[0] if cut else None
     is_whole = layout.tp > 1 and tp_dim is None
     is_partial = is_whole and (layout.sp or not _USED_IN_PART.isdisjoint(part.axes))
+    is_partial = is_partial and part.trained
     if layout.ep > 1 and part.is_of_experts:
         ranks = layout.expert_shard_ranks
         return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
-    return Sharding(part, layout.tp, tp_dim, layout.shard_ranks, is_partial)
+    is_cut = part.trained or cuts_frozen(layout)
+    return Sharding(part, layout.tp, tp_dim, layout.shard_ranks if is_cut else 1, is_partial)
+
+
+def cuts_frozen(layout: Layout) -> bool:
+    """Whether ranks share the rows of weights that are not trained.
+
+    ZeRO's stages 1 and 2 cut what follows from a gradient, of which these have none.
+    """
+    return layout.zero == 3 or layout.offload == "params"
 
 
 def sums_in_place(layout: Layout, target: Target) -> bool:

@@ -49,17 +49,36 @@ def _axes(layout: Layout, sharding: Sharding) -> _Axes:
     return _Axes("shard", sharding.shard_ranks, "replicate", layout.replica_ranks)
 
 
+def _is_cut(sharding: Sharding) -> bool:
+    return sharding.shard_ranks > 1
+
+
+def _is_trained(sharding: Sharding) -> bool:
+    return sharding.part.trained
+
+
 def _units(
-    program: Program, stage: Stage, elements: Callable[[Sharding], int], *, in_place: bool
+    program: Program,
+    stage: Stage,
+    elements: Callable[[Sharding], int],
+    which: Callable[[Sharding], bool],
+    *,
+    in_place: bool,
 ) -> list[_MessageUnit]:
-    """Return the units of a stage; `elements` says what a parameter has in the message."""
+    """Return the units of a stage; `elements` says what a parameter has in the message.
+
+    Of some parameters alone: `which`.
+    """
     sums: dict[str, list[int]] = {}
     axes: dict[str, _Axes] = {}
     for name in program.parameters(stage):
         unit = unit_of(name, in_place=in_place, ep=program.layout.ep)
         sharding = program.shardings[name]
-        # The head's comes with its input's.
+        if not which(sharding):
+            continue
+        # The head's comes with its input's, and adapters' with those of their layers' inputs.
         waits = unit.startswith("layers.") and sharding.part.is_product
+        waits = waits and not sharding.part.is_adapter
         sums.setdefault(unit, [0, 0])[0 if waits else 1] += elements(sharding)
         axes[unit] = _axes(program.layout, sharding)
     return [_MessageUnit(name, waits, comes, axes[name]) for name, (waits, comes) in sums.items()]
@@ -81,9 +100,8 @@ def gathers(
         return
     element = ELEMENT_BYTES[program.train.precision]
     for stage in stages:
-        for unit in _units(program, stage, attrgetter("padded_elements"), in_place=False):
-            if unit.axes.shards == 1:
-                continue
+        padded = attrgetter("padded_elements")
+        for unit in _units(program, stage, padded, _is_cut, in_place=False):
             size = (unit.deferred + unit.prompt) * element
             reason = f"ZeRO: the weights of {_what(unit.name)}"
             for phase, times in _passes(program, layout.zero == 3):
@@ -156,7 +174,8 @@ def reductions(
     each = layout.zero >= 2 and not in_place
     phase = _summed_in(each)
     for stage in stages:
-        units = _units(program, stage, attrgetter("padded_elements"), in_place=in_place)
+        padded = attrgetter("padded_elements")
+        units = _units(program, stage, padded, _is_trained, in_place=in_place)
         rounds = list(_rounds(program, at["pp"], stage, each))
         met = _summed_in(sum(meets for *_, meets in rounds) > 1)
         for has_deferred, has_prompt, meets in rounds:
@@ -206,7 +225,7 @@ def _exchanges(
         return math.prod(sharding.tp_shape) - own(sharding)
 
     for stage in stages:
-        sent = _units(program, stage, others, in_place=True)
+        sent = _units(program, stage, others, _is_trained, in_place=True)
         for has_deferred, has_prompt, _ in _rounds(program, at["pp"], stage, each):
             for unit in sent:
                 count = has_deferred * unit.deferred + has_prompt * unit.prompt
@@ -214,7 +233,7 @@ def _exchanges(
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
                     size, axis = count * reduced_bytes(program.train), unit.axes.shard
                     yield Collective("all_to_all", axis, size, 1, phase, "gradients", reason)
-        for unit in _units(program, stage, own, in_place=True):
+        for unit in _units(program, stage, own, _is_trained, in_place=True):
             size, axes = (unit.deferred + unit.prompt) * _FP32, unit.axes
             if size and axes.shards > 1 and axes.replicas > 1:
                 yield Collective(

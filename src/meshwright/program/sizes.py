@@ -18,6 +18,7 @@ class Sizes(NamedTuple):
 
     `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
     `heads`, `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares.
+    `head_dim` is that of attention's products, which zeros may fill up (`ModelSpec.core_dim`).
     `pairs` are those of a token with each of its experts; `element` is in bytes.
     """
 
@@ -48,7 +49,7 @@ class Sizes(NamedTuple):
             dim=model.dim,
             heads=model.n_heads // layout.tp,
             kv_heads=model.n_kv_heads // layout.tp,
-            head_dim=model.head_dim,
+            head_dim=model.core_dim,
             ffn=model.ffn_dim // layout.tp,
             vocab=model.vocab_size // layout.tp,
             element=ELEMENT_BYTES[program.train.precision],
@@ -95,12 +96,13 @@ def loss_element(element: int, *, capped: bool = False) -> int:
     return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
 
 
-def loss_room(sizes: Sizes, rows: int, products: Route) -> int:
+def loss_room(sizes: Sizes, rows: int, products: Route, *, is_frozen: bool = False) -> int:
     """Return what the product for the gradient of the head's weight needs for itself, in bytes.
 
-    `rows` are the tokens of a round; the first one makes the gradient, further ones add to it.
+    `rows` are the tokens of a round; the first one makes the gradient, further ones add to it. A
+    head that `is_frozen` has none.
     """
-    if sizes.element != _WIDE:
+    if sizes.element != _WIDE or is_frozen:
         return 0
     shape = sizes.vocab, rows, sizes.dim
     again = products.room(*shape, adds=True) if rows < sizes.tokens else 0

@@ -14,7 +14,8 @@ from meshwright.prove.case import Case
 def make_batch(case: Case, step: int) -> Batch:
     """Return the global batch of a step: random tokens, rows with very uneven numbers of targets.
 
-    Where the case is packed, rows hold several documents of random lengths.
+    Where the case is packed, rows hold several documents of random lengths. Where it is a chat,
+    targets are in spans, and the first half of the rows, whole microbatches and ranks, has none.
     """
     generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
     rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size
@@ -22,6 +23,11 @@ def make_batch(case: Case, step: int) -> Batch:
     targets = tokens[:, 1:].clone()
     for row in range(rows):  # a mean of means would be wrong
         targets[row, : row * seq // (2 * rows)] = IGNORE
+    if case.chat:
+        turns = (torch.rand(rows, seq, generator=generator) < 4 / seq).cumsum(1)
+        targets[turns % 2 == 0] = IGNORE
+        targets[: rows // 2] = IGNORE
+        targets[-1, seq // 2] = tokens[-1, seq // 2 + 1]  # one, however the spans fall
     segments = bounds = None
     if case.packed:
         starts = torch.rand(rows, seq, generator=generator) < 4 / seq
@@ -30,7 +36,7 @@ def make_batch(case: Case, step: int) -> Batch:
         last = torch.ones(rows, 1, dtype=torch.bool)
         targets[torch.cat((starts[:, 1:], last), 1)] = IGNORE
     keys = None
-    if case.model.dropout:
+    if case.model.drops:
         keys = row_keys(case.train.seed, step, range(rows))
     return Batch(tokens[:, :-1].contiguous(), targets, segments, keys, bounds)
 

@@ -20,7 +20,8 @@ OPTIMIZERS: Final[Mapping[Optimizer, str]] = {"adamw": "AdamW", "sgd": "SGD"}
 class Case:
     """One layout, and what it is run on; `refused` is the rule that it is expected to break.
 
-    `steps` of an optimizer are compared.
+    `steps` of an optimizer are compared. With `chat` only some turns are trained, and half of the
+    rows have none.
     """
 
     model: ModelSpec
@@ -30,6 +31,7 @@ class Case:
     steps: int = 3
     optimizer: Optimizer = "adamw"
     refused: str | None = None
+    chat: bool = False
 
     @property
     def loss_scale(self) -> float:
@@ -58,10 +60,14 @@ class Case:
             "tied": model.tie_embeddings,
             "biased": model.family != "neox" and model.attention_bias,
             "parallel": model.parallel_residual,
-            "dropout": model.dropout > 0,
+            "dropout": model.drops,
+            f"lora {' '.join(sorted(model.adapted))}": model.lora is not None,
             "packed": self.packed,
+            "chat": self.chat,
             "compiled": self.train.is_compiled,
             f"{model.experts}x{model.top_k}": model.experts > 0,
+            "aux": self.train.router_aux_loss > 0,
+            "z": self.train.router_z_loss > 0,
         }
         yield from (name for name, is_set in flags.items() if is_set)
         yield f"{model.n_layers}L"

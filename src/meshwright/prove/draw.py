@@ -18,8 +18,9 @@ from meshwright.layout.candidates import divisors
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case, Optimizer
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec, RopeScaling
+from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 from meshwright.spec.resolve import model_spec
+from meshwright.spec.rotary import RopeScaling
 from meshwright.spec.training import TrainSpec
 
 T = TypeVar("T")

@@ -94,7 +94,7 @@ def _wrong_weight(search: _Search) -> Divergence | None:
     wrong = []
     for held in search.build().held:
         shape = held.sharding.part.shape
-        part = _part(source(held.name, shape, whole(shape)), held, search)
+        part = _part(source(held.name, shape, whole(shape)), held, search).to(held.shard.dtype)
         error = (held.shard.cpu() - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
         if error != 0:
             wrong.append(Difference(error, 0.0, held.name, search.world.rank, held.stage))
@@ -245,7 +245,7 @@ def _wrong(
 ) -> list[Difference]:
     """Return this rank's own shards that are wrong."""
     wrong = []
-    for held in parallel.held:
+    for held in parallel.trained:
         tensor = tensor_of(held)
         local = None if tensor is None else local_shard(tensor)
         part = partial(_part, held=held, search=search)

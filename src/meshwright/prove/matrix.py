@@ -38,11 +38,12 @@ _ROUNDS: Final = {2: 2, 4: 2, 8: 1, 16: 2}
 
 
 class _Kind(NamedTuple):
-    """A kind of model and of batch."""
+    """A kind of model and of batch; `asked` is what training asks of routers."""
 
     family: str
     packed: bool = False
     flags: Mapping[str, Any] = MappingProxyType({})
+    asked: Mapping[str, float] = MappingProxyType({})
 
 
 _NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
@@ -94,29 +95,61 @@ _KINDS: Final = (
     _Kind("olmo3", packed=True, flags=_LOCAL),
     _Kind("smollm3", packed=True, flags=_ODD),
 )
+# Large: the gradients of these losses are as large as the others.
+_EVEN: Final = {"router_aux_loss": 1.0}
+_SMALL: Final = {"router_z_loss": 0.3}
 # From one expert of a token to all of them. Most numbers of experts divide among ranks.
 _MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
 _SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
+# Values smaller than keys, or larger; one of two groups is picked from. In half precision tokens
+# change experts, and the loss with them: a small scale leaves that within its tolerance.
+_LATENT: Final = {
+    "experts": 8,
+    "top_k": 3,
+    "expert_ffn_dim": 48,
+    "shared_ffn_dim": 48,
+    "dense_layers": 1,
+    "routed_scale": 0.7,
+    "expert_groups": 2,
+    "top_groups": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+_UNGROUPED: Final = {"experts": 6, "top_k": 2, "expert_groups": 1, "top_groups": 1}
+_LENGTHENED: Final = {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.4}
+# A limit that few values exceed: where rounding takes one across it, its gradient jumps.
+_BOUNDED: Final = {"layer_pattern": [{"window": 7}, {}], "swiglu_limit": 3.0}
+_GPT_OSS: Final = {"experts": 6, "top_k": 1, "dropout": 0.1}
 _EXPERT_KINDS: Final = (
     _Kind("mixtral", flags={"experts": 4, "top_k": 3}),
-    _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}),
+    _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}, asked=_EVEN),
     _Kind(
         "qwen2_moe",
         flags={**_MIXTURE, "shared_ffn_dim": 96, "layer_pattern": [{"dense": True}, {}]},
+        asked={**_EVEN, **_SMALL},
     ),
     _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 1}),
     _Kind("qwen3_moe", flags={"experts": 8, "top_k": 3, "expert_ffn_dim": 64, "dropout": 0.1}),
-    _Kind("mixtral", packed=True, flags={"experts": 4, "top_k": 2}),
+    _Kind("mixtral", packed=True, flags={"experts": 4, "top_k": 2}, asked={**_EVEN, **_SMALL}),
     _Kind("qwen2_moe", packed=True, flags={**_SHARED, "tie_embeddings": True}),
-    _Kind("olmoe", flags={"experts": 4, "top_k": 4}),
+    _Kind("olmoe", flags={"experts": 4, "top_k": 4}, asked=_SMALL),
     _Kind(
         "mixtral",
         flags={"experts": 3, "top_k": 3, "tie_embeddings": True, "layer_pattern": [{"window": 9}]},
     ),
     _Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64}),
-    _Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}),
-    _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}),
+    _Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}, asked=_EVEN),
+    _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}, asked=_EVEN),
     _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, "experts": 4, "tie_embeddings": True}),
+    _Kind("deepseek_v3", flags=_LATENT),
+    _Kind("deepseek_v3", packed=True, flags={**_LATENT, "q_lora_rank": 0, **_UNGROUPED, **_ODD}),
+    _Kind("deepseek_v3", flags={**_LATENT, "v_head_dim": 12, "rope_scaling": _LENGTHENED}),
+    _Kind("gpt_oss", flags={**_BOUNDED, "experts": 4, "top_k": 2}),
+    _Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
+    _Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),
 )
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
@@ -312,7 +345,7 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[_Kind]) -
         head_dim=8,
         **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
-    optimizer = _turned(_OPTIMIZERS, turn)
+    optimizer, train = _turned(_OPTIMIZERS, turn), train.model_copy(update=dict(kind.asked))
     if model.experts:
         most = math.gcd(model.experts, layout.alike_ranks)
         legal = [ep for ep in (2, 4, 8) if most % ep == 0]

@@ -19,8 +19,12 @@ from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.models.dropout import dropout, layer_keys
 from meshwright.prove.fake_float8 import float8_linear
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.prove.rotation import rotation
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
 
+# The dropout of an adapter has a mask of its own for each linear layer of a block.
+_ADAPTER_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 Weights = Mapping[str, Tensor]
 # x [..., in], weight [out, in], bias [out] or None -> [..., out]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -34,15 +38,17 @@ def streams(
     drops: bool = True,
     fp8: bool = False,
     gaps: list[float] | None = None,
+    routers: list[Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
 
     By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values: those of
     the embedding after it is yielded, as it is a module's own output. `gaps` gets, for each layer
-    of experts, the smallest distance of a router's score that was picked from one that was not.
+    of experts, the smallest distance of a router's score that was picked from one that was not;
+    `routers` their scores `[batch, seq, experts]`.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
-    model.gaps = gaps
+    model.gaps, model.routers = gaps, routers
     x = F.embedding(batch.inputs, weights["embed.weight"])
     yield "embed", x
     x = _times(x, spec.embedding_scale)
@@ -60,15 +66,31 @@ def loss_sum(
     drops: bool = True,
     fp8: bool = False,
     gaps: list[float] | None = None,
+    routers: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of a batch's targets, in nats; `gaps` as in `streams`."""
-    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, gaps=gaps)
+    """Return the summed cross-entropy of a batch's targets, in nats; the lists as in `streams`."""
+    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, gaps=gaps, routers=routers)
     x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
     logits = _capped(_wide(F.linear(x, head)), spec.logits_softcap)
     return F.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
+
+
+def router_losses(spec: ModelSpec, train: TrainSpec, scores: Tensor) -> Tensor:
+    """Return the losses of a layer's router, as they are weighed, summed over sequences.
+
+    scores fp32 or fp64 `[batch, seq, experts]`. arXiv:2412.19437, equations 17 to 20, with softmax;
+    arXiv:2202.08906, equation 5.
+    """
+    seq = scores.shape[1]
+    every = scores.softmax(-1)
+    met = torch.zeros_like(every).scatter_(-1, every.topk(spec.top_k).indices, 1.0)
+    often = met.sum(1) * (spec.experts / (spec.top_k * seq))
+    even = (often.detach() * every.mean(1)).sum()
+    small = scores.logsumexp(-1).square().mean(1).sum()
+    return train.router_aux_loss * even + train.router_z_loss * small
 
 
 class _Model:
@@ -79,6 +101,7 @@ class _Model:
     ) -> None:
         self.spec, self.weights, self.keys = spec, weights, keys
         self.gaps: list[float] | None = None
+        self.routers: list[Tensor] | None = None
         self.linear: Linear = float8_linear if fp8 else F.linear
         seq = batch.inputs.shape[1]
         places = torch.arange(seq)
@@ -109,16 +132,64 @@ class _Model:
     def attention(self, layer: int, x: Tensor) -> Tensor:
         """Return causal attention within the rows' documents and the layer's window."""
         spec, at, kind = self.spec, f"layers.{layer}", self.spec.layer(layer)
+        q, k, v = (self.latent_heads if spec.kv_lora_rank else self.plain_heads)(layer, x)
+        room = max(spec.head_dim, v.shape[-1])
+        scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(room)
+        scores = _capped(scores, spec.attention_softcap)
+        seen = self.sees if kind.window is None else self.sees & (self.back < kind.window)
+        scores = scores.masked_fill(~seen[:, None], -math.inf)
+        if spec.attention_sinks:  # a key that all see, with nothing to give
+            sinks = _wide(self.weights[f"{at}.attn.sinks"])
+            scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        shares = scores.softmax(-1)[..., : len(self.places)]
+        mixed = torch.einsum("bhqk,bkhd->bqhd", _wide(shares.to(x.dtype)), _wide(v)).to(x.dtype)
+        return self.project(f"{at}.attn.o", mixed.flatten(2))
+
+    def plain_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[batch, seq, heads, dims]`, projected one by one."""
+        spec, at = self.spec, f"layers.{layer}"
         q, k, v = (self.project(f"{at}.attn.{name}", x) for name in "qkv")
         q, k, v = self.normed_heads(at, "q", q), self.normed_heads(at, "k", k), self.heads(v)
         q, k = self.rotated(layer, _times(q, spec.query_scale)), self.rotated(layer, k)
         k, v = (one.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=2) for one in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", _wide(q), _wide(k)) / math.sqrt(spec.head_dim)
-        scores = _capped(scores, spec.attention_softcap)
-        seen = self.sees if kind.window is None else self.sees & (self.back < kind.window)
-        shares = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
-        mixed = torch.einsum("bhqk,bkhd->bqhd", _wide(shares.to(x.dtype)), _wide(v)).to(x.dtype)
-        return self.project(f"{at}.attn.o", mixed.flatten(2))
+        return q, k, v
+
+    def latent_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same of latent vectors. arXiv:2405.04434, equations 9 to 17.
+
+        The query has the scale of YaRN's length, and undoes that of a value with more dims.
+        """
+        spec, at = self.spec, f"layers.{layer}.attn"
+        if spec.q_lora_rank:
+            q = self.small_norm(f"{at}.q_a_norm", self.project(f"{at}.q_a", x))
+            q = self.project(f"{at}.q_b", q)
+        else:
+            q = self.project(f"{at}.q", x)
+        q = q.view(*x.shape[:2], spec.n_heads, -1)
+        made = self.project(f"{at}.kv_a", x)
+        rank, alone = spec.kv_lora_rank, spec.qk_nope_head_dim
+        latent = self.small_norm(f"{at}.kv_a_norm", made[..., :rank])
+        kv = self.project(f"{at}.kv_b", latent).view(*x.shape[:2], spec.n_heads, -1)
+        shared = self.turned(layer, made[..., None, rank:]).expand(-1, -1, spec.n_heads, -1)
+        k = torch.cat((kv[..., :alone], shared), -1)
+        q = torch.cat((q[..., :alone], self.turned(layer, q[..., alone:])), -1)
+        length, scaling = 1.0, spec.rope_scaling
+        if scaling is not None and scaling.mscale_all_dim is not None:
+            length += 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0))
+        more = math.sqrt(max(1.0, spec.v_head_dim / spec.head_dim))
+        return _times(q, length**2 * more), k, kv[..., alone:]
+
+    def small_norm(self, at: str, x: Tensor) -> Tensor:
+        """Return the norm of a latent vector, which has an epsilon of its own in all models."""
+        wide = _wide(x)
+        scale = (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        return (wide / scale * self.weights[f"{at}.weight"]).to(x.dtype)
+
+    def turned(self, layer: int, x: Tensor) -> Tensor:
+        """Return rotated dims `[batch, seq, heads, dims]`, of which pairs may lie side by side."""
+        if not self.spec.rope_interleave:
+            return self.rotated(layer, x)
+        return self.rotated(layer, torch.cat((x[..., ::2], x[..., 1::2]), -1))
 
     def normed_heads(self, at: str, name: str, x: Tensor) -> Tensor:
         """Return heads of queries or keys, normed one by one or together."""
@@ -150,26 +221,70 @@ class _Model:
         """
         spec, weights = self.spec, self.weights
         scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{at}.router.weight"]))
-        if self.gaps is not None and spec.top_k < spec.experts:
-            ranked = scores.detach().sort(-1, descending=True).values
-            self.gaps.append((ranked[..., spec.top_k - 1] - ranked[..., spec.top_k]).min().item())
-        every = scores.softmax(-1)
-        least = every.sort(-1, descending=True).values[..., spec.top_k - 1, None]
-        shares = torch.where(every >= least, every, torch.zeros_like(every))
+        if spec.expert_bias:
+            scores = scores + _wide(weights[f"{at}.router.bias"])
+        if self.routers is not None:
+            self.routers.append(scores)
+        if spec.router_scores == "sigmoid":
+            every = scores.sigmoid()
+            judged = self.corrected(at, every.detach())
+        else:
+            every = scores.softmax(-1)
+            judged = scores.detach()
+        picked = self.best(judged, spec.top_k)
+        shares = torch.where(picked, every, torch.zeros_like(every))
         if spec.norm_top_k:
             shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares * spec.routed_scale
         total = torch.zeros_like(x)
-        gate, up, down = (weights[f"{at}.experts.{one}.weight"] for one in ("gate", "up", "down"))
+
+        def project(name: str, expert: int, x: Tensor) -> Tensor:
+            return F.linear(x, weights[f"{at}.experts.{name}.weight"][expert])
+
+        def bias(name: str, expert: int) -> Tensor | float:
+            return weights[f"{at}.experts.{name}.bias"][expert] if spec.expert_bias else 0.0
+
         for expert in range(spec.experts):
-            between = self.activated(F.linear(x, gate[expert])) * F.linear(x, up[expert])
+            gate, up = (project(one, expert, x) + bias(one, expert) for one in ("gate", "up"))
             share = shares[..., expert, None].to(x.dtype)
-            total = total + F.linear(between * share, down[expert])
+            between = self.between(gate, up)
+            total = total + project("down", expert, between * share) + bias("down", expert) * share
         if spec.shared_ffn_dim:
             shared = self.feed_forward(f"{at}.shared", x)
             if spec.shared_gate:
                 shared = self.project(f"{at}.shared_gate", x).sigmoid() * shared
             total = total + shared
         return total
+
+    def corrected(self, at: str, scores: Tensor) -> Tensor:
+        """Return the scores that experts are picked by, `-inf` outside of the best groups.
+
+        arXiv:2412.19437, equation 16. Of a sigmoid: times 4, its score moves as far at least.
+        """
+        spec = self.spec
+        found = 4 * (scores + self.weights[f"{at}.router.correction"])
+        each = found.view(*found.shape[:-1], spec.expert_groups, -1)
+        if spec.top_groups == spec.expert_groups:
+            return found
+        two = each.sort(-1, descending=True).values[..., :2].sum(-1)
+        kept = self.best(two, spec.top_groups, errors=2)
+        return torch.where(kept[..., None], each, -math.inf).flatten(-2)
+
+    def best(self, scores: Tensor, number: int, errors: int = 1) -> Tensor:
+        """Return which are among the best; `gaps` gets how near another comes, for each error."""
+        ranked = scores.sort(-1, descending=True).values
+        if self.gaps is not None and number < scores.shape[-1]:
+            gap = (ranked[..., number - 1] - ranked[..., number]).min().item()
+            self.gaps.append(gap / errors)
+        return scores >= ranked[..., number - 1, None]
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return what an expert's last product takes."""
+        limit = self.spec.swiglu_limit
+        if limit is None:
+            return self.activated(gate) * up
+        gate, up = torch.clamp(gate, max=limit), torch.clamp(up, -limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(self.spec.swiglu_alpha * gate))
 
     def activated(self, x: Tensor) -> Tensor:
         """Return the activation of x."""
@@ -178,8 +293,19 @@ class _Model:
         return F.gelu(x, approximate="tanh" if self.spec.activation == "gelu_tanh" else "none")
 
     def project(self, at: str, x: Tensor) -> Tensor:
-        """Return a linear layer of x."""
-        return self.linear(x, self.weights[f"{at}.weight"], self.weights.get(f"{at}.bias"))
+        """Return a linear layer of x, with its adapter if it has one. arXiv:2106.09685, 4.1."""
+        out = self.linear(x, self.weights[f"{at}.weight"], self.weights.get(f"{at}.bias"))
+        first, lora = self.weights.get(f"{at}.lora_a"), self.spec.lora
+        if first is None or lora is None:
+            return out
+        if self.keys is not None and lora.dropout > 0:
+            layer, name = at.removeprefix("layers.").split(".", 1)
+            site = _ADAPTER_SITES.index(name) + 16
+            keys = layer_keys(self.keys, int(layer))
+            stays = dropout(torch.ones(x.shape), lora.dropout, keys, None, site) != 0
+            x = (_wide(x) * stays / (1 - lora.dropout)).to(x.dtype)
+        scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+        return out + F.linear(F.linear(x, first), self.weights[f"{at}.lora_b"]) * scale
 
     def rotated(self, layer: int, x: Tensor) -> Tensor:
         """Return heads `[batch, seq, heads, head_dim]`, a part turned by their positions' angles.
@@ -189,7 +315,7 @@ class _Model:
         half = self.spec.rotary_dim // 2
         if half == 0 or not self.spec.layer(layer).rotary:
             return x
-        frequencies, stretch = _rotation(self.spec, layer, len(self.places))
+        frequencies, stretch = rotation(self.spec, layer, len(self.places))
         angles = torch.outer(self.places, frequencies)[:, None]
         wide = _wide(x)
         a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
@@ -229,65 +355,6 @@ def _capped(x: Tensor, cap: float | None) -> Tensor:
 def _times(x: Tensor, factor: float) -> Tensor:
     """Return x times a constant; the same tensor where that is 1."""
     return x if factor == 1 else x * factor
-
-
-def _rotation(spec: ModelSpec, layer: int, row: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each turned pair of dims, and what their length grows by.
-
-    In fp32, as every implementation. `row`: how many tokens a row has.
-    """
-    own, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
-    base = spec.rope_theta if own is None else own
-    plain = 1.0 / base ** (torch.arange(0, spec.rotary_dim, 2).float() / spec.rotary_dim)
-    if scaling is None or own is not None:
-        return plain, 1.0
-    if scaling.kind == "linear":
-        return plain / scaling.factor, 1.0
-    if scaling.kind == "llama3":
-        return _stretched(plain, scaling), 1.0
-    if scaling.kind == "yarn":
-        return _by_turns(plain, scaling, base), _yarn_length(scaling)
-    fits = row <= scaling.original_context
-    parts = torch.tensor(scaling.short_factor if fits else scaling.long_factor)
-    # arXiv:2402.13753 and its code: sqrt(1 + ln s / ln L).
-    more = math.log(max(scaling.factor, 1.0), scaling.original_context)
-    given = scaling.attention_factor
-    return plain / parts, (1 + more) ** 0.5 if given is None else given
-
-
-def _by_turns(plain: Tensor, scaling: RopeScaling, base: float) -> Tensor:
-    """Return YaRN's frequencies: where between two pairs one is decides. arXiv:2309.00071, 3.2.
-
-    The paper's ramp is over turns; all code has it over the pairs' numbers.
-    """
-    log_turns = math.log(scaling.original_context / (2 * math.pi))
-    step = math.log(base) / len(plain)  # by which the log of the turns falls from pair to pair
-    ends = [(log_turns - math.log(beta)) / step for beta in (scaling.beta_fast, scaling.beta_slow)]
-    if scaling.truncate:
-        ends = [math.floor(ends[0]), math.ceil(ends[1])]
-    low, high = max(ends[0], 0), min(ends[1], 2 * len(plain) - 1)
-    high = low + 0.001 if low == high else high
-    divided = torch.tensor([(i - low) / (high - low) for i in range(len(plain))]).clamp(0, 1)
-    return plain * (1 - divided + divided / scaling.factor)
-
-
-def _yarn_length(scaling: RopeScaling) -> float:
-    """Return what YaRN multiplies queries and keys by: its section 3.4, and DeepSeek's `mscale`."""
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    grown = 0.1 * math.log(max(scaling.factor, 1.0))
-    above, below = scaling.mscale, scaling.mscale_all_dim
-    if above is None or below is None:
-        return 1 + grown
-    return (1 + above * grown) / (1 + below * grown)
-
-
-def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's frequencies: turns of the context that was trained with decide."""
-    turns = scaling.original_context * plain / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (kept + (1 - kept) / scaling.factor)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from meshwright.execute.data import DTYPES
 from meshwright.execute.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.oracle import loss_sum, streams
-from meshwright.prove.weights import whole_weights
+from meshwright.prove.oracle import loss_sum, router_losses, streams
+from meshwright.prove.weights import whole_buffers, whole_weights
 from meshwright.spec.training import OptimizerSpec
 
 Tensors = Mapping[str, Tensor]
@@ -97,6 +97,12 @@ class Reference:
         exact = self._later(self.exact)
         each = [zip(self._later(sample), exact, strict=True) for sample in self.rounded]
         return max(abs(a - b) / b for pairs in each for a, b in pairs)
+
+    @property
+    def first_noise(self) -> float:
+        """The largest error of the first loss in the samples, relative to it."""
+        exact = self.exact.losses[0]
+        return max(abs(one.losses[0] - exact) / exact for one in self.rounded)
 
     @staticmethod
     def _later(steps: Steps) -> tuple[float, ...]:
@@ -197,14 +203,15 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
     found = []
     for exact in (False, True):
         one = _OneDevice(case, exact=exact)
-        whole = streams(case.model, one.used(), batch, fp8=one.fp8)
+        whole = streams(case.model, one.used() | one.beside, batch, fp8=one.fp8)
         found.append({name: x.double() for name, x in whole})
     return found[0], found[1]
 
 
 def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
     case = one.case
-    step_of = _Optimizer(one.masters, optimizer, case.steps)
+    trained = {name: one.masters[name] for name in one.trained}
+    step_of = _Optimizer(trained, optimizer, case.steps)
     losses, norms, moments = [], [], []
     first: Tensors = {}
     for step in range(case.steps):
@@ -229,7 +236,7 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
 
 
 class _OneDevice:
-    """Masters, and what is computed with them.
+    """Masters, and what is computed with them; with adapters these alone are `trained`.
 
     A `sample` other than the first begins with weights of which some are one rounding off.
     """
@@ -238,6 +245,7 @@ class _OneDevice:
         self.case, self._is_exact = case, exact
         self._half = DTYPES[case.train.precision]
         self._start = whole_weights(case.model, case.train.seed)
+        self.beside = whole_buffers(case.model, case.train.seed)
         if sample:
             generator = torch.Generator().manual_seed(sample)
             self._start = {
@@ -245,6 +253,8 @@ class _OneDevice:
             }
         dtype = torch.float64 if exact else torch.float32
         self.masters = {name: one.to(dtype, copy=True) for name, one in self._start.items()}
+        names = [name for name in self.masters if name.endswith((".lora_a", ".lora_b"))]
+        self.trained = names if case.model.lora is not None else list(self.masters)
         self.fp8 = case.train.fp8 and not exact
         self.gaps: list[float] = []
 
@@ -260,13 +270,20 @@ class _OneDevice:
         """Return the mean loss of a global batch and its gradients."""
         case, scale = self.case, self.case.loss_scale
         count = max(int((batch.targets != IGNORE).sum()), 1)
-        used = {name: weight.requires_grad_() for name, weight in self.used().items()}
+        used = self.used()
+        trained = {name: used[name].requires_grad_() for name in self.trained}
         total, sums = 0.0, dict[str, Tensor]()
         for part in self._parts(batch):
-            loss = loss_sum(case.model, used, part, fp8=self.fp8, gaps=self.gaps)
-            found = torch.autograd.grad(loss * (scale / count), list(used.values()))
+            routers: list[Tensor] = []
+            weights = used | self.beside
+            loss = loss_sum(
+                case.model, weights, part, fp8=self.fp8, gaps=self.gaps, routers=routers
+            )
+            beside = [router_losses(case.model, case.train, one) for one in routers]
+            whole = loss / count + sum(beside) / len(batch.inputs)
+            found = torch.autograd.grad(whole * scale, list(trained.values()))
             total += loss.item() / count
-            for name, gradient in zip(used, found, strict=True):
+            for name, gradient in zip(trained, found, strict=True):
                 wide = gradient.to(self._summed)
                 sums[name] = sums[name] + wide if name in sums else wide
         like = next(iter(self.masters.values()))
@@ -287,7 +304,7 @@ class _OneDevice:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss over the targets of some batches, without dropout."""
-        used, model = self.used(), self.case.model
+        used, model = self.used() | self.beside, self.case.model
         total = sum(
             loss_sum(model, used, part, drops=False, fp8=self.fp8, gaps=self.gaps).item()
             for batch in batches
@@ -298,8 +315,7 @@ class _OneDevice:
     def updates(self) -> dict[str, Tensor]:
         """Return what has been added to the weights since the start."""
         return {
-            name: (master.double() - self._start[name]).float()
-            for name, master in self.masters.items()
+            name: (self.masters[name].double() - self._start[name]).float() for name in self.trained
         }
 
 

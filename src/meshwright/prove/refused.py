@@ -145,6 +145,11 @@ def _data(world: int) -> Iterator[Case]:
         **mixture,
     )
     yield _case(
+        "train.router_aux_loss = 0.5 is of models with experts, but model.experts = 0",
+        f"dp{world} mb1",
+        {"router_aux_loss": 0.5},
+    )
+    yield _case(
         "layout.offload = params needs sharded states, but layout.zero = 0 replicates",
         f"dp{world} mb1 offload-params",
     )

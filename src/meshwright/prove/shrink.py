@@ -12,7 +12,8 @@ from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.model import LayerSpec, ModelSpec, RopeScaling
+from meshwright.spec.model import LayerSpec, ModelSpec
+from meshwright.spec.rotary import RopeScaling
 from meshwright.spec.training import TrainSpec
 from meshwright.units import round_up
 
@@ -26,7 +27,7 @@ _EXPERTS: Final = 8
 
 
 def shrink(
-    model: ModelSpec, train: TrainSpec, layout: Layout, *, packed: bool = False
+    model: ModelSpec, train: TrainSpec, layout: Layout, *, packed: bool = False, chat: bool = False
 ) -> tuple[Case, ...]:
     """Return the cases that stand for a layout: of its kind, but small.
 
@@ -46,7 +47,7 @@ def shrink(
         small_model = _small_model(model, small, scaling, kinds, is_uneven=is_uneven)
         rule = broken(small_model, small_train, small)
         assert rule is None, rule
-        cases.append(Case(small_model, small_train, small, packed))
+        cases.append(Case(small_model, small_train, small, packed, chat=chat))
     return tuple(cases)
 
 
@@ -128,6 +129,7 @@ def _small_model(
         "ffn_dim": round_up(2 * _DIM, layout.tp),
         "layer_pattern": kinds if model.layer_pattern else (),
         **_small_experts(model, layout),
+        **_small_latent(model),
         **FAMILIES[model.family].of_width(_DIM),
     }
     if model.attention_scale is not None:  # scores as large as they were
@@ -141,12 +143,33 @@ def _small_experts(model: ModelSpec, layout: Layout) -> dict[str, Any]:
     if not model.experts:
         return {}
     count = round_up(min(model.experts, _EXPERTS), layout.ep)
+    groups = 2 if model.expert_groups > 1 and count % 4 == 0 else 1
+    top_k = min(model.top_k, count)
+    is_cut = model.top_groups < model.expert_groups and 2 * top_k <= count
     width = None if model.expert_ffn_dim is None else round_up(_DIM, layout.tp)
     return {
         "experts": count,
-        "top_k": min(model.top_k, count),
+        "top_k": top_k,
+        "expert_groups": groups,
+        "top_groups": 1 if is_cut else groups,
+        "dense_layers": min(model.dense_layers, 0 if model.layer_pattern else 1),
         "expert_ffn_dim": width,
         "shared_ffn_dim": round_up(_DIM, layout.tp) if model.shared_ffn_dim else 0,
+    }
+
+
+def _small_latent(model: ModelSpec) -> dict[str, Any]:
+    """Return the sizes of small latent vectors and of heads made of them, where there are any."""
+    if not model.is_latent:
+        return {}
+    return {
+        "q_lora_rank": min(model.q_lora_rank, 24),
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "head_dim": 16,
+        "v_head_dim": 12 if model.v_head_dim < model.head_dim else 20,
+        "rope_scaling": model.rope_scaling,
     }
 
 

@@ -44,10 +44,12 @@ class Trial:
         self._case, self._world, self._reference = case, world, reference
         self._program = program_of(case, world)
         self.parallel = build_small(self._program, groups, world, fault)
-        self._shards = Shards(self.parallel.held, on_host=case.layout.offload == "optimizer")
+        self._shards = Shards(self.parallel.trained, on_host=case.layout.offload == "optimizer")
         self._optimizer = build_optimizer(self._shards.leaves, reference.optimizer)
         self._scale = LossScale(case.loss_scale)
-        self._starts = [held.parameter.detach().clone() for held in self.parallel.held]
+        self._starts = [held.parameter.detach().clone() for held in self.parallel.trained]
+        frozen = [one for one in self.parallel.held if not one.sharding.part.trained]
+        self._frozen = [(held, held.shard.clone()) for held in frozen]
 
     def step(self, step: int, look: Callable[[], None] = lambda: None) -> StepNumbers:
         """Take a step, from 0; `look` is called when gradients are there and weights unchanged."""
@@ -93,8 +95,16 @@ class Trial:
 
         return of
 
+    def thawed(self) -> list[str]:
+        """Return the frozen weights that have a gradient or are not what they were, bit for bit."""
+        return [
+            held.name
+            for held, start in self._frozen
+            if held.gradient is not None or not torch.equal(held.shard, start)
+        ]
+
     def _place(self, held: HeldParameter) -> int:
-        return next(at for at, one in enumerate(self.parallel.held) if one is held)
+        return next(at for at, one in enumerate(self._shards.held) if one is held)
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

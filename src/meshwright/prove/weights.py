@@ -17,7 +17,7 @@ from meshwright.execute.build import Source, cut
 from meshwright.models.init import norm_adds_one, parameter_seed
 from meshwright.program.shards import Region
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parts import parts
+from meshwright.spec.parts import buffers, parts
 
 # Approximate standard deviation of attention scores: some keys count ten times as much as others.
 _SCORES = 1.5
@@ -36,8 +36,10 @@ def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) 
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, f"{name}:telling"))
     values = torch.empty(*shape, dtype=torch.float32, device="cpu")
     values.normal_(0.0, 1.0, generator=generator)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".correction")):
         return values.mul_(0.2)
+    if name.endswith(".sinks"):  # as much as some keys together
+        return values.add_(2)
     if len(shape) == 1:
         return values.mul_(0.2).exp_().sub_(1 if norm_adds_one(name, spec) else 0)
     return values.mul_(_std(name, shape))
@@ -47,8 +49,10 @@ def _std(name: str, shape: Sequence[int]) -> float:
     if name == "embed.weight":
         return _EMBED_STD
     keeping = 1 / math.sqrt(shape[-1])
-    if name.endswith((".attn.q.weight", ".attn.k.weight")):
+    if name.endswith((".attn.q.weight", ".attn.k.weight", ".attn.q_b.weight", ".attn.kv_b.weight")):
         return math.sqrt(_SCORES) * keeping
+    if name.endswith(".lora_b"):
+        return 0.5 * keeping
     if name.endswith(".router.weight"):
         return _ROUTES * keeping
     return 0.5 * keeping if name.endswith((".attn.o.weight", ".down.weight")) else keeping
@@ -71,3 +75,8 @@ def telling(spec: ModelSpec, seed: int) -> Source:
 def whole_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Return all of them, whole, by name in the order of the model."""
     return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in parts(spec)}
+
+
+def whole_buffers(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+    """Return what the model keeps beside them."""
+    return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in buffers(spec)}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from meshwright.spec.loading import Config
+from meshwright.spec.loading import OF_SECTION, Config
 from meshwright.spec.resolve import Values
 
 # How the origin of a calibration begins that nobody has named.
@@ -27,7 +27,9 @@ def to_toml(config: Config) -> str:
     for section, values in config.model_dump(mode="json").items():
         lines.append(f"[{section}]")
         lines += [
-            f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None
+            f"{key} = {toml_value(value)}"
+            for key, value in values.items()
+            if value is not None and (section, key) != OF_SECTION
         ]
         lines.append("")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from meshwright.spec.families.base import Family, Key
 from meshwright.spec.families.layers import StoredLayer, shortest_pattern
 from meshwright.spec.families.unknown import refuse_model_type
 from meshwright.spec.hf_rotary import read_rotary, rotary_keys, sliding_base
-from meshwright.spec.hf_values import agree, at, flag, number, optional, size
+from meshwright.spec.hf_values import agree, at, count, flag, number, optional, optional_size, size
 from meshwright.spec.model import PLAIN_LAYER, LayerSpec, ModelSpec
 
 _ACTIVATIONS: Final = {
@@ -64,11 +64,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             config = {**config, key: value}
     for key, inert in (_INERT | dict(family.inert)).items():
         value = config.get(key)
+        if key == "quantization_config" and _is_read(value, family):
+            continue
         if value is not None and value not in inert:
             legal = [repr(v) for v in inert] or ["null"]
             raise ConfigError(refusal(f"{key} = {value!r} is not supported", legal=legal))
     fields = _sizes(config, family.sizes)
-    if not family.grouped or config.get("head_dim") is None:
+    if not family.head_dim_parts and (not family.grouped or config.get("head_dim") is None):
         _check_heads(fields)
     family.check(config)
     fields |= _own_fields(config, family, fields)
@@ -127,7 +129,7 @@ def hf_config(
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **{key.theirs: _written(key, fields[key.ours]) for key in family.keys},
+        **{key.theirs: _written(key, fields[key.ours], spec) for key in family.keys},
         **family.written,
     }
     if family.layers is not None:
@@ -139,8 +141,24 @@ def hf_config(
     return config | rotary_keys(spec, family)
 
 
-def _written(key: Key, value: Any) -> Any:
+def _is_read(quantisation: object, family: Family) -> bool:
+    """Whether weights of a quantisation are read as what they stand for."""
+    if not isinstance(quantisation, Mapping):
+        return False
+    return quantisation.get("quant_method") in family.quantised
+
+
+def _written(key: Key, value: Any, spec: ModelSpec) -> Any:
     """Return a field as its key has it."""
+    if key.kind == "optional size":
+        return value or None
+    if key.kind == "experts":
+        width = spec.expert_width
+        if value == 0 or value % width:
+            what = f"model.{key.ours} = {value} cannot be written as {key.theirs}, a number of "
+            legal = [width * n for n in (value // width, value // width + 1) if n]
+            raise ConfigError(refusal(f"{what}experts {width} wide", legal=legal))
+        return value // width
     if key.kind != "inverse root":
         return value
     found = round(value**-2)
@@ -166,6 +184,9 @@ def _own_fields(
         "flag": flag,
         "optional": optional,
         "inverse root": lambda *args: size(*args) ** -0.5,
+        "count": count,
+        "optional size": optional_size,
+        "experts": lambda *args: size(*args) * fields["expert_ffn_dim"],
     }
     fields = {
         "n_kv_heads": heads,
@@ -179,6 +200,8 @@ def _own_fields(
         if config.get(key.theirs, default) is None and key.kind == "size":
             default = fields[key.ours]  # null, where absence means another number
         fields[key.ours] = read[key.kind](config, key.theirs, default)
+    if family.head_dim_parts:
+        fields["head_dim"] = sum(fields[part] for part in family.head_dim_parts)
     return {"family": family.name, **fields}
 
 

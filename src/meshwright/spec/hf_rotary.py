@@ -13,9 +13,11 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.spec.base import LARGEST
 from meshwright.spec.families.base import Family
 from meshwright.spec.hf_values import agree, agreed_number, as_number, at, size
-from meshwright.spec.model import LARGEST, PLAIN_LAYER, ModelSpec, RopeScaling
+from meshwright.spec.model import PLAIN_LAYER, ModelSpec
+from meshwright.spec.rotary import RopeScaling
 
 # Tables of rotary settings of the same layers, each with its place in the config.
 _Tables = Sequence[tuple[str, Mapping[str, Any]]]
@@ -34,6 +36,8 @@ def read_rotary(config: Mapping[str, Any], family: Family, context: int) -> dict
     `sliding_base` has what the others rotate by.
     """
     tables = [(_OLD, _table(config, _OLD)), _new(config, family, FULL)]
+    if family.rope_absent and config.get(_OLD) is None and config.get(_NEW) is None:
+        tables = [(_NEW, family.rope_absent)]
     theta = [at(config, "rope_theta"), *(at(own, "rope_theta", place) for place, own in tables)]
     share = "partial_rotary_factor"
     shares = [at(config, share), *(at(own, share, place) for place, own in tables)]

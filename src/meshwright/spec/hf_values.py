@@ -21,6 +21,16 @@ def size(config: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
+def count(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a whole number of at least 0."""
+    return 0 if config.get(key, default) == 0 else size(config, key, default)
+
+
+def optional_size(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a whole number of at least 1, or 0 where the key is null."""
+    return 0 if config.get(key, default) is None else size(config, key, default)
+
+
 def number(config: Mapping[str, Any], key: str, default: float) -> float:
     """Return a number."""
     value = config.get(key)

@@ -10,12 +10,15 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshwright.errors import ConfigError, nearest, refusal
+from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.parsing import parse_toml, printable
+from meshwright.spec.base import Spec
 from meshwright.spec.catalogue import LOCAL, check_device, check_link
 from meshwright.spec.defaults import default_rate, default_tokenizer, default_training
 from meshwright.spec.kinds import is_of_kind, kind_of, shown
-from meshwright.spec.model import ModelSpec, Spec
+from meshwright.spec.lora import LoraSection
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.peft import read_adapter_config
 from meshwright.spec.resolve import Value, Values, resolve_model
 from meshwright.spec.training import (
     CheckpointSpec,
@@ -39,6 +42,7 @@ class Config(Spec):
     cluster: ClusterSpec
     checkpoint: CheckpointSpec
     log: LogSpec
+    lora: LoraSection
     origins: dict[str, str] = Field(default_factory=dict, exclude=True, repr=False)
 
 
@@ -47,6 +51,18 @@ SECTIONS: Mapping[str, type[Spec]] = {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Spec)
 }
+
+
+# The key that another section fills.
+OF_SECTION: Final = ("model", "lora")
+# What a config may state, by section.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(key for key in spec.model_fields if (name, key) != OF_SECTION)
+    for name, spec in SECTIONS.items()
+}
+# Sections that are asked for, and what there is instead.
+_MISSING: Final = ("dpo", "orpo", "kto")
+_INSTEAD: Final = "Preference optimisation is not supported; train on the answers that were chosen"
 
 
 class _Alias(NamedTuple):
@@ -125,7 +141,7 @@ def build_config(given: dict[str, Values]) -> Config:
     for name, spec in SECTIONS.items():
         values = given[name]
         sections[name] = _built(name, spec, values)
-        for key in spec.model_fields:
+        for key in KEYS[name]:
             origins[f"{name}.{key}"] = values[key].origin if key in values else "default"
     return Config.model_validate({**sections, "origins": origins})
 
@@ -176,8 +192,10 @@ def _check_cluster(values: Values) -> None:
 
 
 def _derive(given: dict[str, Values]) -> None:
-    """Fill what follows from other keys: tokenizer, model's sizes, rate, warm-up, hang."""
+    """Fill what follows from other keys: packing, tokenizer, model's sizes, rate, warm-up, hang."""
     data = given["data"]
+    if data.get("format", Value("text", "")).value == "chat":
+        data.setdefault("packing", Value("documents", "derived from data.format"))
     init_from = given["model"].get("init_from", Value(None, "")).value
     if init_from is not None and "tokenizer" not in data:
         for key, value in default_tokenizer(init_from).items():
@@ -186,6 +204,10 @@ def _derive(given: dict[str, Values]) -> None:
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     tokenizer = data.get("tokenizer", Value("bytes", "default"))
     given["model"] = resolve_model(given["model"], tokenizer, folder)
+    _derive_lora(given["lora"])
+    lora = _built("lora", LoraSection, given["lora"])
+    if lora.adapters is not None:
+        given["model"]["lora"] = Value(lora.adapters, "[lora]")
     model = _built("model", ModelSpec, given["model"])
     if "lr" not in given["optimizer"] and (rate := default_rate(model)) is not None:
         given["optimizer"]["lr"] = rate
@@ -201,6 +223,25 @@ def _derive(given: dict[str, Values]) -> None:
         cluster["hang"] = Value(timeout / 2, "derived: cluster.timeout / 2")
 
 
+def _derive_lora(values: Values) -> None:
+    """Fill what a folder of adapters states; raises `ConfigError` where something else is given."""
+    folder = values.get("init_from", Value(None, ""))
+    if folder.value is None:
+        return
+    asked = f"lora.init_from = {folder.value!r} ({folder.origin})"
+    try:
+        stated = read_adapter_config(Path(folder.value))
+    except MeshwrightError as error:
+        raise type(error)(f"{asked}: {error}") from error
+    for key, value in stated.items():
+        given = values.setdefault(key, Value(value, folder.value))
+        told = (given.value,) if key == "targets" and isinstance(given.value, str) else given.value
+        same = set(told) == set(value) if key == "targets" else told == value
+        if not same and key != "dropout":
+            what = f"lora.{key} = {shown(given.value)} ({given.origin}), but {asked} has another"
+            raise ConfigError(refusal(what, legal=[f"lora.{key} = {shown(value)}"]))
+
+
 def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> None:
     for section, key, value in new:
         _check_known(section, key, value.origin)
@@ -210,15 +251,17 @@ def _merge(given: dict[str, Values], new: Iterable[tuple[str, str, Value]]) -> N
 def _check_known(section: str, key: str, origin: str) -> None:
     """Refuse a section or key that does not exist, with the nearest one that does."""
     if section not in SECTIONS:
+        if section in _MISSING:
+            raise ConfigError(refusal(f"section [{section}] ({origin})", hint=_INSTEAD))
         legal = [f"[{name}]" for name in nearest(section, SECTIONS) or SECTIONS]
         raise ConfigError(refusal(f"unknown section [{section}] ({origin})", legal=legal))
-    known = SECTIONS[section].model_fields
+    known = KEYS[section]
     if key in known:
         return
     close = [f"{section}.{name}" for name in nearest(key, known)]
-    elsewhere = [f"{name}.{key}" for name, spec in SECTIONS.items() if key in spec.model_fields]
+    elsewhere = [f"{name}.{key}" for name, keys in KEYS.items() if key in keys]
     if not close and not elsewhere:
-        every = [f"{name}.{k}" for name, spec in SECTIONS.items() for k in spec.model_fields]
+        every = [f"{name}.{k}" for name, keys in KEYS.items() for k in keys]
         close = nearest(f"{section}.{key}", every)
     legal = elsewhere or close
     raise ConfigError(refusal(f"unknown key {section}.{key} ({origin})", legal=legal))
@@ -280,7 +323,7 @@ def _read_overrides(overrides: Iterable[str]) -> list[tuple[str, str, Value]]:
         value, origin = _parse(written), f"override {text}"
         if "." not in name:
             if name not in ALIASES:
-                every = [f"{s}.{k}" for s, spec in SECTIONS.items() for k in spec.model_fields]
+                every = [f"{s}.{k}" for s, keys in KEYS.items() for k in keys]
                 legal = [k for k in every if k.split(".")[1] == name]
                 legal = legal or nearest(name, ALIASES) or nearest(name, every, 2)
                 raise ConfigError(refusal(f"unknown name {name} ({origin})", legal=legal))
@@ -344,4 +387,5 @@ def config_schema() -> dict[str, Any]:
     for part in (schema, *schema.get("$defs", {}).values()):
         part.pop("required", None)
     schema["properties"].pop("origins", None)
+    schema["$defs"]["ModelSpec"]["properties"].pop(OF_SECTION[1])
     return schema

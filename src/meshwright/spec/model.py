@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -18,11 +17,13 @@ from pydantic import (
 )
 
 from meshwright.errors import nearest, nearest_divisors, refusal
+from meshwright.spec.base import LARGEST, Spec, as_tuple
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import FEATURES, LATER, NEWEST
+from meshwright.spec.lora import Lora, adapted, check_targets
+from meshwright.spec.rotary import RopeScaling, RotaryBase
 
-# Far above what anybody trains: a program has a row for each layer, microbatch and rank.
-LARGEST: Final = 2**31 - 1
+# Far above what anybody trains.
 MOST_LAYERS: Final = 2048
 MOST_EXPERTS: Final = 4096
 
@@ -35,133 +36,6 @@ def _known_family(name: str) -> str:
 
 
 Family = Annotated[str, AfterValidator(_known_family)]
-
-
-class Spec(BaseModel):
-    """Base of all specs: frozen, strict types, no unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True
-    )
-
-
-def _as_tuple(value: object) -> object:
-    """Take a list of a TOML or JSON file for a tuple."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-RopeKind = Literal["linear", "llama3", "yarn", "longrope"]
-ROPE_KINDS: Final[tuple[RopeKind, ...]] = get_args(RopeKind)
-_Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_as_tuple)]
-_OF_EVERY_KIND: Final = ("kind", "factor", "original_context")
-# Dumps of these always had both.
-_OF_THE_FIRST: Final = ("low_freq_factor", "high_freq_factor")
-# The fields that only one kind is made of, or two.
-_OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "yarn": (
-        *("attention_factor", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": ("attention_factor", "short_factor", "long_factor"),
-}
-
-
-class RopeScaling(Spec):
-    """Rescaling of the rotary frequencies for longer contexts.
-
-    `linear` divides all frequencies by `factor`. `llama3` (Llama 3.1, "rope scaling" of its model
-    card; transformers `_compute_llama3_parameters`) divides those whose wavelength exceeds
-    `original_context / low_freq_factor`, keeps those below `original_context / high_freq_factor`
-    and interpolates between. `yarn` (arXiv:2309.00071) keeps those that turn more than `beta_fast`
-    times in `original_context`, divides those that turn less than `beta_slow` times, and
-    interpolates between in the order of the dimensions, whose bounds `truncate` rounds outwards.
-    `longrope` (arXiv:2402.13753) divides each by a number of its own: of `long_factor` in rows of
-    more than `original_context` tokens, else of `short_factor`.
-
-    The last two also multiply the rotated queries and keys by `attention_factor`, which follows
-    from `factor` where it is not given, and for `yarn` from `mscale` and `mscale_all_dim` where
-    both are.
-    """
-
-    kind: RopeKind
-    factor: float = Field(gt=0)
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    original_context: int = Field(default=8192, gt=0, le=LARGEST)
-    attention_factor: float | None = Field(default=None, gt=0)
-    beta_fast: float = Field(default=32.0, gt=0)
-    beta_slow: float = Field(default=1.0, gt=0)
-    mscale: float | None = Field(default=None, gt=0)
-    mscale_all_dim: float | None = Field(default=None, gt=0)
-    truncate: bool = True
-    short_factor: _Factors = ()
-    long_factor: _Factors = ()
-
-    @property
-    def cos_sin_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
-        if self.kind not in ("yarn", "longrope"):
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.factor <= 1:
-            return 1.0
-        grown = math.log(self.factor)
-        if self.kind == "longrope":
-            return math.sqrt(1 + grown / math.log(self.original_context))
-        if self.mscale is not None and self.mscale_all_dim is not None:
-            return (0.1 * self.mscale * grown + 1) / (0.1 * self.mscale_all_dim * grown + 1)
-        return 0.1 * grown + 1
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what another kind is made of: earlier versions' dumps stay what they were."""
-        values: dict[str, Any] = handler(self)
-        mine = (*_OF_EVERY_KIND, *_OWN_KEYS.get(self.kind, _OF_THE_FIRST))
-        return {key: value for key, value in values.items() if key in mine}
-
-    @model_validator(mode="after")
-    def _rules(self) -> RopeScaling:
-        at = "model.rope_scaling"
-        self._refuse_others(at)
-        if self.beta_fast < self.beta_slow:
-            what = f"{at}.beta_fast = {self.beta_fast} is below beta_slow = {self.beta_slow}"
-            raise ValueError(refusal(what, legal=[f"beta_slow = {self.beta_fast}"]))
-        if self.kind != "longrope":
-            return self
-        if self.original_context < 2:
-            what = f"{at}.original_context = {self.original_context} is too short for longrope"
-            raise ValueError(refusal(what, legal=[2]))
-        for key in ("short_factor", "long_factor"):
-            if not getattr(self, key):
-                what = f"{at}.kind = 'longrope' needs {key}, a list with a number for each"
-                raise ValueError(f"{what} rotated pair of a head's dimensions")
-        return self
-
-    def _refuse_others(self, at: str) -> None:
-        """Raise `ValueError` for what another kind is made of."""
-        # A linear one may have those of llama3: earlier versions took and kept them.
-        of_kinds = dict(_OWN_KEYS)
-        if self.kind in _OWN_KEYS:
-            of_kinds["llama3"] = _OF_THE_FIRST
-        mine = of_kinds.get(self.kind, ())
-        for key in (key for keys in of_kinds.values() for key in keys if key not in mine):
-            if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                what = f"{at}.{key} = {value!r} is not of {at}.kind = {self.kind!r}"
-                kinds = [repr(kind) for kind, keys in of_kinds.items() if key in keys]
-                raise ValueError(refusal(what, legal=[f"kind = {kind}" for kind in kinds]))
-
-    def check_pairs(self, pairs: int, theta: float) -> None:
-        """Raise `ValueError` where heads with so many rotated pairs, of a base, cannot have it."""
-        at = "model.rope_scaling"
-        if self.kind == "yarn" and theta <= 1:
-            what = f"model.rope_theta = {theta} must be above 1 with {at}.kind = 'yarn'"
-            raise ValueError(refusal(what, legal=[10000.0]))
-        if self.kind == "longrope":
-            for key in ("short_factor", "long_factor"):
-                if (count := len(getattr(self, key))) != pairs:
-                    what = f"{at}.{key} has {count} numbers, but a head rotates {pairs} pairs of "
-                    raise ValueError(refusal(f"{what}dimensions", legal=[f"{pairs} numbers"]))
 
 
 class LayerSpec(Spec):
@@ -187,11 +61,9 @@ class LayerSpec(Spec):
 PLAIN_LAYER: Final = LayerSpec()
 
 
-class RotaryBase(NamedTuple):
-    """What layers with one rotary table have in common: a base, and whether the scaling holds."""
-
-    theta: float
-    scaled: bool
+@lru_cache(maxsize=64)
+def _dense(layer: LayerSpec) -> LayerSpec:
+    return layer.model_copy(update={"dense": True})
 
 
 def _qk_norm(value: object) -> object:
@@ -213,18 +85,36 @@ class ModelSpec(Spec):
     its blocks are made of: the `FEATURES` of `spec.families`. `norm` is RMSNorm or LayerNorm with a
     bias, before each sublayer, after it (of what it adds to the stream), or both; an RMSNorm
     multiplies by its weight, or with `norm_plus_one` by 1 + weight. `attention_bias` is of q, k and
-    v, and of o unless `output_bias` says otherwise. `qk_norm`: an RMSNorm over each head of q and
-    k, or over all heads together, before the rotation. `embedding_scale` multiplies the embedding's
-    output, `residual_scale` what each sublayer adds to the stream, `attention_scale` the scores
-    (`head_dim ** -0.5` unless given); `logits_divisor` divides the logits. A soft cap bounds scores
-    or logits x to `cap * tanh(x / cap)`. `layer_pattern` says what layers see and rotate, from the
-    first on, and begins anew where it ends; empty: all see and rotate everything.
+    v, and of o unless `output_bias` says otherwise. With `attention_sinks` the softmax of each head
+    has one more score, a parameter, that no value belongs to. `qk_norm`: an RMSNorm over each head
+    of q and k, or over all heads together, before the rotation. `embedding_scale` multiplies the
+    embedding's output, `residual_scale` what each sublayer adds to the stream, `attention_scale`
+    the scores (`head_dim ** -0.5` unless given); `logits_divisor` divides the logits. A soft cap
+    bounds scores or logits x to `cap * tanh(x / cap)`. `layer_pattern` says what layers see and
+    rotate, from the first on, and begins anew where it ends; empty: all see and rotate everything.
 
     With `experts` the MLP of a layer is so many gated ones, each `expert_ffn_dim` wide (None:
     `ffn_dim`), of which a router picks `top_k` for each token: those of the largest softmax of the
     router's scores. Their results are weighed by it, with `norm_top_k` divided by the sum of those
-    picked. A shared expert of width `shared_ffn_dim` (0: none) sees every token; with `shared_gate`
-    its result is weighed by the sigmoid of a score of its own.
+    picked. `expert_bias` is of the router and of the experts' projections; `swiglu_limit` bounds
+    what these make of gate and up: `(up + 1) * gate * sigmoid(swiglu_alpha * gate)` of
+    `gate <= limit` and `-limit <= up <= limit`. A shared expert of width `shared_ffn_dim` (0: none)
+    sees every token; with `shared_gate` its result is weighed by the sigmoid of a score of its own.
+    The first `dense_layers` have an MLP.
+
+    With `router_scores` "sigmoid" experts are picked, and weighed, by the sigmoid of their scores
+    (arXiv:2412.19437, section 2.1.2). To pick them a correction is added, which is no parameter but
+    a buffer; of `expert_groups` only `top_groups` are picked from, those with the largest sum of
+    their two best. What the experts picked give is multiplied by `routed_scale`.
+
+    With `kv_lora_rank` attention is latent (arXiv:2412.19437, section 2.1.1): keys and values of
+    all heads are made of a latent vector of that size, queries of one of `q_lora_rank` (0: of the
+    stream). A head's query and key have `qk_nope_head_dim` dims of its own that are not rotated and
+    `qk_rope_head_dim` rotated ones, with a key that all heads share; together they are `head_dim`.
+    Its value has `v_head_dim`. With `rope_interleave` a rotated pair lies side by side, else half
+    of the rotated dims apart.
+
+    With `lora`, of the section of that name, linear layers have adapters that alone are trained.
     """
 
     preset: str | None = None
@@ -250,6 +140,7 @@ class ModelSpec(Spec):
     qk_norm: Annotated[Literal["none", "head", "all"], BeforeValidator(_qk_norm)] = "none"
     attention_bias: bool = False
     output_bias: bool | None = None
+    attention_sinks: bool = False
     mlp_bias: bool = False
     embedding_scale: float = Field(default=1.0, gt=0)
     attention_scale: float | None = Field(default=None, gt=0)
@@ -257,28 +148,79 @@ class ModelSpec(Spec):
     logits_divisor: float = Field(default=1.0, gt=0)
     attention_softcap: float | None = Field(default=None, gt=0)
     logits_softcap: float | None = Field(default=None, gt=0)
-    layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(_as_tuple)] = ()
+    layer_pattern: Annotated[tuple[LayerSpec, ...], BeforeValidator(as_tuple)] = ()
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     experts: int = Field(default=0, ge=0, le=MOST_EXPERTS)
     top_k: int = Field(default=0, ge=0, le=MOST_EXPERTS)
     expert_ffn_dim: int | None = Field(default=None, gt=0, le=LARGEST)
     norm_top_k: bool = True
+    expert_bias: bool = False
+    swiglu_limit: float | None = Field(default=None, gt=0)
+    swiglu_alpha: float = Field(default=1.0, gt=0)
     shared_ffn_dim: int = Field(default=0, ge=0, le=LARGEST)
     shared_gate: bool = False
+    dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    expert_groups: int = Field(default=1, gt=0, le=MOST_EXPERTS)
+    top_groups: int = Field(default=1, gt=0, le=MOST_EXPERTS)
+    routed_scale: float = Field(default=1.0, gt=0)
+    q_lora_rank: int = Field(default=0, ge=0, le=LARGEST)
+    kv_lora_rank: int = Field(default=0, ge=0, le=LARGEST)
+    qk_nope_head_dim: int = Field(default=0, ge=0, le=LARGEST)
+    qk_rope_head_dim: int = Field(default=0, ge=0, le=LARGEST)
+    v_head_dim: int = Field(default=0, ge=0, le=LARGEST)
+    rope_interleave: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     init_from: str | None = None
+    lora: Lora | None = None
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The linear layers of a layer that have adapters, as `attn.q`."""
+        return adapted(self.lora, self.family, gated=self.gated_mlp)
+
+    @property
+    def drops(self) -> bool:
+        """Whether training drops anything."""
+        return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of each head that RoPE rotates (GPT-NeoX `rotary_ndims`)."""
+        if self.is_latent:
+            return self.qk_rope_head_dim
         return int(self.head_dim * self.rotary_pct)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are made of a latent vector."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def core_dim(self) -> int:
+        """Dimensions of queries, keys and values as attention multiplies them: zeros fill up."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether layers with experts have a correction of their scores, which is a buffer."""
+        return self.experts > 0 and self.router_scores == "sigmoid"
 
     def layer(self, index: int) -> LayerSpec:
         """Return what a layer sees and rotates."""
-        if not self.layer_pattern:
-            return PLAIN_LAYER
-        return self.layer_pattern[index % len(self.layer_pattern)]
+        pattern = self.layer_pattern
+        kind = pattern[index % len(pattern)] if pattern else PLAIN_LAYER
+        return _dense(kind) if index < self.dense_layers else kind
+
+    def alike(self, kind: LayerSpec, **update: Any) -> ModelSpec:
+        """Return the model with layers of one kind, and with other updates."""
+        return self.model_copy(update={"layer_pattern": (kind,), "dense_layers": 0, **update})
 
     def has_experts(self, layer: LayerSpec) -> bool:
         """Whether a layer has experts in place of one MLP."""
@@ -288,6 +230,11 @@ class ModelSpec(Spec):
     def expert_width(self) -> int:
         """Width of an expert's projections."""
         return self.ffn_dim if self.expert_ffn_dim is None else self.expert_ffn_dim
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a layer has one MLP where others have experts."""
+        return self.dense_layers > 0 or any(layer.dense for layer in self.layer_pattern)
 
     def rotary_base(self, layer: LayerSpec) -> RotaryBase | None:
         """Return by which base a layer rotates; None where it rotates nothing."""
@@ -306,8 +253,8 @@ class ModelSpec(Spec):
     @property
     def layer_kinds(self) -> tuple[LayerSpec, ...]:
         """The different layers that there are, in the order of their first."""
-        used = self.layer_pattern[: self.n_layers] or (PLAIN_LAYER,)
-        return tuple(dict.fromkeys(used))
+        kinds = max(len(self.layer_pattern), 1) + self.dense_layers  # all are among the first
+        return tuple(dict.fromkeys(map(self.layer, range(min(kinds, self.n_layers)))))
 
     @property
     def norms_before(self) -> bool:
@@ -326,8 +273,14 @@ class ModelSpec(Spec):
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied by before attention, which divides by `sqrt(head_dim)`."""
-        return 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
+        """What queries are multiplied by before attention, which divides by `sqrt(core_dim)`.
+
+        Latent attention has YaRN's length in the scale, where `mscale_all_dim` sets it.
+        """
+        scale = 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
+        if self.is_latent and self.rope_scaling is not None:
+            scale *= self.rope_scaling.score_factor
+        return scale * math.sqrt(self.core_dim / self.head_dim)
 
     def identity(self) -> dict[str, Any]:
         """Return as JSON what identifies the model, also to steps and plans of earlier versions.
@@ -375,19 +328,70 @@ class ModelSpec(Spec):
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
         FAMILIES[self.family].refuse_others(dict(self))
         self._check_experts()
+        check_targets(self.lora, self.family, gated=self.gated_mlp, experts=self.experts)
+        self._check_router()
+        self._check_latent()
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out adapters where there are none: earlier versions' dumps stay what they were."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "lora" or value is not None}
 
     def _check_experts(self) -> None:
         if not self.experts:
-            given = {"top_k": 0, "shared_ffn_dim": 0, "expert_ffn_dim": None}
+            given = {"top_k": 0, "shared_ffn_dim": 0, "expert_ffn_dim": None, "swiglu_limit": None}
             for key, none in given.items():
                 if (value := getattr(self, key)) != none:
                     raise ValueError(f"model.{key} = {value} needs experts, but model.experts = 0")
-            if any(layer.dense for layer in self.layer_pattern):
-                raise ValueError("a dense layer in model.layer_pattern needs model.experts above 0")
+            if self.has_dense:
+                raise ValueError("model.dense_layers, model.layer_pattern need model.experts > 0")
         elif not 1 <= self.top_k <= self.experts:
             what = f"model.top_k = {self.top_k} must be from 1 to model.experts = {self.experts}"
             raise ValueError(refusal(what, legal=[min(max(self.top_k, 1), self.experts)]))
+        if self.swiglu_limit is not None and (self.shared_ffn_dim or self.has_dense):
+            what = f"model.swiglu_limit = {self.swiglu_limit} is of experts that a router picks"
+            raise ValueError(f"{what}: there can be neither a shared expert nor a dense layer")
         if self.shared_gate and not self.shared_ffn_dim:
             what = "model.shared_gate = true needs a shared expert, but model.shared_ffn_dim = 0"
             raise ValueError(refusal(what, legal=["model.shared_gate = false"]))
+
+    def _check_router(self) -> None:
+        """Hold groups of experts against their number."""
+        groups, top = self.expert_groups, self.top_groups
+        if groups == 1 and top == 1:
+            return
+        if self.router_scores != "sigmoid":
+            what = f"model.expert_groups = {groups} needs model.router_scores = 'sigmoid'"
+            raise ValueError(refusal(what, legal=["model.expert_groups = 1"]))
+        if self.experts % groups or self.experts // groups < 2:
+            what = f"model.expert_groups = {groups} must give model.experts = {self.experts} groups"
+            legal = [n for n in nearest_divisors(self.experts, groups) if n < self.experts]
+            raise ValueError(refusal(f"{what} of at least 2", legal=legal or [1]))
+        least = -(-self.top_k * groups // self.experts)
+        if not least <= top <= groups:
+            what = f"model.top_groups = {top} of model.expert_groups = {groups} must be at least "
+            what += f"{least}, which have model.top_k = {self.top_k} experts, and not more than all"
+            raise ValueError(refusal(what, legal=[min(max(top, least), groups)]))
+
+    def _check_latent(self) -> None:
+        """Hold the sizes of latent attention against each other."""
+        sizes = {
+            key: getattr(self, key)
+            for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+        }
+        if not self.is_latent:
+            for key, value in sizes.items():
+                if value:
+                    what = f"model.{key} = {value} needs model.kv_lora_rank above 0"
+                    raise ValueError(refusal(what, legal=[f"model.{key} = 0"]))
+            return
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if not sizes[key]:
+                raise ValueError(f"latent attention (model.kv_lora_rank) needs model.{key}")
+        whole = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.head_dim != whole:
+            what = f"model.head_dim = {self.head_dim} must be model.qk_nope_head_dim = "
+            what += f"{self.qk_nope_head_dim} + model.qk_rope_head_dim = {self.qk_rope_head_dim}"
+            raise ValueError(refusal(what, legal=[whole]))

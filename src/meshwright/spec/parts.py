@@ -3,25 +3,31 @@
 The names are those of the `nn.Module`s in `models`; a test holds the two equal. Logical axes name
 what a tensor dim means (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`, `head_dim`), so that a
 parallelism can map an axis of the mesh to a dim of the tensor by its meaning. A parameter of all
-experts of a layer has the axis `experts` first; `routes` are the scores of a router.
+experts of a layer has the axis `experts` first; `routes` are the scores of a router, `latent` the
+vectors that latent attention makes heads of, `rank` what an adapter's two matrices have between
+them; an `addend` is added to a sum over what tensor parallelism cuts, so once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter: its global name, its shape and the logical axis of each dim."""
+    """One parameter: its global name, its shape and the logical axis of each dim.
+
+    What is not `trained` has no gradient and nothing that follows from one.
+    """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -31,7 +37,13 @@ class Part:
     @property
     def is_product(self) -> bool:
         """Whether tokens are multiplied by it: matrices that are not only looked up."""
-        return len(self.shape) >= 2 and self.name != "embed.weight"
+        is_added = self.name.endswith(".bias")
+        return len(self.shape) >= 2 and not is_added and self.name != "embed.weight"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a matrix of an adapter."""
+        return "rank" in self.axes
 
     @property
     def is_of_experts(self) -> bool:
@@ -51,52 +63,90 @@ def parts(spec: ModelSpec) -> tuple[Part, ...]:
     found += _norm(spec, "norm")
     if not spec.tie_embeddings:
         found.append(Part("head.weight", (spec.vocab_size, spec.dim), ("vocab", "dim")))
-    return tuple(found)
+    if spec.lora is None:
+        return tuple(found)
+    return tuple(replace(part, trained=part.is_adapter) for part in found)
 
 
 def _block(spec: ModelSpec, kind: LayerSpec, at: str) -> Iterator[Part]:
-    heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     if spec.norms_before:
         yield from _norm(spec, f"{at}.attn_norm")
+    yield from (_latent_attention if spec.is_latent else _attention)(spec, at)
+    if spec.norms_after:
+        yield from _norm(spec, f"{at}.attn_post_norm")
+    if spec.norms_before:
+        yield from _norm(spec, f"{at}.mlp_norm")
+    if spec.has_experts(kind):
+        yield from _experts(spec, at)
+    else:
+        yield from _mlp(spec, at, "mlp", spec.ffn_dim)
+    if spec.norms_after:
+        yield from _norm(spec, f"{at}.mlp_post_norm")
+
+
+def _attention(spec: ModelSpec, at: str) -> Iterator[Part]:
+    heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     bias = spec.attention_bias
-    yield from _linear(f"{at}.attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
-    yield from _linear(f"{at}.attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
-    yield from _linear(f"{at}.attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
-    yield from _linear(f"{at}.attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias)
+    if spec.attention_sinks:
+        yield Part(f"{at}.attn.sinks", (spec.n_heads,), ("heads",))
+    yield from _linear(spec, at, "attn.q", (heads, "heads"), (spec.dim, "dim"), bias)
+    yield from _linear(spec, at, "attn.k", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
+    yield from _linear(spec, at, "attn.v", (kv_heads, "kv_heads"), (spec.dim, "dim"), bias)
+    yield from _linear(
+        spec, at, "attn.o", (spec.dim, "dim"), (heads, "heads"), spec.has_output_bias
+    )
     if spec.qk_norm == "head":
         for name in ("q_norm", "k_norm"):
             yield Part(f"{at}.attn.{name}.weight", (spec.head_dim,), ("head_dim",))
     elif spec.qk_norm == "all":
         yield Part(f"{at}.attn.q_norm.weight", (heads,), ("heads",))
         yield Part(f"{at}.attn.k_norm.weight", (kv_heads,), ("kv_heads",))
-    if spec.norms_after:
-        yield from _norm(spec, f"{at}.attn_post_norm")
-    if spec.norms_before:
-        yield from _norm(spec, f"{at}.mlp_norm")
-    if spec.has_experts(kind):
-        yield from _experts(spec, f"{at}.mlp")
+
+
+def _latent_attention(spec: ModelSpec, at: str) -> Iterator[Part]:
+    rank, bias = spec.kv_lora_rank, spec.attention_bias
+    queries = spec.n_heads * spec.head_dim
+    if spec.q_lora_rank:
+        low = spec.q_lora_rank
+        yield from _linear(spec, at, "attn.q_a", (low, "latent"), (spec.dim, "dim"), bias)
+        yield Part(f"{at}.attn.q_a_norm.weight", (low,), ("latent",))
+        yield from _linear(spec, at, "attn.q_b", (queries, "heads"), (low, "latent"), False)
     else:
-        yield from _mlp(spec, f"{at}.mlp", spec.ffn_dim)
-    if spec.norms_after:
-        yield from _norm(spec, f"{at}.mlp_post_norm")
+        yield from _linear(spec, at, "attn.q", (queries, "heads"), (spec.dim, "dim"), False)
+    shared = rank + spec.qk_rope_head_dim
+    yield from _linear(spec, at, "attn.kv_a", (shared, "latent"), (spec.dim, "dim"), bias)
+    yield Part(f"{at}.attn.kv_a_norm.weight", (rank,), ("latent",))
+    made = spec.n_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    yield from _linear(spec, at, "attn.kv_b", (made, "heads"), (rank, "latent"), False)
+    values = spec.n_heads * spec.v_head_dim
+    yield from _linear(
+        spec, at, "attn.o", (spec.dim, "dim"), (values, "heads"), spec.has_output_bias
+    )
 
 
-def _mlp(spec: ModelSpec, at: str, width: int) -> Iterator[Part]:
+def _mlp(spec: ModelSpec, at: str, mlp: str, width: int) -> Iterator[Part]:
     for name in ("gate", "up") if spec.gated_mlp else ("up",):
-        yield from _linear(f"{at}.{name}", (width, "ffn"), (spec.dim, "dim"), spec.mlp_bias)
-    yield from _linear(f"{at}.down", (spec.dim, "dim"), (width, "ffn"), spec.mlp_bias)
+        yield from _linear(
+            spec, at, f"{mlp}.{name}", (width, "ffn"), (spec.dim, "dim"), spec.mlp_bias
+        )
+    yield from _linear(spec, at, f"{mlp}.down", (spec.dim, "dim"), (width, "ffn"), spec.mlp_bias)
 
 
-def _experts(spec: ModelSpec, at: str) -> Iterator[Part]:
-    count, width = spec.experts, spec.expert_width
-    yield Part(f"{at}.router.weight", (count, spec.dim), ("routes", "dim"))
+def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
+    at, count, width = f"{layer}.mlp", spec.experts, spec.expert_width
+    bias = spec.expert_bias
+    yield from _linear(spec, layer, "mlp.router", (count, "routes"), (spec.dim, "dim"), bias)
     for name in ("gate", "up"):
-        inner = f"{at}.experts.{name}.weight"
-        yield Part(inner, (count, width, spec.dim), ("experts", "ffn", "dim"))
-    outer = f"{at}.experts.down.weight"
-    yield Part(outer, (count, spec.dim, width), ("experts", "dim", "ffn"))
+        inner = f"{at}.experts.{name}"
+        yield Part(f"{inner}.weight", (count, width, spec.dim), ("experts", "ffn", "dim"))
+        if bias:
+            yield Part(f"{inner}.bias", (count, width), ("experts", "ffn"))
+    outer = f"{at}.experts.down"
+    yield Part(f"{outer}.weight", (count, spec.dim, width), ("experts", "dim", "ffn"))
+    if bias:
+        yield Part(f"{outer}.bias", (count, spec.dim), ("experts", "addend"))
     if spec.shared_ffn_dim:
-        yield from _mlp(spec, f"{at}.shared", spec.shared_ffn_dim)
+        yield from _mlp(spec, layer, "mlp.shared", spec.shared_ffn_dim)
     if spec.shared_gate:
         yield Part(f"{at}.shared_gate.weight", (1, spec.dim), ("routes", "dim"))
 
@@ -107,10 +157,30 @@ def _norm(spec: ModelSpec, at: str) -> Iterator[Part]:
         yield Part(f"{at}.bias", (spec.dim,), ("dim",))
 
 
-def _linear(at: str, out: tuple[int, str], inner: tuple[int, str], bias: bool) -> Iterator[Part]:
+def _linear(
+    spec: ModelSpec, layer: str, name: str, out: tuple[int, str], inner: tuple[int, str], bias: bool
+) -> Iterator[Part]:
+    at = f"{layer}.{name}"
     yield Part(f"{at}.weight", (out[0], inner[0]), (out[1], inner[1]))
     if bias:
         yield Part(f"{at}.bias", (out[0],), (out[1],))
+    if spec.lora is not None and name in spec.adapted:
+        yield Part(f"{at}.lora_a", (spec.lora.rank, inner[0]), ("rank", inner[1]))
+        yield Part(f"{at}.lora_b", (out[0], spec.lora.rank), (out[1], "rank"))
+
+
+def buffers(spec: ModelSpec) -> tuple[Part, ...]:
+    """Return what the model keeps beside parameters, in the order of the module's `named_buffers`.
+
+    Training does not take gradients of it, but checkpoints and files have it.
+    """
+    if not spec.has_router_bias:
+        return ()
+    return tuple(
+        Part(f"layers.{layer}.mlp.router.correction", (spec.experts,), ("routes",))
+        for layer in range(spec.n_layers)
+        if spec.has_experts(spec.layer(layer))
+    )
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -121,3 +191,8 @@ def parameter_count(spec: ModelSpec) -> int:
 def active_parameter_count(spec: ModelSpec) -> int:
     """Return the number of parameters that a token meets: of experts its `top_k`."""
     return sum(part.active(spec) for part in parts(spec))
+
+
+def trained_parameter_count(spec: ModelSpec) -> int:
+    """Return the number of parameters that training changes: with adapters these alone."""
+    return sum(part.numel for part in parts(spec) if part.trained)

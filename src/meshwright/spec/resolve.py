@@ -55,6 +55,11 @@ def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Value
             if value != ModelSpec.model_fields[key].default:
                 found.setdefault(key, Value(value, f"default of the {family.name} family"))
     is_gated = found.get("gated_mlp", Value(True, "")).value
+    parts = () if family is None else family.head_dim_parts
+    if parts and found.get("head_dim", Value(None, "")).value is None:
+        total = sum(found[part].value for part in parts)
+        why = " + ".join(f"model.{part}" for part in parts)
+        found["head_dim"] = Value(total, f"derived from {why}")
     _derive_sizes(found, is_gated=is_gated)
     if family is not None:
         for key, derived in family.of_width(found["dim"].value).items():
@@ -73,7 +78,7 @@ def _bases(given: Values) -> list[Values]:
         except MeshwrightError as error:
             asked = f"model.init_from = {init_from.value!r} ({init_from.origin})"
             raise type(error)(f"{asked}: {error}") from error
-        fields = spec.model_dump(exclude={"preset", "init_from"})
+        fields = spec.model_dump(exclude={"preset", "init_from", "lora"})
         return [{key: Value(value, str(origin)) for key, value in fields.items()}]
     named = given.get("preset", Value(None, ""))
     name = "demo" if named.value is None else named.value

@@ -85,6 +85,16 @@ def stored_tokenizer(path: Path) -> tuple[str, str | None] | None:
     return None
 
 
+def stored_base(path: Path) -> str | None:
+    """Return the folder whose weights a run or a step of it began with, where its config says."""
+    for folder in (path, *path.resolve().parents[:2]):
+        with suppress(OSError, ValueError):
+            model = parse_toml((folder / CONFIG).read_text(encoding="utf-8")).get("model")
+            found = model.get("init_from") if isinstance(model, Mapping) else None
+            return found if isinstance(found, str) else None
+    return None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises `ConfigError` where there is none."""
     try:

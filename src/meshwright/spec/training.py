@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from meshwright.errors import refusal
-from meshwright.spec.model import LARGEST, MOST_LAYERS, Spec
+from meshwright.spec.base import LARGEST, Spec
+from meshwright.spec.model import MOST_LAYERS
 from meshwright.units import parse_bytes
 
 
@@ -45,6 +53,7 @@ MOST_SEQUENCES: Final = 2**20
 MOST_RANKS: Final = 2**20
 Precision = Literal["fp32", "bf16", "fp16"]
 OnError = Literal["stop", "skip"]
+DataFormat = Literal["text", "chat"]
 Zero = Literal[0, 1, 2, 3]
 ContextKind = Literal["ring", "ulysses"]
 Schedule = Literal[
@@ -76,7 +85,9 @@ class DataSpec(Spec):
     lines); left out, it is `<|endoftext|>` where the file has it, else a file is one document.
     `eos` names the token of a tokenizer.json that ends a document; left out, it is found. With
     `streaming` an "hf:NAME" is read while it is trained on, and nothing is stored; `shuffle_buffer`
-    is then how many documents are shuffled at a time.
+    is then how many documents are shuffled at a time. `format` "chat" takes rows as conversations
+    and trains the assistant's turns; `chat_template` is a file of a template to use in place of the
+    tokenizer's own.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -93,6 +104,8 @@ class DataSpec(Spec):
     eos: str | None = None
     streaming: bool = False
     shuffle_buffer: int = Field(default=1000, ge=1, le=LARGEST)
+    format: DataFormat = "text"
+    chat_template: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -103,6 +116,7 @@ class DataSpec(Spec):
     def _rules(self) -> DataSpec:
         if self.streaming:
             self._check_stream()
+        self._check_format()
         if self.weights is None:
             return self
         told, count = f"data.weights = {list(self.weights)}", len(self.sources)
@@ -114,6 +128,17 @@ class DataSpec(Spec):
         if min(self.weights) <= 0:
             raise ValueError(f"{told}: each must be above 0; leave a source out to draw none of it")
         return self
+
+    def _check_format(self) -> None:
+        if self.format == "chat" and self.packing == "stream":
+            rule = (
+                "data.packing = 'stream' would have answers attend to other conversations, which "
+                "data.format = 'chat' keeps apart"
+            )
+            raise ValueError(refusal(rule, legal=["data.packing = 'documents'"]))
+        if self.format == "text" and self.chat_template is not None:
+            rule = f"data.chat_template = {self.chat_template!r} is for conversations"
+            raise ValueError(refusal(rule, legal=["data.format = 'chat'"]))
 
     def _check_stream(self) -> None:
         if len(self.sources) > 1 or self.weights is not None:
@@ -145,7 +170,9 @@ class TrainSpec(Spec):
     to be faster on such a processor. `compile` compiles the blocks: always, never, or where it was
     measured to pay (`cluster.calibration`) within the run. `engine` does the steps: our own, or
     DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks' linear layers
-    in float8.
+    in float8. Of models with experts, `router_aux_loss` weighs the loss that has each sequence's
+    tokens meet all experts equally often, `router_z_loss` that of large scores; `routing` =
+    "balanced" has tokens meet experts in turn, whatever their scores: for measurements alone.
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)
@@ -165,6 +192,9 @@ class TrainSpec(Spec):
     nonfinite: Literal["stop", "skip"] = "stop"
     check_every: int = Field(default=0, ge=0)
     engine: Literal["native", "deepspeed"] = "native"
+    router_aux_loss: float = Field(default=0.0, ge=0)
+    router_z_loss: float = Field(default=0.0, ge=0)
+    routing: Literal["learned", "balanced"] = "learned"
 
     @property
     def is_compiled(self) -> bool:
@@ -255,6 +285,15 @@ class ClusterSpec(Spec):
     port: int | None = Field(default=None, gt=0, lt=65536)
     timeout: float = Field(default=600.0, gt=0)
     hang: float = Field(default=300.0, ge=0)
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _known_device(cls, value: object) -> object:
+        if value in ("mps", "xpu"):
+            vendor = "Apple" if value == "mps" else "Intel"
+            rule = f"cluster.device = {value!r}: GPUs of {vendor} are not supported"
+            raise ValueError(refusal(rule, legal=["'cpu'", "'cuda', which AMD's GPUs are, too"]))
+        return value
 
     @model_validator(mode="after")
     def _rules(self) -> ClusterSpec:

@@ -101,7 +101,7 @@ def open_engine(job: Job, world: World) -> Any:
     """Return DeepSpeed's engine over our model with the weights that our own run begins with."""
     config, layout = job.config, job.layout
     model = build_model(config.model, "cpu", config.train.seq_len)
-    source = weights_source(job)
+    source = weights_source(job, world)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = tuple((0, size) for size in parameter.shape)

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.data import BlendSampler, Dataset, Sampler, StreamedDataset, StreamSampler
+from meshwright.data import (
+    BlendSampler,
+    Dataset,
+    Sampler,
+    StreamedDataset,
+    StreamSampler,
+    WholeSampler,
+)
 from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
@@ -24,6 +31,7 @@ from meshwright.train.optimizer import set_learning_rate
 from meshwright.train.readings import Readings, lag
 from meshwright.train.recording import Recording
 from meshwright.train.replicas import check_replicas
+from meshwright.train.routing import RoutingReport
 from meshwright.train.run import open_run, save
 from meshwright.train.run_folder import Job
 from meshwright.train.update import evaluate, update
@@ -52,8 +60,7 @@ def train(
     request to stop waits for the step under way and its save: an evaluation is left out, or broken
     off.
     """
-    config, layout = job.config, job.layout
-    steps = config.train.steps
+    config, layout, steps = job.config, job.layout, job.config.train.steps
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
     parallel, shards, optimizer = trained
     sampler = sampler_at(progress.position, dataset, config)
@@ -63,6 +70,7 @@ def train(
     scale, clip = progress.scale, config.train.clip_norm
     readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
     recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
+    routing = RoutingReport(job, world, parallel, emit, progress.step)
     step, stopped = progress.step, world.anyone(asked_to_stop())
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
     while step < steps and not stopped:
@@ -81,6 +89,7 @@ def train(
         stopped = readings.read(asked_to_stop(), everything=pauses)
         recording.end(step)
         readings.tell(last=stopped or step == steps)
+        routing.tell(step, last=stopped or step == steps)
         if is_due(config.train.check_every, step, last=False):
             check_replicas(parallel, world)
         saver.poll()
@@ -128,7 +137,7 @@ def sampler_at(
 
 def keys(config: Config, step: int, rows: range) -> torch.Tensor | None:
     """Return the dropout keys of some rows of a step's global batch, where the model drops."""
-    if config.model.dropout == 0:
+    if not config.model.drops:
         return None
     return row_keys(config.train.seed, step, rows)
 
@@ -164,6 +173,8 @@ def start_event(
     drawn: dict[str, object] = {}
     if isinstance(sampler, BlendSampler):
         drawn["blend"] = sampler.passes(config.train.steps * config.train.batch)
+    elif isinstance(sampler, WholeSampler):
+        drawn["rows"] = sampler.facts()
     return {
         "event": "start",
         "time": time.time(),

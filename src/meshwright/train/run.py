@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from meshwright.checkpoint.adapters import AdapterSource, both
 from meshwright.checkpoint.commit import clean
 from meshwright.checkpoint.identity import identity_of, refuse_changed
 from meshwright.checkpoint.restore import Good, StoredSource, newest_good, restore
@@ -62,10 +63,10 @@ def open_run(
         lower(config.model, config.train, job.layout, target),
         open_groups(job.layout, world, config.cluster.timeout),
         world.device,
-        weights_source(job) if good is None else StoredSource(good.folder),
+        weights_source(job, world) if good is None else StoredSource(good.folder),
         compiled=config.train.is_compiled,
     )
-    shards = Shards(parallel.held, on_host=job.layout.offload == "optimizer")
+    shards = Shards(parallel.trained, on_host=job.layout.offload == "optimizer")
     trained = Trained(parallel, shards, build_optimizer(shards.leaves, config.optimizer))
     progress = Progress(0, LossScale.of(config.train))
     if good is not None:
@@ -115,13 +116,18 @@ def _progress(job: Job, good: Good) -> Progress:
     return Progress(int(good.manifest["step"]), scale, good.manifest.get("position"), loss)
 
 
-def weights_source(job: Job) -> Source:
-    """Return where the first weights come from: a folder with a model, or the seed."""
-    folder = job.config.model.init_from
-    if folder is not None:
-        source: Source = weights_from(Path(folder), job.config.model)
-        return source
-    return seeded(job.config.model, job.config.train.seed)
+def weights_source(job: Job, world: World) -> Source:
+    """Return where the first weights come from: a folder with a model, or the seed.
+
+    Adapters come from a folder of PEFT's, or the seed.
+    """
+    model, seed, adapters = job.config.model, job.config.train.seed, job.config.lora.init_from
+    source: Source = seeded(model, seed, world.recorder.beat)
+    if model.init_from is not None:
+        source = both(weights_from(Path(model.init_from), model), source)
+    if model.lora is not None and adapters is not None:
+        source = both(source, AdapterSource(Path(adapters), model))
+    return source
 
 
 def save(

@@ -198,7 +198,9 @@ def create(job: Job) -> None:
         "run": job.run,
     }
     if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
-        copy_tokenizer(Path(job.tokenizer.file), folder.path)
+        template = job.config.data.chat_template
+        own = None if template is None else Path(template)
+        copy_tokenizer(Path(job.tokenizer.file), folder.path, own)
     _write(folder.plan, _json(plan))
     latest = folder.path.parent / "latest"
     with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import Diverged
 from meshwright.execute.batch import Batch
 from meshwright.execute.gradients import complete, global_norm
 from meshwright.execute.optimize import Shards
@@ -82,7 +82,7 @@ def overflowed(
 
     `norm` and `first` are those of an `Updated`, as they were read; the scale takes note. A
     collective where the norm, which all ranks have alike, is not finite. Under fp16 the scale falls
-    then; in any other precision every rank raises `MeshwrightError`, unless `train.nonfinite` says
+    then; in any other precision every rank raises `Diverged`, unless `train.nonfinite` says
     to skip.
     """
     if math.isfinite(norm):
@@ -90,7 +90,7 @@ def overflowed(
         return None
     tensor = _first_of_all(first, parallel, world)
     if not scale.skips:
-        raise MeshwrightError(
+        raise Diverged(
             f"the gradient of {tensor} is not finite; this step changed no weights. "
             "A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps helps "
             'where training diverged; train.nonfinite = "skip" skips such steps'

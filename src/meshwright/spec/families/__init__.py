@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from meshwright.spec.families.base import Family
+from meshwright.spec.families.deepseek_v3 import DEEPSEEK_V3
 from meshwright.spec.families.gemma2 import GEMMA2
 from meshwright.spec.families.gemma3 import GEMMA3
+from meshwright.spec.families.gpt_oss import GPT_OSS
 from meshwright.spec.families.granite import GRANITE
 from meshwright.spec.families.llama import LLAMA
 from meshwright.spec.families.mistral import MISTRAL
@@ -28,6 +30,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     for one in (
         *(LLAMA, NEOX, QWEN2, QWEN3, MISTRAL, GRANITE, PHI3),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GPT_OSS),
     )
 }

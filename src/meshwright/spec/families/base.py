@@ -19,6 +19,7 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "gated_mlp": True,
         "attention_bias": False,
         "output_bias": None,
+        "attention_sinks": False,
         "mlp_bias": False,
         "qk_norm": "none",
         "rotary_pct": 1.0,
@@ -36,8 +37,22 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "top_k": 0,
         "expert_ffn_dim": None,
         "norm_top_k": True,
+        "expert_bias": False,
+        "swiglu_limit": None,
+        "swiglu_alpha": 1.0,
         "shared_ffn_dim": 0,
         "shared_gate": False,
+        "dense_layers": 0,
+        "router_scores": "softmax",
+        "expert_groups": 1,
+        "top_groups": 1,
+        "routed_scale": 1.0,
+        "q_lora_rank": 0,
+        "kv_lora_rank": 0,
+        "qk_nope_head_dim": 0,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 0,
+        "rope_interleave": False,
     }
 )
 
@@ -53,7 +68,12 @@ NEWEST: Final = frozenset(
     {
         *("norm_placement", "norm_plus_one", "attention_softcap", "logits_softcap"),
         *("layer_pattern", "experts", "top_k", "expert_ffn_dim", "norm_top_k"),
-        *("shared_ffn_dim", "shared_gate"),
+        *("shared_ffn_dim", "shared_gate", "dense_layers"),
+        *("router_scores", "expert_groups", "top_groups", "routed_scale"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        "rope_interleave",
+        *("attention_sinks", "expert_bias"),
+        *("swiglu_limit", "swiglu_alpha"),
     }
 )
 
@@ -62,12 +82,15 @@ class Key(NamedTuple):
     """A key of `config.json`: the field of `ModelSpec` that it holds, and what its absence means.
 
     Where `default` is the name of a field, absence means the value of that one. An `optional`
-    number may be null, an `inverse root` is a whole number n for `n ** -0.5`.
+    number may be null, an `inverse root` is a whole number n for `n ** -0.5`. A `count` may be 0,
+    an `optional size` is null for 0, `experts` are so many times an expert's width, a key before.
     """
 
     ours: str
     theirs: str
-    kind: Literal["size", "number", "flag", "optional", "inverse root"]
+    kind: Literal[
+        "size", "count", "optional size", "number", "flag", "optional", "inverse root", "experts"
+    ]
     default: Any
 
 
@@ -80,9 +103,10 @@ class Family:
     follow from its width. `sizes` are what
     transformers takes for sizes that a `config.json` leaves out; `keys` are its further keys,
     `written` what is only written, `inert` the values under which a key changes nothing. `modules`
-    has the stored name of each of our modules, `{}` for the layer; several modules with one name
-    are stored together, as `fused` says: by head, or one below the other. `buffers` are stored
-    names that are no parameters.
+    has the stored name of each of our modules, `{}` for the layer, or of a parameter; several with
+    one name are stored together, as `fused` says: by head, or one below the other. With
+    `fused_experts` a layer's experts are one tensor, transposed, the outputs of gate and up
+    in turn. `buffers` are stored names that are no parameters.
     """
 
     name: str
@@ -105,7 +129,10 @@ class Family:
     # What layers see and rotate; None: all see and rotate all.
     layers: LayerKeys | None = None
     grouped: bool = True
+    # Fields that add up to `head_dim`.
+    head_dim_parts: tuple[str, ...] = ()
     fused: Literal["by head", "stacked"] = "stacked"
+    fused_experts: bool = False
     buffers: re.Pattern[str] = re.compile(r"(?!)")
     heads: tuple[str, ...] = ("lm_head.weight",)
     # Defaults of the rotated share and the base, and further keys that spell them.
@@ -113,9 +140,13 @@ class Family:
     rotary_keys: tuple[str, ...] = ()
     rope_theta: float = 10000.0
     theta_keys: tuple[str, ...] = ()
+    # The rotary settings of a file that has none.
+    rope_absent: Mapping[str, Any] = field(default_factory=dict)
     # The kinds of rope scaling that transformers knows of it, and other names that it has for them.
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rope_names: Mapping[str, str] = field(default_factory=dict)
+    # Methods of quantisation whose files are read, as what they stand for.
+    quantised: tuple[str, ...] = ()
     # Default of `original_max_position_embeddings` where that is a key of its config.
     original_context: int | None = None
     # Whether `rope_parameters` are by kind of layer; the base of those with a window where no key
@@ -123,6 +154,8 @@ class Family:
     kinds_of_layers: bool = False
     sliding_theta: float | None = None
     sliding_theta_key: str | None = None
+    # Whether files may have layers that predict further tokens, beyond the model's own.
+    predicts_ahead: bool = False
     check: Callable[[Mapping[str, Any]], None] = lambda config: None
     check_written: Callable[[Mapping[str, Any]], None] = lambda fields: None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

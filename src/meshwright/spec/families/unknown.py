@@ -9,10 +9,9 @@ from meshwright.errors import nearest, refusal
 
 # Model types of transformers: the family that is nearest, and how it differs from that.
 _DIFFERS: Final = {
-    "deepseek_v3": ("qwen2_moe", "latent attention and a router of sigmoids with groups"),
+    "deepseek_v2": ("deepseek_v3", "a router of softmaxes"),
     "gemma": ("gemma2", "norms before each sublayer alone, no caps, no windows"),
     "gemma3": ("gemma3", "images; its text model alone is gemma3_text"),
-    "gpt_oss": ("mixtral", "attention sinks, and experts with biases and a clamped activation"),
     "qwen3_next": ("qwen3_moe", "linear attention"),
 }
 

@@ -1,0 +1,151 @@
+"""Adapters in PEFT's format, and weights with what adapters add to them.
+
+PEFT, github.com/huggingface/peft, writes `adapter_config.json` and `adapter_model.safetensors`,
+whose tensors are named after the stored module that they adapt.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.errors import CheckpointError
+from meshwright.execute.build import Source
+from meshwright.models import Transformer, build_model
+from meshwright.models.files import open_safetensors
+from meshwright.models.hf_names import hf_name
+from meshwright.program.shards import Region, whole
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
+from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+
+_PREFIX: Final = "base_model.model."
+_MATRICES: Final = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SHOWN: Final = 3
+
+
+def peft_name(family: str, name: str) -> str:
+    """Return the name that PEFT has for a matrix of an adapter."""
+    module, matrix = name.rsplit(".", 1)
+    stored = hf_name(family, f"{module}.weight").removesuffix(".weight")
+    return f"{_PREFIX}{stored}.{_MATRICES[matrix]}.weight"
+
+
+class AdapterSource:
+    """The adapters of a folder of PEFT's, checked against `spec` when opened and read when asked.
+
+    Raises `CheckpointError` where a tensor is missing, unexpected, of another shape or not of
+    floating point, and where the file is not sound.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        path = folder / ADAPTER_WEIGHTS
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; pickles are not read")
+        self._file = open_safetensors(path)
+        self._names = {
+            part.name: peft_name(spec.family, part.name) for part in parts(spec) if part.is_adapter
+        }
+        shapes = {self._names[one.name]: one.shape for one in parts(spec) if one.is_adapter}
+        found = set(self._file.keys())
+        for what, names in (("lacks", shapes.keys() - found), ("holds", found - shapes.keys())):
+            if names:
+                some = ", ".join(sorted(names)[:_SHOWN])
+                told = "" if what == "lacks" else ", which the adapters of [lora] are without"
+                raise CheckpointError(f"{path} {what} {some[:300]}{told}")
+        for name, shape in shapes.items():
+            stored = tuple(self._file.get_slice(name).get_shape())
+            if stored != shape:
+                told = f"{path}: {name} is {list(stored)}, but the model's is {list(shape)}"
+                raise CheckpointError(told)
+
+    def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        """Return a region of a matrix by our name, as it is stored."""
+        lies: Any = self._file.get_slice(self._names[name])
+        tensor: Tensor = lies[tuple(slice(start, stop) for start, stop in region)]
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"{self._names[name]} is {tensor.dtype}, not of floating point")
+        return tensor
+
+
+def both(base: Source, adapters: Source) -> Source:
+    """Return the source of a model's weights from one, and of its adapters from another."""
+
+    def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        is_adapter = name.endswith(tuple(_MATRICES))
+        return (adapters if is_adapter else base)(name, shape, region)
+
+    return region_of
+
+
+def merged(source: Source, spec: ModelSpec) -> Source:
+    """Return the source of weights with what the adapters of `spec` add: `W + scale * B A`, fp32.
+
+    arXiv:2106.09685, section 4.1: the model without adapters that computes the same.
+    """
+    lora, shapes = spec.lora, {part.name: part.shape for part in parts(spec)}
+    if lora is None:
+        return source
+    scale = lora.scale
+
+    def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        found, module = source(name, shape, region), name.removesuffix(".weight")
+        first, second = f"{module}.lora_a", f"{module}.lora_b"
+        if not name.endswith(".weight") or first not in shapes:
+            return found
+        (rows, columns), between = region, (0, lora.rank)
+        a = source(first, shapes[first], (between, columns)).float()
+        b = source(second, shapes[second], (rows, between)).float()
+        return torch.addmm(found.float(), b, a, alpha=scale)
+
+    return region_of
+
+
+@torch.no_grad()
+def merge(model: Transformer) -> Transformer:
+    """Return a model without adapters that computes what one with adapters does, in fp32.
+
+    The model itself where it has none.
+    """
+    spec = model.spec
+    if spec.lora is None:
+        return model
+    held = dict(model.named_parameters())
+
+    def own(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        return held[name][tuple(slice(start, stop) for start, stop in region)]
+
+    source = merged(own, spec)
+    plain = build_model(spec.model_copy(update={"lora": None}), device="cpu")
+    for name, parameter in plain.named_parameters():
+        shape = tuple(parameter.shape)
+        parameter.copy_(source(name, shape, whole(shape)))
+    plain.init_tables(torch.device("cpu"))
+    return plain
+
+
+def write_adapter(
+    model: Transformer, folder: Path, base: str | None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write the adapters of a model as a folder that PEFT loads; `base` is where its weights are.
+
+    Raises `CheckpointError` where the model has none.
+    """
+    spec = model.spec
+    if spec.lora is None:
+        raise CheckpointError("the model has no adapters to export: it was trained whole")
+    tensors = {
+        peft_name(spec.family, name): parameter.detach().to("cpu", dtype).contiguous()
+        for name, parameter in model.named_parameters()
+        if name.endswith(tuple(_MATRICES))
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    content = adapter_config(spec.lora, spec.family, gated=spec.gated_mlp, base=base)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,83 @@
+"""What training asks of routers beside the loss: equally many tokens for experts, small scores.
+
+The load-balancing loss is that of each sequence, so that no cut of a batch changes it:
+arXiv:2412.19437, equations 17 to 20, with the softmax of all scores. The z-loss is that of
+arXiv:2202.08906, equation 5. Their gradients are added in a router's backward; nothing travels for
+them but the counts of sequences that ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Balance:
+    """The weights of a router's losses, and what its tokens came to since that was last read.
+
+    `aux` weighs the load-balancing loss, `z` the z-loss. `scale` multiplies both: one over the
+    sequences of the global batch times the loss scale, 0 on ranks that compute what another does.
+    `summed` returns the sum of counts over the `ranks` that share sequences. `met` are the tokens
+    of each expert, int64 `[experts]`, on ranks that count; `losses` the two losses, fp32 `[2]`,
+    without `scale`. With `is_forced` tokens meet experts in turn, whatever their scores.
+    """
+
+    aux: float = 0.0
+    z: float = 0.0
+    scale: float = 0.0
+    ranks: int = 1
+    summed: Callable[[Tensor], Tensor] = lambda counts: counts
+    is_forced: bool = False
+    met: Tensor | None = None
+    losses: Tensor | None = None
+
+    def picked(self, every: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Return the shares and the ids of each token's experts, for all shares in fp32.
+
+        every `[tokens, experts]`; the results are `[tokens, top_k]`.
+        """
+        if not self.is_forced:
+            return every.topk(top_k)
+        tokens, experts = every.shape
+        places = torch.arange(tokens * top_k, device=every.device)
+        ids = places.view(tokens, top_k) % experts
+        return every.gather(-1, ids), ids
+
+    def count(self, ids: Tensor, rows: int, experts: int) -> Tensor:
+        """Return how many of its tokens met each expert, fp32 `[rows, experts]`, and note it.
+
+        ids int64 `[tokens, top_k]` of so many rows.
+        """
+        by_row = ids.view(rows, -1)
+        counts = torch.zeros(rows, experts, dtype=torch.float32, device=ids.device)
+        counts.scatter_add_(1, by_row, torch.ones_like(by_row, dtype=torch.float32))
+        if self.met is not None:
+            self.met += counts.sum(0).long()
+        return counts
+
+    def to_shares(self, every: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        """Return the load-balancing loss' gradient of all tokens of a row, fp32 `[rows, experts]`.
+
+        every fp32 `[tokens, experts]` is the softmax, ids are `[tokens, top_k]`. The loss is linear
+        in the softmax: the counts have no gradient.
+        """
+        rows, experts = counts.shape
+        tokens = every.shape[0] // rows * self.ranks
+        each = self.summed(counts) * (self.aux * experts / (ids.shape[-1] * tokens**2))
+        if self.losses is not None:
+            self.losses[0] += (every.view(rows, -1, experts).sum(1) * each).sum()
+        return each * self.scale
+
+    def to_scores(self, sizes: Tensor, rows: int) -> Tensor:
+        """Return what the z-loss adds to scores' gradients, as factors `[tokens]` of their softmax.
+
+        sizes fp32 `[tokens]` are the logarithms of the scores' summed exponentials.
+        """
+        tokens = sizes.shape[0] // rows * self.ranks
+        if self.losses is not None:
+            self.losses[1] += self.z * sizes.square().sum() / tokens
+        return sizes * (2 * self.z * self.scale / tokens)

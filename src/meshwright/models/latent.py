@@ -1,0 +1,117 @@
+"""Latent attention: keys and values of all heads are made of one small vector for each token.
+
+DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437, section 2.1.1.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.models.attention import Core, Project, attend, each
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.norms import RMSNorm
+from meshwright.models.ops import rotate
+from meshwright.models.rope import Rope
+from meshwright.program.attention import ScoreBounds
+from meshwright.spec.model import ModelSpec
+
+# Of the norms of latent vectors, whatever a model's own is: DeepSeek's code and transformers'.
+LATENT_EPS: Final = 1e-6
+
+
+class LatentAttention(nn.Module):
+    """Projections around `core`, which a context parallelism may replace.
+
+    `kv_a` makes a latent vector of the stream, and a rotated key that all heads share; `kv_b` makes
+    the rest of the heads' keys and their values of the latent vector, once normed. Queries come of
+    a latent vector in the same way, by `q_a` and `q_b`, or else by `q`. A tensor parallelism may
+    replace `project`, which computes what takes the stream.
+
+    The core gets queries, keys and values of one size: zeros fill up the smaller ones. The number
+    of heads is read off the projections' outputs, so that it may be a share of them. A cache holds
+    latent vectors and shared keys, of which heads are made again.
+    """
+
+    def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:
+        super().__init__()
+        self.nope, self.turned, self.value = (
+            spec.qk_nope_head_dim,
+            spec.qk_rope_head_dim,
+            spec.v_head_dim,
+        )
+        self.core_dim, self.rank = spec.core_dim, spec.kv_lora_rank
+        heads, low, bias = spec.n_heads, spec.q_lora_rank, spec.attention_bias
+        self.q: nn.Linear | None = None
+        self.q_a: nn.Linear | None = None
+        if low:
+            self.q_a = nn.Linear(spec.dim, low, bias=bias)
+            self.q_a_norm = RMSNorm(low, LATENT_EPS)
+            self.q_b = nn.Linear(low, heads * spec.head_dim, bias=False)
+        else:
+            self.q = nn.Linear(spec.dim, heads * spec.head_dim, bias=False)
+        self.kv_a = nn.Linear(spec.dim, self.rank + self.turned, bias=bias)
+        self.kv_a_norm = RMSNorm(self.rank, LATENT_EPS)
+        self.kv_b = nn.Linear(self.rank, heads * (self.nope + self.value), bias=False)
+        self.o = nn.Linear(heads * self.value, spec.dim, bias=spec.has_output_bias)
+        self.query_scale = spec.query_scale
+        self.interleaves = spec.rope_interleave
+        self.scores = ScoreBounds.of(spec, spec.layer(int(layer)))
+        self.rope = rope
+        self.table = rope.index(int(layer))
+        self.layer = layer
+        self.core: Core = attend
+        self.project: Project = each
+
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
+        """Return attention over x `[batch, seq, dim]`, of the same shape."""
+        cache = context.cache
+        into = self.q if self.q_a is None else self.q_a
+        assert into is not None
+        q, made = self.project(x, (into, self.kv_a), context)
+        if self.q_a is not None:
+            q = self.q_b(self.q_a_norm(q))
+        latent, shared = torch.split(made, [self.rank, self.turned], -1)
+        latent, shared = self.kv_a_norm(latent), shared[:, :, None]
+        q = q.view(*q.shape[:-1], -1, self.nope + self.turned)
+        plain, own = torch.split(q, [self.nope, self.turned], -1)
+        if self.table is not None:
+            start = 0 if cache is None else cache.length
+            stop = start + q.shape[1]
+            cos, sin = self.rope.tables(start, stop, context.positions, self.table)
+            own, shared = self._rotated(own, cos, sin), self._rotated(shared, cos, sin)
+        if cache is not None:
+            latent, shared = cache.append(self.layer, latent[:, None], shared.transpose(1, 2))
+            latent, shared = latent[:, 0], shared.transpose(1, 2)
+        q = self._filled(plain, own)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
+        k, v = self._keys_and_values(latent, shared)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        mixed = self.core(q, k, v, context.mask, self.scores, None).transpose(1, 2)
+        out: Tensor = self.o(mixed[..., : self.value].flatten(2))
+        return out
+
+    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `[batch, seq, heads, core_dim]` of latent vectors and the key that heads share."""
+        heads: Tensor = self.kv_b(latent)
+        heads = heads.view(*heads.shape[:-1], -1, self.nope + self.value)
+        keys, values = torch.split(heads, [self.nope, self.value], -1)
+        every = shared.expand(-1, -1, keys.shape[2], -1)
+        return self._filled(keys, every), self._filled(values)
+
+    def _filled(self, *parts: Tensor) -> Tensor:
+        """Return a copy of parts of heads side by side, and zeros up to the core's size."""
+        room = self.core_dim - sum(part.shape[-1] for part in parts)
+        if not room:
+            return torch.cat(parts, -1)
+        return F.pad(parts[0] if len(parts) == 1 else torch.cat(parts, -1), (0, room))
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return heads `[batch, seq, heads, turned]`, rotated; pairs end half of the dims apart."""
+        if self.interleaves:
+            x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
+        return rotate(x.transpose(1, 2), cos, sin).transpose(1, 2)

@@ -1,0 +1,64 @@
+"""Linear layers with low-rank adapters, LoRA: arXiv:2106.09685, section 4.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.dropout import dropout
+from meshwright.spec.lora import LINEAR, Lora
+from meshwright.spec.model import ModelSpec
+
+# The sites of a block's own dropout come before those of its adapters.
+_FIRST_SITE: Final = 16
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer whose weight is frozen, plus `scale * dropout(x) A' B'`.
+
+    `lora_a` is `[rank, in]`, `lora_b` `[out, rank]`.
+    """
+
+    def __init__(self, inner: int, outer: int, lora: Lora, site: int, *, bias: bool) -> None:
+        super().__init__(inner, outer, bias=bias)
+        self.lora_a = nn.Parameter(torch.empty(lora.rank, inner))
+        self.lora_b = nn.Parameter(torch.empty(outer, lora.rank))
+        self.scale, self.p, self.site = lora.scale, lora.dropout, site
+        # Tensor parallelism replaces it, by what gives this rank's part.
+        self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
+
+    def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
+        """Return `[batch, seq, out]` of `[batch, seq, in]`."""
+        return self.added(F.linear(input, self.weight, self.bias), input, context)
+
+    def added(self, out: Tensor, x: Tensor, context: Context, first: int = 0) -> Tensor:
+        """Return `out` plus the adapter's product with x, whose channels are from `first` on."""
+        if self.p > 0 and context.keys is not None and self.training:
+            x = dropout(x, self.p, context.keys, context.positions, self.site, first)
+        low = F.linear(F.linear(x, self.local(self.lora_a)), self.local(self.lora_b))
+        return torch.add(out, low, alpha=self.scale)
+
+
+def linear(spec: ModelSpec, name: str, inner: int, outer: int, *, bias: bool) -> nn.Linear:
+    """Return a linear layer of a block, by its name in it, with the adapter that it is to have."""
+    if spec.lora is None or name not in spec.adapted:
+        return nn.Linear(inner, outer, bias=bias)
+    site = _FIRST_SITE + LINEAR.index(name)
+    return LoraLinear(inner, outer, spec.lora, site, bias=bias)
+
+
+def apply(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
+    """Return a linear layer of x `[batch, seq, in]`, with or without an adapter."""
+    out: Tensor = layer(x, context) if isinstance(layer, LoraLinear) else layer(x)
+    return out
+
+
+def freeze(model: nn.Module) -> None:
+    """Leave adapters alone to be trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith((".lora_a", ".lora_b")))

@@ -1,0 +1,49 @@
+"""How many scores the attention of a rank computes, and in how many results of blocks."""
+
+from __future__ import annotations
+
+from meshwright.program.attention import UNBOUNDED, ScoreBounds, by_blocks, causal_scores
+from meshwright.program.lower import Program
+from meshwright.program.ring import causal_pieces, ring_totals
+from meshwright.spec.model import LayerSpec
+
+
+def pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
+    """Return how many pairs of query and key the attention of one row and head computes here.
+
+    Half of a square and what a window leaves of it, since a kernel is told that it is causal.
+    Packed rows cost at most as much as where each is one document; how much less is up to the data.
+    The ring computes pieces of its own and the other ranks' keys, as `program.ring` cuts them.
+    """
+    bounds, span = ScoreBounds.of(program.model, kind), program.train.seq_len
+    if is_ring(program):
+        plain = is_plain(program) or bounds.cap is not None
+        totals = ring_totals(span, program.layout.cp, cp_rank, bounds)
+        return totals.plain_pairs if plain else totals.pairs
+    if program.target.packed and program.target.on_cpu:
+        return sum(piece.pairs(bounds.cap is not None) for piece in causal_pieces(span, bounds))
+    bounds, target = bounds.within(span), program.target
+    is_masked = target.on_cpu and bounds != UNBOUNDED
+    shape = program.model.n_heads, program.model.n_kv_heads, span, program.train.precision
+    if is_masked and not by_blocks(*shape, bounds):
+        return float(span * span)
+    return causal_scores(span, bounds.window)
+
+
+def is_ring(program: Program) -> bool:
+    """Whether keys and values visit the ranks of cp."""
+    return program.layout.cp > 1 and program.layout.cp_kind == "ring"
+
+
+def is_plain(program: Program) -> bool:
+    """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
+    return is_ring(program) and program.target.packed and program.train.precision == "fp16"
+
+
+def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
+    """Return how many results of a block the ring computes, in those of all of its queries."""
+    if not is_ring(program):
+        return 1.0
+    bounds = ScoreBounds.of(program.model, kind)
+    totals = ring_totals(program.train.seq_len, program.layout.cp, cp_rank, bounds)
+    return totals.rows / program.sequence

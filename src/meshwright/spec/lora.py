@@ -1,0 +1,127 @@
+"""Low-rank adapters, LoRA (arXiv:2106.09685): what they are, and on which linear layers.
+
+A layer's product becomes `x W' + scale * dropout(x) A' B'`, and of a model with adapters these
+alone are trained. Layers are named as Hugging Face and PEFT name them: `q_proj`, `down_proj`.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field
+
+from meshwright.errors import nearest, refusal
+from meshwright.spec.base import Spec, as_tuple
+from meshwright.spec.families import FAMILIES
+
+# What PEFT calls all linear layers but the head.
+ALL_LINEAR: Final = "all-linear"
+# The linear layers of a block, in its order; `mlp.gate` where MLPs are gated.
+LINEAR: Final = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+# Far above what anybody trains, and what a width rarely is.
+LARGEST_RANK: Final = 4096
+
+
+def _texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else as_tuple(value)
+
+
+class Lora(Spec):
+    """Adapters of a model: matrices A `[rank, in]` and B `[out, rank]` on each target.
+
+    `alpha` over the rank is the scale, with `rslora` over the root of the rank
+    (arXiv:2312.03732). `targets` are names of linear layers or patterns of them.
+    """
+
+    rank: int = Field(gt=0, le=LARGEST_RANK)
+    alpha: float = Field(gt=0)
+    targets: Annotated[tuple[str, ...], BeforeValidator(_texts)] = (ALL_LINEAR,)
+    rslora: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class LoraSection(Spec):
+    """The [lora] section: low-rank adapters on a model that is itself frozen; rank 0 has none.
+
+    An adapter adds `alpha / rank` times two matrices of that rank to a linear layer, with `rslora`
+    `alpha` over the root of the rank; `alpha` left out is the rank. `targets` are linear layers by
+    their names in Hugging Face models, as "q_proj", patterns as "*_proj", or "all-linear".
+    `dropout` is the share of an adapter's input that training drops. `init_from` is a folder of
+    PEFT's whose adapters the run begins with.
+    """
+
+    rank: int = Field(default=0, ge=0, le=LARGEST_RANK)
+    alpha: float | None = Field(default=None, gt=0)
+    targets: Annotated[str | tuple[str, ...], BeforeValidator(as_tuple)] = ALL_LINEAR
+    rslora: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    init_from: str | None = None
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that it asks for."""
+        if self.rank == 0:
+            return None
+        return Lora(
+            rank=self.rank,
+            alpha=float(self.rank) if self.alpha is None else self.alpha,
+            targets=(self.targets,) if isinstance(self.targets, str) else self.targets,
+            rslora=self.rslora,
+            dropout=self.dropout,
+        )
+
+
+def target_names(family: str, *, gated: bool) -> dict[str, str]:
+    """Return the linear layers of a block, by ours, under the names that targets have for them.
+
+    Layers that a family stores as one have one name.
+    """
+    modules = FAMILIES[family].modules
+    ours = [one for one in LINEAR if gated or one != "mlp.gate"]
+    return {one: modules[one].rsplit(".", 1)[-1] for one in ours}
+
+
+def adapted(lora: Lora | None, family: str, *, gated: bool) -> frozenset[str]:
+    """Return the linear layers of a block that adapters are for, by our names."""
+    if lora is None:
+        return frozenset()
+    names = target_names(family, gated=gated)
+    return frozenset(
+        ours
+        for ours, name in names.items()
+        for target in lora.targets
+        if target == ALL_LINEAR or fnmatchcase(name, target)
+    )
+
+
+def check_targets(lora: Lora | None, family: str, *, gated: bool, experts: int) -> None:
+    """Raise `ValueError` for targets that are no linear layers, or not ones of their own."""
+    if lora is None:
+        return
+    if experts:
+        raise ValueError(
+            f"lora.rank = {lora.rank} is for models without experts, but model.experts = "
+            f"{experts}; train such a model whole"
+        )
+    names = target_names(family, gated=gated)
+    every = list(dict.fromkeys(names.values()))
+    fused = {name for name in every if list(names.values()).count(name) > 1}
+    alone = [name for name in every if name not in fused]
+    if not lora.targets:
+        raise ValueError(refusal("lora.targets is empty", legal=[*map(repr, (ALL_LINEAR, *every))]))
+    for target in lora.targets:
+        found = every if target == ALL_LINEAR else [n for n in every if fnmatchcase(n, target)]
+        told = f"lora.targets has {target!r}"
+        if not found:
+            legal = nearest(target, [*alone, ALL_LINEAR]) or alone
+            what = f"{told}, which is no linear layer of the {family} family"
+            raise ValueError(refusal(what, legal=[*map(repr, legal)]))
+        if joint := [name for name in found if name in fused]:
+            what = f"{told}, but the {family} family stores {joint[0]} as one matrix of several"
+            raise ValueError(refusal(what, legal=[*map(repr, alone)]))
