@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fuzz import Reader
+from meshwright.checkpoint.adapters import AdapterSource, write_adapter
 from meshwright.checkpoint.commit import MANIFEST, digest_of, fingerprint, step_name
 from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.tensors import Stored
@@ -25,8 +26,10 @@ from meshwright.launch.session import Run, prepare_job
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import INDEX, load_hf, save_hf
 from meshwright.program.profile import to_json
+from meshwright.program.shards import whole
 from meshwright.report.run import report
 from meshwright.spec.loading import load_config
+from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.stored import stored_spec, stored_tokenizer
 from meshwright.train.run_folder import create, read_job
@@ -79,7 +82,25 @@ def _models(folder: Path) -> list[Reader]:
         Reader("step safetensors", {own: steps[tensors]}, (own,), chunks, _seal_header(own)),
         Reader("step folder", steps, tuple(steps), step, _seal_step),
         _certificate(folder, steps),
+        _adapters(folder),
     ]
+
+
+def _adapters(folder: Path) -> Reader:
+    """A folder of PEFT's with the first adapters of a run."""
+    words = (*TINY, "lora.rank=4", "lora.targets=q_proj")
+    spec = load_config(None, words).model
+    write_adapter(init_model(build_model(spec, device="cpu"), spec, seed=0), folder / "peft", None)
+    files = files_of(folder / "peft")
+
+    def read(at: Path) -> None:
+        spec = load_config(None, [*TINY, f"lora.init_from={at}"]).model
+        source = AdapterSource(at, spec)
+        for part in parts(spec):
+            if part.is_adapter:
+                source(part.name, part.shape, whole(part.shape))
+
+    return Reader("adapters", files, tuple(files), read)
 
 
 def _certificate(folder: Path, steps: Mapping[str, bytes]) -> Reader:

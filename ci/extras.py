@@ -47,6 +47,7 @@ EXTRAS: Final = {
     "ray": Extra(("tests/test_ray.py",), 3, ("meshwright[ray]",)),
     "torchao": Extra(("tests/test_float8.py",), 2, ("meshwright[fp8]",)),
     "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
+    "peft": Extra(("tests/test_lora_peft.py",), 3, ("peft", "accelerate")),
     "schemas": Extra(
         ("tests/test_job_schemas.py",),
         2,

@@ -11,9 +11,11 @@ from ci.turns import order_of, seed_of
 # A part is ended after so many times its minutes: other machines are slower, and some are busy.
 FACTOR: Final = 2.5
 # The slow tests are dealt into so many shares, of which a commit has one.
-SLOW_SHARES: Final = 3
+SLOW_SHARES: Final = 4
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
 DRAWN: Final = {4: 12, 8: 12, 16: 2}
+# Minutes that these take.
+_DRAWN_MINUTES: Final = {4: 2, 8: 2, 16: 1}
 RANDOM_LAYOUTS: Final = 100
 DRAWN_MUTANTS: Final = 6
 # What the extras groups test, and so no other part of the slow tests and those of faults.
@@ -69,7 +71,7 @@ ALWAYS: Final = (
     Part("types", ("make", "types"), 0.5),
     Part("test", tests("-n", "auto", *MAYBE), 10),
     Part("faults", of_marks("faults and not perf"), 10),
-    Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 2.5),
+    Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 4),
 )
 
 
@@ -85,7 +87,7 @@ def of_commit(commit: str) -> list[Part]:
         Part(
             "slow",
             of_marks("slow and not perf", "--share", f"{share}/{SLOW_SHARES}"),
-            6,
+            8,
             is_required=False,
             why=f"share {share} of {SLOW_SHARES}",
         ),
@@ -98,7 +100,7 @@ def everything(commit: str) -> list[Part]:
     """Return all parts: no turns and no draws, but for the seed of the random layouts."""
     return [
         *ALWAYS,
-        Part("slow", of_marks("slow and not perf"), 18),
+        Part("slow", of_marks("slow and not perf"), 30),
         *(_extra(name, "") for name in EXTRAS),
         *(
             Part(
@@ -116,13 +118,15 @@ def everything(commit: str) -> list[Part]:
 def _drawn(world: int, number: int, commit: str) -> Part:
     seed = seed_of(commit, f"matrix-{world}")
     words = ("prove", "--matrix", "--world", str(world), "--draw", str(number), "--seed", str(seed))
-    return Part(f"matrix-{world}", (MESHWRIGHT, *words), 2, why=f"{number} layouts, seed {seed}")
+    minutes = _DRAWN_MINUTES[world]
+    why = f"{number} layouts, seed {seed}"
+    return Part(f"matrix-{world}", (MESHWRIGHT, *words), minutes, why=why)
 
 
 def _random(number: int, commit: str) -> Part:
     seed = seed_of(commit, "random")
     words = ("prove", "--random", str(number), "--seed", str(seed))
-    return Part("random", (MESHWRIGHT, *words), 7.5, why=f"{number} layouts, seed {seed}")
+    return Part("random", (MESHWRIGHT, *words), 7, why=f"{number} layouts, seed {seed}")
 
 
 def _mutants(commit: str) -> Part:

@@ -2,6 +2,9 @@
 
 import transformers
 
+from hf_deepseek import DEEPSEEKS
+from hf_gpt_oss import GPT_OSSES
+
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 48,
@@ -364,6 +367,8 @@ OLMOES = {
     },
 }
 KINDS = {
+    "deepseek_v3": (transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config, DEEPSEEKS),
+    "gpt_oss": (transformers.GptOssForCausalLM, transformers.GptOssConfig, GPT_OSSES),
     "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, MIXTRALS),
     "qwen2_moe": (transformers.Qwen2MoeForCausalLM, transformers.Qwen2MoeConfig, QWEN2_MOES),
     "qwen3_moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, QWEN3_MOES),

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ConfigError
-from meshwright.execute import block_attention, context
+from meshwright.execute import block_attention
+from meshwright.execute import ring as rounds
 from meshwright.execute.context import Ring, Ulysses, positions
 from ranks import on_ranks, ranks
 
@@ -217,7 +218,7 @@ def test_the_comparison_catches_what_is_wrong(world):
     packed = PACKED[:2]
     expected = whole(*tensors)
     for merge in (averaged, unweighted_second):
-        with mock.patch.object(context, "_merge", merge):
+        with mock.patch.object(rounds, "_merge", merge):
             assert errors(ring, "ring", tensors, expected=expected)[0] > 1e-2
     # Contiguous positions in the ring, and ring positions in Ulysses.
     assert min(errors(ring, "ulysses", tensors, expected=expected)) > 1e-2

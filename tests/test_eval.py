@@ -240,7 +240,7 @@ REFUSED = [
     (["--batch", "0"], "--batch 0"),
     (["--source", "nowhere.txt"], "no such file or folder: nowhere.txt"),
     (["--tokenizer", "gpt3"], "no tokenizer at gpt3"),
-    (["--device", "cuda"], "no NVIDIA GPU is visible; nearest legal: cpu"),
+    (["--device", "cuda"], "no GPU of NVIDIA or AMD is visible; nearest legal: cpu"),
 ]
 
 

@@ -352,10 +352,20 @@ def test_a_row_with_experts_is_predicted():
     assert [some.has_experts(some.layer(at)) for at in range(5)] == [False] * 3 + [True] * 2
 
 
+def test_a_row_with_latent_attention_is_predicted():
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 40}
+    row = {**ROW, **sizes, "shared_ffn": 768, "moe_layer_freq": "([0]*1+[1]*47)"}
+    model = read_row(row, shipped_calibration()).setting.model
+    assert (model.head_dim, model.n_kv_heads, model.q_lora_rank) == (64, 32, 0)
+    assert not model.has_experts(model.layer(0))
+    found = [predict_row({**row, **more}, shipped_calibration()) for more in ({}, {"heads": 64})]
+    assert found[0]["step_time_s"] < found[1]["step_time_s"]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"kv_lora_rank": 512}, "latent attention is not priced"),
+        ({"kv_lora_rank": 512}, "has latent attention, but lacks qk_nope_head_dim and"),
         ({"ep": 32}, "ep 32 does not divide the 16 ranks with the same weights"),
         ({"ep": 3}, "ep 3 does not divide"),
         ({"topk": None}, "lacks topk or moe_ffn"),

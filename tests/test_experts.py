@@ -31,6 +31,13 @@ KINDS = {
         "norm_top_k": True,
         "activation": "gelu",
     },
+    "three of five, biases, bounded": {
+        "family": "gpt_oss",
+        "experts": 5,
+        "top_k": 3,
+        "swiglu_limit": 0.7,
+        "swiglu_alpha": 1.3,
+    },
 }
 
 
@@ -53,17 +60,30 @@ def mixture(spec, dtype=torch.float64):
 
 def plainly(spec, mlp, x):
     """Return the same in torch's own operations, expert by expert."""
-    every = torch.softmax(x @ mlp.router.weight.t(), -1)
+    scores = x @ mlp.router.weight.t()
+    every = torch.softmax(scores if mlp.router.bias is None else scores + mlp.router.bias, -1)
     shares, ids = every.topk(spec.top_k)
     if spec.norm_top_k:
         shares = shares / shares.sum(-1, keepdim=True)
     act = {"silu": F.silu, "gelu": F.gelu}[spec.activation]
     total = torch.zeros_like(x)
-    gate, up, down = (getattr(mlp.experts, name).weight for name in ("gate", "up", "down"))
+
+    def project(name, one, x):
+        module = getattr(mlp.experts, name)
+        found = module.weight[one] @ x
+        return found if module.bias is None else found + module.bias[one]
+
+    def between(gate, up):
+        limit = spec.swiglu_limit
+        if limit is None:
+            return act(gate) * up
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(spec.swiglu_alpha * gate)
+
     for token, place in ((t, p) for t in range(len(x)) for p in range(spec.top_k)):
         one = ids[token, place]
-        hidden = act(gate[one] @ x[token]) * (up[one] @ x[token])
-        total[token] = total[token] + shares[token, place] * (down[one] @ hidden)
+        hidden = between(*(project(name, one, x[token]) for name in ("gate", "up")))
+        total[token] = total[token] + shares[token, place] * project("down", one, hidden)
     if mlp.shared is not None:
         shared = mlp.shared
         beside = (act(x @ shared.gate.weight.t()) * (x @ shared.up.weight.t())) @ (
@@ -140,7 +160,7 @@ def test_a_dense_layer_has_one_mlp():
         (["model.family=qwen3_moe", "model.experts=0"], "model.top_k = 8 needs experts"),
         (
             [f"model.{one}" for one in (*NONE, "family=mixtral", "layer_pattern=[{dense=true}]")],
-            "a dense layer in model.layer_pattern needs model.experts above 0",
+            "model.layer_pattern need model.experts > 0",
         ),
         (
             ["model.family=qwen2_moe", "model.shared_ffn_dim=0"],

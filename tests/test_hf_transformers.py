@@ -32,8 +32,11 @@ def theirs(family, keys):
     model = kind(config(**{**sizes, **keys}, attn_implementation="eager"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # enough to change what is picked
+                buffer.normal_(std=0.3)
     return model.eval()
 
 
@@ -76,7 +79,8 @@ def test_logits_and_gradients_are_those_of_transformers(family, keys, tmp_path):
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
     for one in (wanted, logits):
         F.cross_entropy(one[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    stored = to_hf(model.spec, {name: p.grad for name, p in model.named_parameters()})
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    stored = to_hf(model.spec, grads | dict(model.named_buffers()))
     expected = stored_gradients(reference, tmp_path / "gradients")
     assert stored.keys() == expected.keys()
     whole = torch.stack([grad.norm() for grad in expected.values()]).norm()

@@ -277,7 +277,15 @@ def test_a_terminal_gets_no_escapes(is_terminal, shown, monkeypatch, capsys, out
     monkeypatch.setattr(command, "generate_tokens", lambda *a, **k: iter(made))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     words = SimpleNamespace(
-        folder=".", prompt="a", max_tokens=9, temperature=0, top_p=1, seed=0, tokenizer="bytes"
+        chat=False,
+        system=None,
+        folder=".",
+        prompt="a",
+        max_tokens=9,
+        temperature=0,
+        top_p=1,
+        seed=0,
+        tokenizer="bytes",
     )
     words.json = False
     assert command.run(words) == 0

@@ -194,7 +194,7 @@ def test_what_a_resume_changes_is_said(config):
     put_step(job.checkpoints, 2, job.run)
     changes = ["optimizer.weight_decay=0.2", "train.clip_norm=0.5", "train.precision=bf16"]
     now = replace(job, config=config(*ONE, *changes), resume=True)
-    assert next(run_notes(now)) == (
+    assert next(run_notes(now, clean_environ())) == (
         "from step 3 on: optimizer.weight_decay was 0.1, is 0.2; train.precision was fp32, is "
         "bf16; train.clip_norm was 1.0, is 0.5"
     )

@@ -269,7 +269,7 @@ def test_attention_core_can_be_replaced():
     before = model(ids)
     seen = []
 
-    def core(q, k, v, mask, limits):
+    def core(q, k, v, mask, limits, sinks):
         seen.append((q.shape, k.shape))
         return F.scaled_dot_product_attention(
             q, k.repeat_interleave(q.shape[1] // k.shape[1], 1), v, is_causal=True

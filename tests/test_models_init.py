@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from meshwright.models import build_model, init_model, init_parameter
+from meshwright.models import build_model, init, init_model, init_parameter
 from meshwright.models.init import parameter_seed
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
@@ -82,3 +82,31 @@ def test_building_does_not_load_the_compiler():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (7, 3), (3, 5), (64, 16), (4, 6, 10)])
+def test_some_rows_are_drawn_as_they_are_in_the_whole(shape, monkeypatch):
+    name = "layers.0.attn.q.weight"
+    whole = init_parameter(name, shape, SPEC, seed=5)
+    moves = []
+    monkeypatch.setattr(init, "_PIECE", 32)
+    for first in range(shape[0]):
+        for end in range(first + 1, shape[0] + 1):
+            rows = (first, end)
+            found = init_parameter(name, shape, SPEC, 5, rows, lambda: moves.append(0))
+            assert torch.equal(found, whole[first:end]), rows
+    assert len(moves) > shape[0]
+
+
+def test_rows_that_others_hold_are_not_computed(monkeypatch):
+    drawn = []
+    normal = torch.Tensor.normal_
+
+    def noted(x, *args, **kwargs):
+        drawn.append(x.numel())
+        return normal(x, *args, **kwargs)
+
+    monkeypatch.setattr(init, "_PIECE", 64)
+    monkeypatch.setattr(torch.Tensor, "normal_", noted)
+    init_parameter("layers.0.attn.q.weight", (64, 16), SPEC, 5, (16, 32))
+    assert sum(drawn) == 16 * 16

@@ -72,10 +72,15 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
+    # Without the corrections of routers, which are no parameters: 256 in each of 58 layers.
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 # Ours, one without the learned positions of the paper, and the text models of ones with images.
 UNPUBLISHED = {"demo", "gpt3-175b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
 UNPUBLISHED |= {"qwen2-57b-a14b"}  # its card has "57B" and "14B"
+UNPUBLISHED |= {"moonlight-16b-a3b", "kimi-k2"}
 # As the papers and cards round them: arXiv:2401.04088, 2505.09388 (table 2), 2409.02060.
 ACTIVE = {
     "mixtral-8x7b": 12.9,
@@ -104,6 +109,28 @@ def test_count_is_the_published_one(name):
 def test_a_token_meets_as_many_parameters_as_published(name):
     active = active_parameter_count(model_spec(preset=name)) / 1e9
     assert active == pytest.approx(ACTIVE[name], abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    # arXiv:2412.19437, 2502.16982 (table 2) and 2507.20534: billions, rounded.
+    [("deepseek-v3", 671, 37), ("moonlight-16b-a3b", 16, 2.24), ("kimi-k2", 1040, 32.6)],
+)
+def test_sizes_are_nearly_those_of_papers(name, total, active):
+    spec = model_spec(preset=name)
+    assert parameter_count(spec) / 1e9 == pytest.approx(total, rel=0.015)
+    found = active_parameter_count(spec)
+    if name == "moonlight-16b-a3b":  # its paper leaves out embedding and head
+        found -= 2 * spec.vocab_size * spec.dim
+    assert found / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])
+def test_a_token_meets_as_many_as_a_card_that_leaves_out_the_embedding(name, published):
+    # arXiv:2508.10925, table 1.
+    spec = model_spec(preset=name)
+    active = active_parameter_count(spec) - spec.vocab_size * spec.dim
+    assert active / 1e9 == pytest.approx(published, abs=0.005)
 
 
 def test_gpt3_is_nearly_the_paper():

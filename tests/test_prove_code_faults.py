@@ -202,10 +202,10 @@ def key_gradient(parallel):
     own.returning = lambda grad: lambda: grad
     right, wrong = (together(tp_region, parallel.deferral) for tp_region in (whole, own))
 
-    def project(x, layers):
+    def project(x, layers, context):
         q, k, v = layers
-        (found,) = wrong(x, (k,))
-        of_q, of_v = right(x, (q, v))
+        (found,) = wrong(x, (k,), context)
+        of_q, of_v = right(x, (q, v), context)
         return of_q, found, of_v
 
     for module in parallel.modules.values():

@@ -12,12 +12,13 @@ from meshwright.models import build_model, init_model
 from meshwright.models.cache import KVCache
 from meshwright.models.generate import generate
 from meshwright.models.rope import Rope, inverse_frequencies
-from meshwright.prove.oracle import _rotation
+from meshwright.prove.rotation import rotation
 from meshwright.prove.shrink import shrink
 from meshwright.spec.hf import hf_config
 from meshwright.spec.loading import load_config
-from meshwright.spec.model import LayerSpec, ModelSpec, RopeScaling, RotaryBase
+from meshwright.spec.model import LayerSpec, ModelSpec
 from meshwright.spec.resolve import model_spec
+from meshwright.spec.rotary import RopeScaling, RotaryBase
 from rotary_cases import SCALINGS, SIZES, longrope, patterned
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def test_frequencies_and_factors_are_those_of_transformers(kind, keys, theta):
 def test_the_reference_rotates_so_too(kind, keys):
     spec = model_spec(**SIZES, rope_theta=777.0, rope_scaling={"kind": kind, **keys})
     for row in (2, 10_000):
-        frequencies, factor = _rotation(spec, 0, row)
+        frequencies, factor = rotation(spec, 0, row)
         is_long = row > spec.rope_scaling.original_context
         wanted = inverse_frequencies(spec, is_long=is_long)
         torch.testing.assert_close(frequencies, wanted, atol=0, rtol=1e-6)

@@ -198,9 +198,9 @@ def test_gpus_are_known_by_their_drivers_name(monkeypatch, preset, gpu, refused)
     machine = Machine("cuda", 8, 64, "CUDA GPU", is_fixed=True)
     if refused:
         with pytest.raises(ConfigError, match=f"but this machine has {gpu}"):
-            checks.check_device(config, machine)
+            checks.check_device(config, machine, clean_environ())
     else:
-        checks.check_device(config, machine)
+        checks.check_device(config, machine, clean_environ())
 
 
 def test_what_is_predicted_not_to_fit_is_refused(config, tmp_path, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_run_that_goes_on_for_longer_says_how_its_rate_changes(config):
         f"train.steps was 20, is 40: the learning rate was {then:.2e} at step 10, and is "
         f"{now:.2e} next. optimizer.schedule_steps=20 keeps the schedule"
     )
-    assert told in list(run_notes(job))
+    assert told in list(run_notes(job, clean_environ()))
 
 
 @pytest.mark.parametrize(
@@ -288,5 +288,5 @@ def test_more_ranks_than_cores_are_noted(config):
     cores = len(os.sched_getaffinity(0))
     own = config(f"layout.dp_replicate={2 * cores}", f"train.batch={2 * cores}")
     job = prepare_job(own, clean_environ())
-    (told,) = [text for text in run_notes(job) if "cores" in text]
+    (told,) = [text for text in run_notes(job, clean_environ()) if "cores" in text]
     assert told.endswith(f"has {2 * cores} ranks on this machine, which share {cores} cores")

@@ -65,7 +65,7 @@ def test_a_stage_that_shards_nothing_is_told(words, said):
 def test_train_doctor_and_plan_tell_what_shards_nothing(config, capsys):
     own = config("layout.pp=2", "layout.zero=3", "train.steps=1")
     job = prepare_job(own, clean_environ())
-    (told,) = [text for text in run_notes(job) if "shards nothing" in text]
+    (told,) = [text for text in run_notes(job, clean_environ()) if "shards nothing" in text]
     assert told in [one.text for one in examine_config(own, clean_environ())]
     words = ["cluster.preset=a100-80gb", "cluster.devices_per_node=2", "--explain", "pp2 zero3 mb1"]
     assert main(["plan", *words]) == 0

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.execute import block_attention, context, documents, recompute
+from meshwright.execute import block_attention, documents, recompute
+from meshwright.execute import ring as rounds
 from meshwright.execute.context import Ring, Ulysses, positions
 from meshwright.execute.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.execute.wire import WorkCounter
@@ -127,10 +128,10 @@ def test_the_comparison_catches_what_is_wrong(world):
             wrong = ScoreBounds(window + more)
             assert min(errors(core, at, tensors, None, wrong, expected)) > 1e-3
             off_pieces = mock.patch.object(
-                context, "ring_pieces", lambda *place, w=wrong: right(*place[:-1], w)
+                rounds, "ring_pieces", lambda *place, w=wrong: right(*place[:-1], w)
             )
             off_masks = mock.patch.object(
-                context, "visible", lambda piece, w, device, o=more: see(piece, w + o, device)
+                rounds, "visible", lambda piece, w, device, o=more: see(piece, w + o, device)
             )
             # Of a chunk exactly, own chunks have no mask, nor has what a wider window skips.
             with off_masks:
@@ -287,8 +288,8 @@ def test_a_gpu_gets_the_window_and_no_cap(monkeypatch):
     with mock.patch.object(documents, "has_cuda_flash", return_value=True):
         gpu = torch.device("cuda", 0)
         assert takes_bounds(gpu, torch.bfloat16, 64)
-        assert not takes_bounds(gpu, torch.bfloat16, 64, 50.0)
-    assert takes_bounds(torch.device("cpu"), torch.bfloat16, 64, 50.0)
+        assert not takes_bounds(gpu, torch.bfloat16, 64, ScoreBounds(None, 50.0))
+    assert takes_bounds(torch.device("cpu"), torch.bfloat16, 64, ScoreBounds(None, 50.0))
 
 
 def test_a_cap_is_served_by_plain_operations():
