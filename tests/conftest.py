@@ -150,12 +150,28 @@ def whole(go):
     return run
 
 
+def leave_slow(items):
+    """Mark the cases of tests that are `often(n)` as slow, but for n of each, evenly spread."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("often") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for those in cases.values():
+        count = those[0].get_closest_marker("often").args[0]
+        kept = {at * len(those) // count for at in range(min(count, len(those)))}
+        for at, item in enumerate(those):
+            if at not in kept and count < len(those):
+                item.add_marker("slow")
+
+
 def cases_of(item):
     """Return the numbers of the fault cases that a test is of."""
     return sorted({number for mark in item.iter_markers("case") for number in mark.args})
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items):
+    leave_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     for item in items:
         if numbers := cases_of(item):

@@ -183,6 +183,7 @@ def disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.faults
 @pytest.mark.case(41)
 def test_training_goes_on_while_the_logs_disk_is_full(config, disk, tmp_path, outcome):
     noticed = tmp_path / "noticed"

@@ -204,6 +204,7 @@ def test_ranks_end_with_a_killed_supervisor_and_listen_on_loopback_only(corpus, 
 
 
 @pytest.mark.case(24)
+@pytest.mark.faults
 def test_restarted_ranks_listen_on_loopback_only_and_on_the_same_port(corpus, tmp_path, outcome):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -48,6 +48,7 @@ OFTEN = (
 )
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("label", some((*LAYOUTS, *SHARDED, *MIXED), OFTEN))
 def test_a_block_is_one_graph_without_a_break(label):
     found = compiled(label, GPU)
@@ -75,11 +76,12 @@ def test_a_block_with_experts_has_graphs_before_its_router_and_after(label, one_
     assert all("disable" in reason for reason in found.breaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         "pp2 zbv v2 mb1",
-        pytest.param("pp2 interleaved_zero_bubble v2 mb1", marks=pytest.mark.slow),
+        "pp2 interleaved_zero_bubble v2 mb1",
     ],
 )
 def test_linear_layers_whose_gradients_wait_are_outside_of_graphs(layout):
@@ -91,6 +93,7 @@ def test_linear_layers_whose_gradients_wait_are_outside_of_graphs(layout):
         assert compiled(layout + recompute, GPU).graphs == 1
 
 
+@pytest.mark.slow
 def test_experts_that_the_host_counts_are_outside_of_graphs(one_kernel):
     for layout, target, precision in (
         ("shard2 zero3 ep2 mb1", GPU, "bf16"),

@@ -70,6 +70,7 @@ def test_ranks_of_a_job_get_a_secret_that_is_in_no_command(written, tmp_path):
     assert found[0][1] != found[1][1]
 
 
+@pytest.mark.slow  # test_launch joins torchrun
 def test_the_line_of_torchrun_runs_as_it_is_printed(config, written, tmp_path, monkeypatch):
     """By a shell, on one node, whose ranks meet by c10d at a free port in place of the usual."""
     with listen_on_loopback(None) as listener:

@@ -93,6 +93,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.often(7)
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
@@ -113,6 +114,7 @@ def proven_by_fsdp2(world, case):
         return proven(world, case)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1", "shard2 zero2 recompute-full", "shard2 zero3"])
 def test_fsdp2_leaves_frozen_weights_alone(label):
     case = case_of(label, "bf16", targets=("q_proj", "down_proj"))
@@ -242,6 +244,7 @@ def peaks(world, label, spec):
     return measure(world, Case(spec, MEASURED, Layout.parse(label))).peak.total
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1 mb2", "tp2 mb2"])
 def test_memory_is_predicted_and_less_than_of_all_weights(label):
     tuned = model(**WIDE, rank=8)

@@ -158,6 +158,7 @@ def example(tmp_path, corpus, *overrides):
     return load_config(EXAMPLE, [*fixed, *where])
 
 
+@pytest.mark.slow  # as a rank over the limit, with the example
 def test_long_context_is_refused_alone(tmp_path, corpus):
     with pytest.raises(RankFailed) as caught:
         train(example(tmp_path, corpus), clean_environ())
@@ -166,6 +167,7 @@ def test_long_context_is_refused_alone(tmp_path, corpus):
     assert re.search(rf"rank 0 asked for .*, {limit}\. {helps}$", str(caught.value))
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("overrides", [TP, CP], ids=["tp", "cp"])
 def test_long_context_is_trained_by_two(overrides, tmp_path, corpus):
     run = train(example(tmp_path, corpus, *overrides), clean_environ())

@@ -56,13 +56,16 @@ def check_one_number(found, layout):
     return one
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_price_is_what_its_profile_shows(world):
     for found, layout in list(cases(world))[::3]:
         check_one_number(found, layout)
 
 
-@pytest.mark.parametrize("words", [SMALL, LARGE], ids=["8b", "70b"])
+@pytest.mark.parametrize(
+    "words", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["8b", "70b"]
+)
 def test_every_layout_of_a_ranking_is_explained_by_its_numbers(words):
     made = plan(load_config(None, words), top=4)
     assert len(made.found.ranked) == 4
@@ -106,6 +109,7 @@ def test_the_command_prints_one_peak_and_one_bubble(capsys):
     assert f"{ranked['seconds']['bubble']:.4f}" in printed
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_peak_found_soon_is_that_of_the_whole_timeline(world):
     for found, layout in list(cases(world))[::2]:

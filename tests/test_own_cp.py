@@ -146,6 +146,7 @@ def test_every_gradient_is_that_of_one_device(world, kind, case):
     gradients_agree(*trained(world, own, layout, by_ids))
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("case", FOUR)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @ranks(4)

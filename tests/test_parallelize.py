@@ -46,7 +46,7 @@ def alone():
     [
         (2, ["--tp", "2"]),
         pytest.param(2, ["--zero", "3"], marks=pytest.mark.slow),
-        (2, ["--cp", "2"]),
+        pytest.param(2, ["--cp", "2"], marks=pytest.mark.slow),
         pytest.param(4, ["--tp", "2", "--cp", "2", "--zero", "2"], marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -62,6 +62,7 @@ def agree(found, expected):
         assert norm == pytest.approx(one_norm, rel=5e-4)
 
 
+@pytest.mark.slow  # test_own_checkpoints has the same without the example
 def test_own_loop_goes_on_on_another_layout(alone, tmp_path):
     save = ["--save", str(tmp_path / "steps")]
     agree(run(2, "--cp", "2", "--steps", "3", *save), alone[:3])

@@ -172,7 +172,10 @@ def test_the_default_config_is_planned_on_the_machine_at_hand(capsys):
     assert json.loads(out.out)["cluster"]["device"] == "cpu"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples/plans").glob("*.toml")), ids=str)
+@pytest.mark.often(1)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/plans").glob("*.toml"), reverse=True), ids=str
+)
 def test_the_guide_recommends_what_the_planner_does(path):
     guide = (ROOT / "docs/guides/plans.md").read_text()
     section = guide.split(f"meshwright plan examples/plans/{path.name} ")[1].split("\n## ")[0]
@@ -245,6 +248,7 @@ def fixed(capsys, *words):
     return [Layout(**one["layout"]) for one in found["ranked"]], found
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     "keys",
     [

@@ -221,7 +221,9 @@ def quiet(outcome):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("only", ["tp2", pytest.param("", marks=pytest.mark.slow, id="whole")])
+@pytest.mark.parametrize(
+    "only", ["shard2 zero1", pytest.param("", marks=pytest.mark.slow, id="whole")]
+)
 def test_two_ranks_and_json(only, capsys):
     words = ["prove", "--matrix", "--world", "2", "--json", *(["--only", only] if only else [])]
     assert main(words) == 0
@@ -277,6 +279,16 @@ def test_a_rank_that_fails_costs_its_layout_only(forks):
     assert verdict.claim == "runs on its ranks"
     assert "rank 1 raised ZeroDivisionError" in verdict.observed
     assert any(cases[1].label in line for line in outcomes[1].lines())
+
+
+def test_where_a_rank_crashed_is_told(forks):
+    body = "if self._world.rank == 1: os.kill(os.getpid(), 11)"
+    with forks.all_python():
+        (outcome,) = prove_cases(legal(2)[:1], clean_environ(), quiet, command=failing_worker(body))
+    said = outcome.verdicts[0].observed
+    assert "rank 1 was killed by SIGSEGV" in said
+    assert "Fatal Python error: Segmentation fault" in said
+    assert "in wrong" in said
 
 
 def test_ranks_that_never_begin_are_an_error():

@@ -293,6 +293,7 @@ def test_a_step_of_weights_only_is_no_run(started):
     assert manifest["scalars"] == {"step": 2.0}
 
 
+@pytest.mark.slow  # the tests above hold runs equal bit for bit
 def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypatch):
     """A resumed run that begins its data order anew is found out."""
     evaluates = ("train.eval_every=1", "data.validation=0.2")

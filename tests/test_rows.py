@@ -29,6 +29,7 @@ TRAIN = TrainSpec(batch=12, seq_len=16)
 FEW = model_spec(dim=60, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=5, vocab_size=5)
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "label",

@@ -26,6 +26,7 @@ def test_every_kind_of_layout_does():
         assert one.passed, one
 
 
+@pytest.mark.slow
 def test_a_case_that_cannot_be_rehearsed_is_told():
     with pytest.raises(MeshwrightError, match="the rehearsal on the stand-in ended"):
         list(watch([{**case("mb2"), "layout": "{}", "model": "{}"}]))

@@ -13,7 +13,7 @@ import torch
 from meshwright.errors import EXIT_DONE, EXIT_RANK_FAILED, ConfigError
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import leave
-from meshwright.launch.worker import follow_parent, record_failure
+from meshwright.launch.worker import follow_parent, record_failure, tell_stacks
 from meshwright.train.run_folder import RunFolder
 
 
@@ -24,6 +24,7 @@ def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> N
     `threads`. An error is left in the folder, as that of a rank in training is.
     """
     environ = os.environ
+    tell_stacks()
     follow_parent(environ)
     path = Path(sys.argv[1])
     code = EXIT_DONE

@@ -43,6 +43,8 @@ from meshwright.launch.watchdog import Watchdog
 from meshwright.train.run_folder import RunFolder
 
 LOOPBACK = "127.0.0.1"
+# A process that they end prints the stacks of its threads first.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,9 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
         if name == "SIGKILL":
             hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
         cause = f"rank {rank} was killed by {name}{hint}, {where}"
-        return RankFailure(rank, cause, kind="killed")
+        # What it was doing as it crashed stands there: see `worker.tell_stacks`.
+        stacks = _tail(folder.log(rank), 60) if -code in _CRASHES else ""
+        return RankFailure(rank, cause, stacks, kind="killed")
     cause = f"rank {rank} exited with code {code}, {where}"
     # It has raised, and could not say what: one that was killed comes before it.
     is_mute = code == EXIT_RANK_FAILED
