@@ -124,14 +124,13 @@ def test_an_operation_is_of_the_kind_of_what_called_it():
     assert kind("_LossBackward", "meshwright_channel::wait_tensor", "aten::add") is None
 
 
-def seconds_by_kind(world, *, in_parts):
+def seconds_by_kind(world):
     """What a step takes in which rank 1 comes late to a message, and whose end computes a while.
 
     Rank 1 sleeps once rank 0 waits. Returns the seconds of the computation, too.
     """
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     link = open_groups(Layout.parse("tp2"), fresh).tp
-    channel = shared.channel_of(link.required)
     numbers, took = torch.rand(1 << 21), []
     key, wait = exchange(uuid.uuid4().hex, dist.group.WORLD)[0], fresh.recorder.wait
 
@@ -150,13 +149,8 @@ def seconds_by_kind(world, *, in_parts):
             fresh.store.wait([f"{key}/0"])
             time.sleep(LATE_S)
         x = torch.ones(8)
-        if in_parts:
-            entry = shared.enter("all_reduce", 32, link.required)
-            number = channel.leave_pieces([x], x.dtype, [8, 8], compute)
-            shared.Left(link.required, number, [entry]).wait()
-        else:
-            with mock.patch.object(shared, "_sum", compute):
-                all_reduce(x, link)
+        with mock.patch.object(shared, "_sum", compute):
+            all_reduce(x, link)
 
     fresh.recorder.wait = waits
     step()
@@ -164,9 +158,8 @@ def seconds_by_kind(world, *, in_parts):
     return shares.shares(fresh, step, pp=1, dp=1), took[-1]
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_what_goes_through_shared_memory_counts_once(in_parts):
-    first, second = on_ranks(2, seconds_by_kind, in_parts=in_parts)
+def test_what_goes_through_shared_memory_counts_once():
+    first, second = on_ranks(2, seconds_by_kind)
     for (found, took), late in ((first, LATE_S), (second, 0.0)):
         # The computation at the message's end is part of the wait for it, and of nothing else.
         assert found["waiting: tp"] > late + took

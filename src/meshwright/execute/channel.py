@@ -41,13 +41,14 @@ Finish = Callable[[list[Tensor]], None]
 
 
 class _Due(NamedTuple):
-    """A message to be finished: its number, the elements of each rank's part, their dtype.
+    """A message to be finished: its number, and the bytes, shape and dtype of each rank's part.
 
     `entries` are those of the flight recorder that it belongs to.
     """
 
     number: int
-    counts: Sequence[int]
+    size: int
+    shape: torch.Size
     dtype: torch.dtype
     finish: Finish
     entries: Sequence[int]
@@ -83,52 +84,29 @@ class Channel:
         weakref.finalize(self, os.close, file)
 
     def leave(self, part: Tensor, finish: Finish, entries: Sequence[int] = ()) -> int:
-        """Leave this rank's part, contiguous and as large as the others'; returns its number.
+        """Leave this rank's part, as large as the others'; returns the message's number.
 
-        As `leave_pieces`, but that `finish` gets parts of the same shape.
+        `finish` is called with the parts of all, in the part's shape, once `collect` wants it, or
+        before: what is due takes half of a room at most. So a rank waits here for no more than that
+        the others come to where it is, whatever they do between. The recorder is told of that by
+        the `entries` of the message which it is for.
         """
-        counts, shape = [part.numel()] * len(self._ranks), part.shape
-        return self.leave_pieces(
-            [part],
-            part.dtype,
-            counts,
-            lambda parts: finish([each.view(shape) for each in parts]),
-            entries,
-        )
-
-    def leave_pieces(
-        self,
-        pieces: Sequence[Tensor],
-        dtype: torch.dtype,
-        counts: Sequence[int],
-        finish: Finish,
-        entries: Sequence[int] = (),
-    ) -> int:
-        """Leave this rank's part in a dtype, of which `pieces` are one after the other.
-
-        `counts` are the elements of each rank's part. `finish` is called with the parts of all,
-        flat, once `collect` wants it, or before: what is due takes half of a room at most. So a
-        rank waits here for no more than that the others come to where it is, whatever they do
-        between. The recorder is told of that by the `entries` of the message which it is for.
-        Returns the message's number.
-        """
-        number, size = self._next, counts[self._rank] * dtype.itemsize
+        number, size = self._next, part.numel() * part.itemsize
         assert size <= LARGEST, "a larger message goes another way"
-        largest = max(counts) * dtype.itemsize  # of all ranks', so that they collect together
-        if self._due_bytes + largest > ROOM // 2 or len(self._due) >= _TURNS // 2:
+        if self._due_bytes + size > ROOM // 2 or len(self._due) >= _TURNS // 2:
             while self._due:
                 self._collect_first(self._due[0].entries)
         start = self._place(size, entries)
-        room = self._rooms[self._rank, start : start + size].view(dtype)
-        for piece, into in zip(pieces, torch.split(room, [p.numel() for p in pieces]), strict=True):
-            into.view(piece.shape).copy_(piece.detach())
+        self._rooms[self._rank, start : start + size].view(part.dtype).view(part.shape).copy_(
+            part.detach()
+        )
         mine = self._words[self._rank]
         mine[_PLACES + number % _TURNS], mine[_SIZES + number % _TURNS] = start, size
         mine[_LEFT] = number + 1  # from here on the others may read it
         self._next, self._at = number + 1, start + -(-size // _ALIGNED) * _ALIGNED
         self._live.append((number, start, self._at))
-        self._due.append(_Due(number, counts, dtype, finish, entries))
-        self._due_bytes += largest
+        self._due.append(_Due(number, size, part.shape, part.dtype, finish, entries))
+        self._due_bytes += size
         return number
 
     def collect(self, number: int) -> None:
@@ -141,20 +119,18 @@ class Channel:
             self._collect_first(())
 
     def _collect_first(self, entries: Sequence[int]) -> None:
-        number, counts, dtype, finish, _ = self._due.popleft()
-        self._due_bytes -= max(counts) * dtype.itemsize
+        number, size, shape, dtype, finish, _ = self._due.popleft()
+        self._due_bytes -= size
         self._wait(_LEFT, number, entries)
         parts = []
-        for rank, (words, room, count) in enumerate(
-            zip(self._words, self._rooms, counts, strict=True)
-        ):
+        for rank, (words, room) in enumerate(zip(self._words, self._rooms, strict=True)):
             start, theirs = (int(words[at + number % _TURNS]) for at in (_PLACES, _SIZES))
-            if theirs != count * dtype.itemsize:
+            if theirs != size:
                 raise dist.DistError(
                     f"rank {self._ranks[rank]} left {theirs} bytes for a message where "
-                    f"{count * dtype.itemsize} were due"
+                    f"{size} were due"
                 )
-            parts.append(room[start : start + theirs].view(dtype))
+            parts.append(room[start : start + size].view(dtype).view(shape))
         finish(parts)
         self._words[self._rank][_READ] = number + 1
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from meshwright.execute.flight_recorder import FlightRecorder, Pending
 from meshwright.execute.groups import Link
 from meshwright.execute.masters import Weight
-from meshwright.execute.rows import leave_gradients, leave_weights
-from meshwright.execute.shared import Left
 
 # Not that of a ring, whose ranks may be the same: what arrives first is taken first.
 _TAG: Final = 2**16
@@ -43,13 +41,11 @@ class Exchange:
         self._weights = list(weights)
         self._sent = self._got = torch.empty(0)
         self._shapes: list[torch.Size] = []
-        self._pending: Pending | Left | None = None
-        if link is not None and not link.is_shared:
+        self._pending: Pending | None = None
+        if link is not None:
             self._pending = self._send(link.required, rank, dtype, recorder)
         for weight in weights:
             weight.add(weight.rows_of_gradient(rank))
-        if link is not None and link.is_shared:
-            self._pending = leave_gradients(weights, link.required, rank, dtype)
         for weight in weights:
             weight.clear()
 
@@ -88,15 +84,13 @@ class Exchange:
 
 def gather(
     weights: Sequence[Weight], link: Link, rank: int, recorder: FlightRecorder
-) -> list[Pending] | list[Left]:
+) -> list[Pending]:
     """Have each rank's rows of weights on their way, from where they lie to where they belong.
 
     An all-gather without copies, which gloo's makes of all that it gathers. `rank` is this one's
     place in the group.
     """
     group = link.required
-    if link.is_shared:
-        return [leave_weights(weights, group, rank)]
     works: list[Pending] = []
     for weight in weights:
         ranks = len(weight.rows)

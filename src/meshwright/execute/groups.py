@@ -20,8 +20,6 @@ from meshwright.execute.world import World
 from meshwright.layout import Layout, Mesh
 from meshwright.program.messages import goes_by_channel
 from meshwright.program.schedule import stage_ranks
-from meshwright.program.shards import sums_in_place
-from meshwright.program.target import Target
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,15 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
         "data": link("dp_replicate", "dp_shard", "cp"),
         "ends": _ends(mesh, world, opener),
     }
-    links |= _shared(links, layout, world, timeout_s)
+    links |= {
+        axis: _shared(link, world, timeout_s)
+        for axis, link in links.items()
+        if goes_by_channel(axis)
+    }
     at = mesh.coordinates(world.rank)
     experts = None
     if layout.ep > 1:
-        experts = _of_experts(layout, world, opener, parameters, timeout_s)
+        experts = _of_experts(layout, world, opener, parameters)
     groups = Groups(at, parameters, **links, experts=experts, recorder=world.recorder)
     _label(groups)
     if world.device.type == "cuda":
@@ -146,9 +148,7 @@ def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Group
     return groups
 
 
-def _of_experts(
-    layout: Layout, world: World, opener: _Opener, plain: DeviceMesh, timeout_s: float
-) -> ExpertGroups:
+def _of_experts(layout: Layout, world: World, opener: _Opener, plain: DeviceMesh) -> ExpertGroups:
     """Return what experts communicate through, of a layout that shares them out."""
     names = ("pp", "replicate", "shard", "ep", "tp")
     sizes = (layout.expert_replica_ranks, layout.expert_shard_ranks, layout.ep)
@@ -161,32 +161,16 @@ def _of_experts(
         row = next(row for row in rows if world.rank in row)
         group = parameters.get_group(axis) if len(row) > 1 else None
         links[axis] = Link(group, tuple(row), row.index(world.rank))
-    shared = _shared({"shard": links["shard"]}, layout, world, timeout_s)
-    shard = shared.get("shard", links["shard"])
-    return ExpertGroups(parameters, links["ep"], shard, links["replicate"])
+    return ExpertGroups(parameters, links["ep"], links["shard"], links["replicate"])
 
 
-def _shared(
-    links: Mapping[str, Link], layout: Layout, world: World, timeout_s: float
-) -> Mapping[str, Link]:
-    """Return the links between CPU ranks of one machine whose messages go through a channel.
-
-    FSDP2 knows of none.
-    """
-    if world.device.type != "cpu" or "gloo" not in dist.get_backend():
-        return {}
-    found = {
-        axis: link
-        for axis, link in links.items()
-        if goes_by_channel(axis)
-        and link.group is not None
-        and len({world.node(rank) for rank in link.ranks}) == 1
-        and (axis != "shard" or sums_in_place(layout, Target("cpu")))
-    }
-    return {
-        axis: replace(link, channel=share(link.required, world.recorder, timeout_s))
-        for axis, link in found.items()
-    }
+def _shared(link: Link, world: World, timeout_s: float) -> Link:
+    """Return a link with a channel, where it has CPU ranks of one machine."""
+    on_gloo = world.device.type == "cpu" and "gloo" in dist.get_backend()
+    nodes = {world.node(rank) for rank in link.ranks}
+    if link.group is None or not on_gloo or len(nodes) > 1:
+        return link
+    return replace(link, channel=share(link.group, world.recorder, timeout_s))
 
 
 def _label(groups: Groups) -> None:

@@ -22,7 +22,6 @@ from meshwright.execute.exchange import Exchange, gather
 from meshwright.execute.flight_recorder import Pending
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.masters import Weight, take_over
-from meshwright.execute.shared import Left
 from meshwright.program.shards import EXPERTS, unit_of
 
 
@@ -68,7 +67,7 @@ class Unit:
         self.left = len(self.trained)
         self.reshards = reshards and peers.cuts
         self.is_current, self.has_met = False, False
-        self.arriving: Sequence[Pending | Left] = ()
+        self.arriving: Sequence[Pending] = ()
 
     def arrive(self) -> None:
         """Wait until it has been gathered."""

@@ -7,7 +7,7 @@ seen by what records messages and by what chooses the results that recomputation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 
 from meshwright.execute.channel import LARGEST, Channel, Finish, open_channel
 from meshwright.execute.flight_recorder import FlightRecorder
@@ -29,8 +28,6 @@ _SCHEMAS: Final = (
     "all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor",
     "reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor",
     "wait_tensor(Tensor input) -> Tensor",
-    # Enters a message that is left in parts; returns its entry.
-    "enter(str kind, int size, int peer, str group_name) -> int",
 )
 _REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum}
 
@@ -81,44 +78,6 @@ def share(group: dist.ProcessGroup, recorder: FlightRecorder, timeout_s: float) 
 def channel_of(group: dist.ProcessGroup) -> Channel:
     """Return the channel of a group that shares memory."""
     return _process().channels[group.group_name].channel
-
-
-class Left:
-    """A message that was left in a channel in parts, entered into the recorder as some collectives.
-
-    As `flight_recorder.Pending`, for what gloo sends.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, number: int, entries: Sequence[int]) -> None:
-        """Take the number of its last part, and its entries."""
-        self._open, self._number, self._entries = (
-            _process().channels[group.group_name],
-            number,
-            entries,
-        )
-
-    def wait(self) -> None:
-        """Wait until all its parts are where they belong."""
-        channel = self._open.channel
-        channel.recorder.wait(*self._entries)
-        with _RecordFunctionFast(f"{SPACE}::collect"):  # as what is an operator has a name
-            channel.collect(self._number)
-        channel.recorder.end(*self._entries)
-
-
-def enter(kind: str, size: int, group: dist.ProcessGroup, peer: int = -1) -> int:
-    """Enter a message of some bytes that goes through a channel; returns its entry.
-
-    `peer` is the place in the group of the rank that it is sent to, or received from.
-    """
-    return int(getattr(torch.ops, SPACE).enter(kind, size, peer, group.group_name))
-
-
-def _enter(kind: str, size: int, peer: int, group: str) -> int:
-    found = _process().channels[group]
-    if peer >= 0:
-        peer = dist.get_process_group_ranks(found.group)[peer]
-    return found.channel.recorder.begin(kind, found.number, size, peer)
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
@@ -208,7 +167,6 @@ def _define() -> Any:
         library.define(schema)
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "CPU")
-    library.impl("enter", _enter, "CompositeExplicitAutograd")  # it has no tensor
     return library
 
 

@@ -56,9 +56,6 @@ _SPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm
 # Only waits for what was recorded when it began.
 _WAITS: Final = ("_c10d_functional::wait_tensor", f"{shared.SPACE}::wait_tensor")
 
-# Says what a message is that goes through a channel in parts.
-_ENTERS: Final = f"{shared.SPACE}::enter"
-
 
 class WireMessage(NamedTuple):
     """A message as this rank sees it: kind, axis, bytes as in `program.collectives.Collective`.
@@ -107,10 +104,6 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         group = _group(values)
         if name in _WAITS or (group is not None and group.size() == 1):
-            return
-        if name == _ENTERS:
-            message = WireMessage(values["kind"], self._axis_of(group), values["size"])
-            self.messages[message] += 1
             return
         like = name.replace(f"{shared.SPACE}::", "_c10d_functional::")
         kind, message = MESSAGES.get(like, (name, ""))

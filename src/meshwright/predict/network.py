@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from meshwright.predict.calibration import Calibration
@@ -13,10 +11,6 @@ from meshwright.program.messages import LARGEST_SHARED, goes_by_channel
 # The kinds of collectives, and messages from one rank to another. "rows" is a unit's all-gather
 # by sends and receives of each of its weights.
 KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "rows")
-
-
-# What ZeRO's rows are like, in a channel: copied as what is gathered, added as what is scattered.
-_IN_PIECES: Final[Mapping[str, str]] = {"rows": "all_gather", "all_to_all": "reduce_scatter"}
 
 
 class Placement(NamedTuple):
@@ -39,7 +33,7 @@ def through_channel(kind: str, size_bytes: float, size: int) -> tuple[float, flo
 
     Of a gather `size_bytes` is the whole, of a sum that is scattered what is summed.
     """
-    left = size_bytes / size if kind in ("all_gather", "rows") else size_bytes
+    left = size_bytes / size if kind == "all_gather" else size_bytes
     read = size * size_bytes if kind == "all_reduce" else size_bytes
     return left, left + read
 
@@ -87,12 +81,11 @@ class Network:
 
     def _seconds(self, kind: str, size_bytes: float, size: int, stride: int, axis: str) -> float:
         at = place(size, stride, self.per_node)
-        like = _IN_PIECES.get(kind, kind)
-        if at.nodes == 1 and like in self.channel and goes_by_channel(axis):
+        if at.nodes == 1 and kind in self.channel and goes_by_channel(axis):
             left, moved = through_channel(kind, size_bytes, size)
-            if left <= LARGEST_SHARED or kind in _IN_PIECES:
-                latency, rate = self.channel[like]
-                return math.ceil(left / LARGEST_SHARED) * latency + moved / rate
+            if left <= LARGEST_SHARED:
+                latency, rate = self.channel[kind]
+                return latency + moved / rate
         if kind in ("send", "recv"):
             crosses = stride >= self.per_node
             rate = self.outer if crosses else self.inner

@@ -38,9 +38,8 @@ Axis = Literal[
     "world",
 ]
 
-# Axes whose messages go through a shared-memory channel where CPU ranks share a machine, and the
-# largest that do in one piece: of a gather the part of one rank. docs/decisions/0025 and 0026.
-_BY_CHANNEL: Final = frozenset({"tp", "shard", "expert_shard"})
+# The largest messages that go through a shared-memory channel: of a gather the part of one rank.
+# docs/decisions/0025.
 LARGEST_SHARED: Final = 1 << 22  # bytes
 
 
@@ -79,7 +78,6 @@ class Collective:
 def goes_by_channel(axis: str) -> bool:
     """Return whether CPU ranks of one machine send an axis' messages through a channel.
 
-    Those of `tp` of `LARGEST_SHARED` bytes at most, that is; the others go as elsewhere. Rows of
-    ZeRO go in pieces of that size, but for those of FSDP2.
+    Those of `tp`, up to `LARGEST_SHARED` bytes; all others go by gloo.
     """
-    return axis in _BY_CHANNEL
+    return axis == "tp"

@@ -1,0 +1,73 @@
+"""Proofs whose ranks fail, crash or never begin, and those of several numbers of ranks."""
+
+import sys
+
+import pytest
+
+from meshwright.errors import RankFailed
+from meshwright.launch.proof import by_world, prove_cases
+from meshwright.prove.matrix import matrix
+from runs import clean_environ
+
+
+def legal(world):
+    return [case for case in matrix(world) if case.refused is None]
+
+
+def failing_worker(body):
+    """Ranks in which `Suite.prove` does something wrong."""
+    code = (
+        "import os, sys\n"
+        "from meshwright.launch import proof_worker\n"
+        "from meshwright.prove.suite import Suite\n"
+        "prove = Suite.prove\n"
+        "def wrong(self, case):\n"
+        f"    {body}\n"
+        "    return prove(self, case)\n"
+        "Suite.prove = wrong\n"
+        "proof_worker.main()\n"
+    )
+    return lambda folder: [sys.executable, "-c", code, str(folder), "cpu"]
+
+
+def test_a_rank_that_fails_costs_its_layout_only(forks):
+    cases = [c for c in legal(2) if c.layout.pp == 1][:3]
+    body = f"if case.layout.label == {cases[1].layout.label!r} and self._world.rank == 1: 1 / 0"
+    shown = []
+    with forks.all_python():
+        outcomes = prove_cases(cases, clean_environ(), shown.append, command=failing_worker(body))
+    assert shown == outcomes
+    assert [outcome.case for outcome in outcomes] == cases
+    assert [outcome.passed for outcome in outcomes] == [True, False, True]
+    (verdict,) = outcomes[1].verdicts
+    assert verdict.claim == "runs on its ranks"
+    assert "rank 1 raised ZeroDivisionError" in verdict.observed
+    assert any(cases[1].label in line for line in outcomes[1].lines())
+
+
+def test_where_a_rank_crashed_is_told(forks):
+    body = "if self._world.rank == 1: os.kill(os.getpid(), 11)"
+    with forks.all_python():
+        (outcome,) = prove_cases(
+            legal(2)[:1], clean_environ(), lambda outcome: None, command=failing_worker(body)
+        )
+    said = outcome.verdicts[0].observed
+    assert "rank 1 was killed by SIGSEGV" in said
+    assert "Fatal Python error: Segmentation fault" in said
+    assert "in wrong" in said
+
+
+def test_ranks_that_never_begin_are_an_error():
+    cases = legal(2)[:2]
+    with pytest.raises(RankFailed, match="exited with code 7"):
+        prove_cases(
+            cases,
+            clean_environ(),
+            lambda outcome: None,
+            command=lambda folder: [sys.executable, "-c", "raise SystemExit(7)"],
+        )
+
+
+def test_cases_are_run_by_their_number_of_ranks():
+    cases = [*legal(4)[:2], *legal(2)[:1]]
+    assert [len(some) for some in by_world(cases)] == [1, 2]
