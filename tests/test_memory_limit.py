@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from meshwright.cli import main
 from meshwright.errors import ConfigError, RankFailed
 from meshwright.launch.session import train
-from meshwright.launch.worker import MemoryLimit, is_out_of_memory, ways_to_fit
+from meshwright.launch.worker import MemoryLimit, is_out_of_memory
 from meshwright.layout import Layout
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
@@ -47,7 +48,7 @@ def test_limit_in_the_config(tmp_path):
         assert str(caught.value) == text
 
 
-def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch):
+def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch, capsys):
     # The logits of a microbatch are 5 MiB.
     words = ["train.batch=16", "train.seq_len=512", "layout.microbatch=8", "layout.dp_replicate=1"]
     words.append("train.steps=1")
@@ -60,10 +61,11 @@ def test_a_rank_over_the_limit_ends_the_run(config, monkeypatch):
     # which doesn't.
     assert re.fullmatch(
         r"rank 0 raised out of memory: rank 0 asked for (\d+\.\d\d [KM]iB, )?more than was left of "
-        r"cluster\.memory = 4\.00 MiB\. What helps: layout\.cp=2; layout\.pp=2; layout\.zero=3 "
-        r"layout\.dp_replicate=1 layout\.dp_shard=2; layout\.recompute=full; layout\.microbatch=4",
+        r"cluster\.memory = 4\.00 MiB\. What would fit: meshwright plan --after-oom \S+/small",
         str(caught.value),
     )
+    assert main(str(caught.value).partition("meshwright ")[2].split()) == 0
+    assert "a device has 4.00 MiB" in capsys.readouterr().out
 
 
 @pytest.mark.case(40)
@@ -91,17 +93,6 @@ def test_a_thread_that_finds_no_room_is_memory_that_ran_out():
 def job(*overrides, **layout):
     config = load_config(EXAMPLE, overrides)
     return SimpleNamespace(config=config, layout=Layout(**layout))
-
-
-def test_only_legal_changes_are_offered():
-    assert ways_to_fit(job()) == (
-        "What helps: layout.tp=2 layout.sp=true; layout.cp=2; layout.recompute=full"
-    )
-    # Two key/value heads are no more to be cut, and there is one row.
-    assert "tp" not in ways_to_fit(job(tp=2, sp=True))
-    assert "layout.zero=3 layout.dp_replicate=1 layout.dp_shard=1" in ways_to_fit(job(cp=2))
-    bare = job("model.n_heads=1", "model.n_kv_heads=1", "train.seq_len=9999", recompute="full")
-    assert ways_to_fit(bare) == "A smaller model or batch helps"
 
 
 def test_what_counts_as_out_of_memory():
@@ -159,12 +150,14 @@ def example(tmp_path, corpus, *overrides):
 
 
 @pytest.mark.slow  # as a rank over the limit, with the example
-def test_long_context_is_refused_alone(tmp_path, corpus):
+def test_long_context_is_refused_alone(tmp_path, corpus, capsys):
     with pytest.raises(RankFailed) as caught:
         train(example(tmp_path, corpus), clean_environ())
     limit = r"more than was left of cluster\.memory = 350\.00 MiB"
-    helps = r"What helps: layout\.tp=2 layout\.sp=true; layout\.cp=2; layout\.recompute=full"
-    assert re.search(rf"rank 0 asked for .*, {limit}\. {helps}$", str(caught.value))
+    assert re.search(rf"rank 0 asked for .*, {limit}\. What would fit: ", str(caught.value))
+    assert main(str(caught.value).partition("meshwright ")[2].split()) == 0
+    told = capsys.readouterr().out
+    assert "layout.recompute=full" in told
 
 
 @pytest.mark.often(1)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
 import threading
@@ -44,7 +45,6 @@ from meshwright.execute.world import World, join, leave
 from meshwright.launch.alike import digests_of, refuse_unlike
 from meshwright.launch.inject import injector
 from meshwright.launch.signals import stop_signals
-from meshwright.layout import broken
 from meshwright.program.events import Event
 from meshwright.train.events import Sink, open_sinks
 from meshwright.train.loop import train
@@ -157,7 +157,8 @@ class MemoryLimit:
         asked = f"asked for {size}," if size else "asked for"
         return (
             f"out of memory: rank {self.rank} {asked} more than was left of "
-            f"cluster.memory = {format_bytes(limit)}. {ways_to_fit(self.job)}"
+            f"cluster.memory = {format_bytes(limit)}. What would fit: "
+            f"meshwright plan --after-oom {shlex.quote(str(self.job.folder.path))}"
         )
 
 
@@ -166,29 +167,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
-
-
-def ways_to_fit(job: Job) -> str:
-    """Say which legal changes of a job's layout let a rank do with less memory."""
-    layout, dp = job.layout, job.layout.dp
-    changes: list[dict[str, object]] = [
-        {"tp": 2 * layout.tp, "sp": True},
-        {"cp": 2 * layout.cp},
-        {"pp": 2 * layout.pp},
-    ]
-    if layout.zero < 3:
-        shards = dp if dp * layout.cp > 1 else 2
-        changes.append({"zero": 3, "dp_replicate": 1, "dp_shard": shards})
-    if layout.recompute != "full":
-        changes.append({"recompute": "full"})
-    if layout.microbatch > 1:
-        changes.append({"microbatch": layout.microbatch // 2})
-    ways = [
-        " ".join(f"layout.{key}={str(value).lower()}" for key, value in change.items())
-        for change in changes
-        if broken(job.config.model, job.config.train, layout.model_copy(update=change)) is None
-    ]
-    return f"What helps: {'; '.join(ways)}" if ways else "A smaller model or batch helps"
 
 
 def private_memory() -> int:
