@@ -6,7 +6,8 @@ import torch
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Expected
-from meshwright.prove.reference import comparable, run_reference, shared_reference
+from meshwright.prove.optimizer import comparable
+from meshwright.prove.reference import run_reference, shared_reference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import ranks

@@ -29,7 +29,7 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.products import take_route
 from meshwright.execute.recompute import recompute
-from meshwright.execute.routing import balance_routers, balances
+from meshwright.execute.routing import balance_routers, routers
 from meshwright.execute.tensor import (
     ColumnLinear,
     RowLinear,
@@ -149,9 +149,9 @@ def materialise(
     stages: dict[int, nn.Module] = dict(modules)
     sizes = Sizes.of(program)
     rows = loss_rows(sizes.tokens, sizes.element, program.target)
-    routers = {k: one for model in modules.values() for k, one in balances(model).items()}
+    routed = {k: one for model in modules.values() for k, one in routers(model).items()}
     parts = (program, groups, device, stages, held, at, places, deferral, rows)
-    parallel = Parallel(*parts, routers=routers)
+    parallel = Parallel(*parts, routers=routed)
     fill(parallel, source)
     return parallel
 

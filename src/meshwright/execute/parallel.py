@@ -20,7 +20,7 @@ from meshwright.execute.gradients import HeldParameter
 from meshwright.execute.groups import Groups, Link
 from meshwright.execute.loss import loss_sum
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
-from meshwright.execute.routing import Balances, prepare_routers
+from meshwright.execute.routing import Routers, prepare_routers, sum_counts
 from meshwright.execute.tp_regions import TPRegion
 from meshwright.models import Transformer
 from meshwright.models.context import causal_mask
@@ -48,7 +48,7 @@ class Parallel:
     deferral: Deferral
     loss_rows: int
     observe: Observe | None = None
-    routers: Balances = field(default_factory=dict)
+    routers: Routers = field(default_factory=dict)
     _tables: dict[int, Table] = field(default_factory=dict)
 
     @property
@@ -139,6 +139,7 @@ class Parallel:
         loss = Pipeline(self, table, parts, Scale(1.0 / count, loss_scale)).run(self.observe)
         for module in self.modules.values():
             finish_replicas(module)
+        sum_counts(self.routers, self.groups.data)
         return loss / count if self.counts_loss else torch.zeros_like(loss)
 
     def count_targets(self, batch: Batch) -> Tensor:

@@ -174,21 +174,26 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """What is asked of routers asks for a model with routers."""
-    if not (train.router_aux_loss or train.router_z_loss or train.routing != "learned"):
-        return None
     asked = {
         "router_aux_loss": train.router_aux_loss,
         "router_z_loss": train.router_z_loss,
+        "router_bias_rate": train.router_bias_rate,
         "routing": None if train.routing == "learned" else train.routing,
     }
+    scores = {"router_z_loss": "softmax", "router_bias_rate": "sigmoid"}
     for key, value in asked.items():
         if value and not model.experts:
             return f"train.{key} = {value} is of models with experts, but model.experts = 0"
-        if value and key != "routing" and model.router_scores != "softmax":
+        if value and scores.get(key, model.router_scores) != model.router_scores:
             return (
-                f"train.{key} = {value} is of routers with a softmax, but model.router_scores = "
-                f"{model.router_scores}"
+                f"train.{key} = {value} is of routers with a {scores[key]}, but "
+                f"model.router_scores = {model.router_scores}"
             )
+    if train.router_bias_rate and model.lora is not None:
+        return (
+            f"train.router_bias_rate = {train.router_bias_rate} changes what adapters leave as it "
+            f"is, but lora.rank = {model.lora.rank}"
+        )
     return None
 
 
@@ -212,7 +217,13 @@ RULES = (
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
-    Rule(_router, ("train.router_aux_loss", "train.router_z_loss", "train.routing")),
+    Rule(
+        _router,
+        (
+            *("train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"),
+            "train.routing",
+        ),
+    ),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,
@@ -352,6 +363,7 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "train.fp8": (False, True),
     "train.router_aux_loss": (0.0,),
     "train.router_z_loss": (0.0,),
+    "train.router_bias_rate": (0.0,),
     "train.routing": ("learned",),
 }
 

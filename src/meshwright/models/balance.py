@@ -1,9 +1,12 @@
 """What training asks of routers beside the loss: equally many tokens for experts, small scores.
 
 The load-balancing loss is that of each sequence, so that no cut of a batch changes it:
-arXiv:2412.19437, equations 17 to 20, with the softmax of all scores. The z-loss is that of
-arXiv:2202.08906, equation 5. Their gradients are added in a router's backward; nothing travels for
-them but the counts of sequences that ranks share.
+arXiv:2412.19437, equations 17 to 20, with the softmax of all scores, or their sigmoids over the sum
+of these. The z-loss is that of arXiv:2202.08906, equation 5. Their gradients are added in a
+router's backward; nothing travels for them but the counts of sequences that ranks share.
+
+Without a loss, arXiv:2408.15664 moves what helps to pick an expert by the same amount after each
+step: up where it met fewer tokens of the global batch than the mean, down where it met more.
 """
 
 from __future__ import annotations
@@ -23,17 +26,21 @@ class Balance:
     sequences of the global batch times the loss scale, 0 on ranks that compute what another does.
     `summed` returns the sum of counts over the `ranks` that share sequences. `met` are the tokens
     of each expert, int64 `[experts]`, on ranks that count; `losses` the two losses, fp32 `[2]`,
-    without `scale`. With `is_forced` tokens meet experts in turn, whatever their scores.
+    without `scale`. With `is_forced` tokens meet experts in turn, whatever their scores. `lately`
+    are the tokens of each expert in the step under way, int64 `[experts]`, where `rate` moves the
+    router's correction after it.
     """
 
     aux: float = 0.0
     z: float = 0.0
+    rate: float = 0.0
     scale: float = 0.0
     ranks: int = 1
     summed: Callable[[Tensor], Tensor] = lambda counts: counts
     is_forced: bool = False
     met: Tensor | None = None
     losses: Tensor | None = None
+    lately: Tensor | None = None
 
     def picked(self, every: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Return the shares and the ids of each token's experts, for all shares in fp32.
@@ -47,25 +54,25 @@ class Balance:
         ids = places.view(tokens, top_k) % experts
         return every.gather(-1, ids), ids
 
-    def count(self, ids: Tensor, rows: int, experts: int) -> Tensor:
-        """Return how many of its tokens met each expert, fp32 `[rows, experts]`, and note it.
+    def count(self, ids: Tensor, experts: int) -> None:
+        """Note how many tokens met each expert; ids int64 `[tokens, top_k]`."""
+        pairs = ids.flatten()
+        counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, pairs, torch.ones_like(pairs))
+        for noted in (self.met, self.lately):
+            if noted is not None:
+                noted += counts
 
-        ids int64 `[tokens, top_k]` of so many rows.
-        """
-        by_row = ids.view(rows, -1)
-        counts = torch.zeros(rows, experts, dtype=torch.float32, device=ids.device)
-        counts.scatter_add_(1, by_row, torch.ones_like(by_row, dtype=torch.float32))
-        if self.met is not None:
-            self.met += counts.sum(0).long()
-        return counts
-
-    def to_shares(self, every: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+    def to_shares(self, every: Tensor, ids: Tensor, rows: int) -> Tensor:
         """Return the load-balancing loss' gradient of all tokens of a row, fp32 `[rows, experts]`.
 
-        every fp32 `[tokens, experts]` is the softmax, ids are `[tokens, top_k]`. The loss is linear
-        in the softmax: the counts have no gradient.
+        every fp32 `[tokens, experts]` adds up to 1 for each token, ids are the experts
+        `[tokens, top_k]` with the most of it. The loss is linear in the former: counts of the
+        latter have no gradient.
         """
-        rows, experts = counts.shape
+        by_row, experts = ids.view(rows, -1), every.shape[-1]
+        counts = torch.zeros(rows, experts, dtype=torch.float32, device=ids.device)
+        counts.scatter_add_(1, by_row, torch.ones_like(by_row, dtype=torch.float32))
         tokens = every.shape[0] // rows * self.ranks
         each = self.summed(counts) * (self.aux * experts / (ids.shape[-1] * tokens**2))
         if self.losses is not None:

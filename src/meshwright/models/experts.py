@@ -116,6 +116,31 @@ class SigmoidRouter(Router):
             corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
         return corrected.topk(self.top_k).indices
 
+    def to_even(self, every: Tensor, rows: int) -> Tensor:
+        """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
+
+        Tokens count for the experts with the largest scores, not corrected, and a token's scores
+        over their sum for how much of it is there.
+        """
+        total = every.sum(-1, keepdim=True)
+        shares = every / total
+        best = every.topk(self.top_k).indices
+        each = self.balance.to_shares(shares, best, rows)
+        to_shares = each.repeat_interleave(len(every) // rows, 0)
+        return (to_shares - (to_shares * shares).sum(-1, keepdim=True)) / total
+
+    @torch.no_grad()
+    def correct(self, moves: Tensor) -> None:
+        """Move the correction for experts that met fewer or more tokens than the mean.
+
+        arXiv:2408.15664, algorithm 1. `balance.lately` are the tokens of the global batch; `moves`
+        fp32 `[]` is 0 where the step changes no weights.
+        """
+        met = self.balance.lately
+        assert met is not None
+        towards = (met.sum() - met * len(met)).sign()  # of integers: as exact as the counts
+        self.correction += self.balance.rate * (towards * moves)
+
 
 def router(spec: ModelSpec) -> Router:
     """Return the router of a layer with experts."""
@@ -216,10 +241,10 @@ class _Route(torch.autograd.Function):
             total = picked.sum(-1, keepdim=True)
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
         to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
-        counts = balance.count(ids, rows, every.shape[-1])
+        balance.count(ids, every.shape[-1])
         if balance.aux:
             by_row = to_scores.view(rows, -1, every.shape[-1])
-            by_row += balance.to_shares(every, ids, counts)[:, None]
+            by_row += balance.to_shares(every, ids, rows)[:, None]
         to_scores = torch._softmax_backward_data(to_scores, every, -1, every.dtype)
         for one in sizes:
             to_scores.addcmul_(every, balance.to_scores(one, rows)[:, None])
@@ -258,14 +283,16 @@ class _RouteBySigmoid(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, every, ids = ctx.saved_tensors
         router: SigmoidRouter = ctx.router
-        router.balance.count(ids, ctx.rows, every.shape[-1])
+        router.balance.count(ids, every.shape[-1])
         grad = grad * router.scale
         picked = every.gather(-1, ids)
         if router.divides:
             total = picked.sum(-1, keepdim=True) + _TINY
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
-        grad = grad * picked * (1 - picked)
-        to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
+        to_every = torch.zeros_like(every).scatter_(-1, ids, grad)
+        if router.balance.aux:
+            to_every += router.to_even(every, ctx.rows)
+        to_scores = to_every * every * (1 - every)
         to_x = (to_scores @ widened(weight)).to(x.dtype)
         to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
         return to_x, to_weight, None, None

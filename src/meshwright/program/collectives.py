@@ -250,11 +250,21 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
 
 
 def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what a sequence's load-balancing loss needs of the ranks that share the sequence."""
+    """Yield what a sequence's load-balancing loss needs of the ranks that share the sequence.
+
+    Also what routers' corrections need of all ranks that see other tokens.
+    """
     if program.layout.cp > 1 and program.train.router_aux_loss:
         size = sizes.rows * program.model.experts * _FP32
         count, reason = _passes(program, stages), "backward: each sequence's tokens by expert"
         yield Collective("all_reduce", "cp", size, count, "backward", "experts", reason)
+    layers = _passes(program, stages) // program.microbatches
+    if program.layout.dp * program.layout.cp > 1 and program.train.router_bias_rate and layers:
+        size, reason = (
+            layers * program.model.experts * _WIDE,
+            "routers: the batch's tokens by expert",
+        )
+        yield Collective("all_reduce", "data", size, 1, "step", "experts", reason)
 
 
 def _passes(program: Program, stages: Iterable[Stage]) -> int:

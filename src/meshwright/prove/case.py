@@ -68,6 +68,7 @@ class Case:
             f"{model.experts}x{model.top_k}": model.experts > 0,
             "aux": self.train.router_aux_loss > 0,
             "z": self.train.router_z_loss > 0,
+            "bias": self.train.router_bias_rate > 0,
         }
         yield from (name for name, is_set in flags.items() if is_set)
         yield f"{model.n_layers}L"

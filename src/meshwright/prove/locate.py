@@ -268,10 +268,13 @@ def _wrong_step(search: _Search) -> Divergence | None:
         trial.step(step, look)
         updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
         added = _wrong(search, trial.parallel, trial.added, updates)
+        is_exact = search.case.train.precision == "fp32"
+        miscorrected = trial.miscorrected(exact.corrections) if is_exact else []
         names = [*search.program.shardings]
         later: list[tuple[Quantity, list[Difference], list[str]]] = [
             ("gradient", wrong, names[::-1]),
             ("update", added, names),
+            ("router correction", miscorrected, [*exact.corrections]),
         ]
         for quantity, some, order in later:
             found = _first(some, order, search.world)

@@ -98,6 +98,8 @@ _KINDS: Final = (
 # Large: the gradients of these losses are as large as the others.
 _EVEN: Final = {"router_aux_loss": 1.0}
 _SMALL: Final = {"router_z_loss": 0.3}
+# A step moves a correction by about as much as scores differ.
+_MOVED: Final = {"router_bias_rate": 0.05}
 # From one expert of a token to all of them. Most numbers of experts divide among ranks.
 _MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
 _SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
@@ -144,9 +146,18 @@ _EXPERT_KINDS: Final = (
     _Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}, asked=_EVEN),
     _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}, asked=_EVEN),
     _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, "experts": 4, "tie_embeddings": True}),
-    _Kind("deepseek_v3", flags=_LATENT),
-    _Kind("deepseek_v3", packed=True, flags={**_LATENT, "q_lora_rank": 0, **_UNGROUPED, **_ODD}),
-    _Kind("deepseek_v3", flags={**_LATENT, "v_head_dim": 12, "rope_scaling": _LENGTHENED}),
+    _Kind("deepseek_v3", flags=_LATENT, asked={**_EVEN, **_MOVED}),
+    _Kind(
+        "deepseek_v3",
+        packed=True,
+        flags={**_LATENT, "q_lora_rank": 0, **_UNGROUPED, **_ODD},
+        asked=_MOVED,
+    ),
+    _Kind(
+        "deepseek_v3",
+        flags={**_LATENT, "v_head_dim": 12, "rope_scaling": _LENGTHENED},
+        asked=_EVEN,
+    ),
     _Kind("gpt_oss", flags={**_BOUNDED, "experts": 4, "top_k": 2}),
     _Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
     _Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,19 @@ from meshwright.spec.training import TrainSpec
 # The dropout of an adapter has a mask of its own for each linear layer of a block.
 _ADAPTER_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 Weights = Mapping[str, Tensor]
+
+
+class Routed(NamedTuple):
+    """What a router does: its scores, and which experts each token meets, `[batch, seq, experts]`.
+
+    `name` is that of its mixture.
+    """
+
+    name: str
+    scores: Tensor
+    picked: Tensor
+
+
 # x [..., in], weight [out, in], bias [out] or None -> [..., out]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -38,14 +52,14 @@ def streams(
     drops: bool = True,
     fp8: bool = False,
     gaps: list[float] | None = None,
-    routers: list[Tensor] | None = None,
+    routers: list[Routed] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
 
     By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values: those of
     the embedding after it is yielded, as it is a module's own output. `gaps` gets, for each layer
     of experts, the smallest distance of a router's score that was picked from one that was not;
-    `routers` their scores `[batch, seq, experts]`.
+    `routers` what they do.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
     model.gaps, model.routers = gaps, routers
@@ -66,7 +80,7 @@ def loss_sum(
     drops: bool = True,
     fp8: bool = False,
     gaps: list[float] | None = None,
-    routers: list[Tensor] | None = None,
+    routers: list[Routed] | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of a batch's targets, in nats; the lists as in `streams`."""
     *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, gaps=gaps, routers=routers)
@@ -81,11 +95,13 @@ def loss_sum(
 def router_losses(spec: ModelSpec, train: TrainSpec, scores: Tensor) -> Tensor:
     """Return the losses of a layer's router, as they are weighed, summed over sequences.
 
-    scores fp32 or fp64 `[batch, seq, experts]`. arXiv:2412.19437, equations 17 to 20, with softmax;
-    arXiv:2202.08906, equation 5.
+    scores fp32 or fp64 `[batch, seq, experts]`. arXiv:2412.19437, equations 17 to 20, also with
+    softmax; arXiv:2202.08906, equation 5.
     """
     seq = scores.shape[1]
     every = scores.softmax(-1)
+    if spec.router_scores == "sigmoid":
+        every = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
     met = torch.zeros_like(every).scatter_(-1, every.topk(spec.top_k).indices, 1.0)
     often = met.sum(1) * (spec.experts / (spec.top_k * seq))
     even = (often.detach() * every.mean(1)).sum()
@@ -101,7 +117,7 @@ class _Model:
     ) -> None:
         self.spec, self.weights, self.keys = spec, weights, keys
         self.gaps: list[float] | None = None
-        self.routers: list[Tensor] | None = None
+        self.routers: list[Routed] | None = None
         self.linear: Linear = float8_linear if fp8 else F.linear
         seq = batch.inputs.shape[1]
         places = torch.arange(seq)
@@ -223,8 +239,6 @@ class _Model:
         scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{at}.router.weight"]))
         if spec.expert_bias:
             scores = scores + _wide(weights[f"{at}.router.bias"])
-        if self.routers is not None:
-            self.routers.append(scores)
         if spec.router_scores == "sigmoid":
             every = scores.sigmoid()
             judged = self.corrected(at, every.detach())
@@ -232,6 +246,10 @@ class _Model:
             every = scores.softmax(-1)
             judged = scores.detach()
         picked = self.best(judged, spec.top_k)
+        if self.routers is not None:
+            self.routers.append(Routed(at, scores, picked))
+            if spec.router_scores == "sigmoid":  # the load-balancing loss counts these
+                self.best(4 * every.detach(), spec.top_k)
         shares = torch.where(picked, every, torch.zeros_like(every))
         if spec.norm_top_k:
             shares = shares / shares.sum(-1, keepdim=True)

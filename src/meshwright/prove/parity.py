@@ -127,6 +127,12 @@ def _verdicts(case: Case, trial: Trial, world: World, reference: Reference) -> I
     yield _tensors(case, f"updates of {steps}", added, "update")
     yield _tensors(case, f"optimizer state after {steps}", state, "optimizer state")
     yield _numbers(case, "evaluation", [exact.evaluation], [evaluation], bound)
+    if case.train.router_bias_rate and not is_half:  # rounding moves tokens to other experts
+        every = [
+            x for some in everyones(trial.miscorrected(exact.corrections), world) for x in some
+        ]
+        first = min(every, key=lambda one: one.rank, default=Difference(0.0, 1.0, "", 0, 0))
+        yield _tensors(case, "corrections of routers, bit for bit", first, "router correction")
     if case.model.lora is not None:
         thawed = [name for names in everyones(trial.thawed(), world) for name in names]
         layout = case.layout.model_dump(mode="json")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ from meshwright.execute.data import DTYPES
 from meshwright.execute.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.oracle import loss_sum, router_losses, streams
+from meshwright.prove.optimizer import Updates
+from meshwright.prove.oracle import Routed, loss_sum, router_losses, streams
 from meshwright.prove.weights import whole_buffers, whole_weights
 from meshwright.spec.training import OptimizerSpec
 
@@ -44,11 +45,12 @@ _MOVED: Final = 1 / 16
 
 
 class AfterStep(NamedTuple):
-    """After a step: its gradients before clipping, all updates so far, the optimizer's state."""
+    """After a step: its gradients before clipping, all updates so far, states and corrections."""
 
     gradients: Tensors
     updates: Tensors
     state: Mapping[str, Tensors]
+    corrections: Tensors
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Steps:
     """What one device computes over some steps; tensors by parameter name, fp32.
 
     `gradients` are those of the first step, `updates` all that has been added to weights, `state`
-    what the optimizer keeps, by its key. `evaluation` is the mean loss of the last weights on the
-    first and one more batch, without dropout. `moments` are those of each step, where asked for.
-    `gap` is the smallest distance of a router's score that was picked from one that was not.
+    what the optimizer keeps, by its key; `corrections` are those of routers. `evaluation` is the
+    mean loss of the last weights on the first and one more batch, without dropout. `moments` are
+    those of each step, where asked for. `gap` is the smallest distance of a router's score that was
+    picked from one that was not.
     """
 
     losses: tuple[float, ...]
@@ -69,6 +72,7 @@ class Steps:
     state: Mapping[str, Tensors]
     moments: tuple[AfterStep, ...] = ()
     gap: float = math.inf
+    corrections: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
 def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
     case = one.case
     trained = {name: one.masters[name] for name in one.trained}
-    step_of = _Optimizer(trained, optimizer, case.steps)
+    step_of = Updates(trained, optimizer, case.steps)
     losses, norms, moments = [], [], []
     first: Tensors = {}
     for step in range(case.steps):
@@ -221,7 +225,9 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
         first = first or gradients
         factor = min(1.0, clip_norm / norms[-1]) if clip_norm else 1.0
         step_of.step({name: factor * gradient for name, gradient in gradients.items()}, step)
-        moments.append(AfterStep(_narrow(gradients), one.updates(), step_of.state()))
+        one.correct()
+        after = one.updates(), step_of.state(), dict(one.beside)
+        moments.append(AfterStep(_narrow(gradients), *after))
     evaluation = one.evaluate(evaluated(case))
     return Steps(
         tuple(losses),
@@ -232,6 +238,7 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
         step_of.state(),
         tuple(moments),
         min(one.gaps, default=math.inf),
+        one.beside,
     )
 
 
@@ -257,6 +264,7 @@ class _OneDevice:
         self.trained = names if case.model.lora is not None else list(self.masters)
         self.fp8 = case.train.fp8 and not exact
         self.gaps: list[float] = []
+        self._met: dict[str, Tensor] = {}
 
     def used(self) -> dict[str, Tensor]:
         """Return the weights as products take them."""
@@ -273,13 +281,17 @@ class _OneDevice:
         used = self.used()
         trained = {name: used[name].requires_grad_() for name in self.trained}
         total, sums = 0.0, dict[str, Tensor]()
+        self._met = {}
         for part in self._parts(batch):
-            routers: list[Tensor] = []
+            routers: list[Routed] = []
             weights = used | self.beside
             loss = loss_sum(
                 case.model, weights, part, fp8=self.fp8, gaps=self.gaps, routers=routers
             )
-            beside = [router_losses(case.model, case.train, one) for one in routers]
+            beside = [router_losses(case.model, case.train, one.scores) for one in routers]
+            for one in routers:
+                met = one.picked.sum((0, 1))
+                self._met[one.name] = self._met[one.name] + met if one.name in self._met else met
             whole = loss / count + sum(beside) / len(batch.inputs)
             found = torch.autograd.grad(whole * scale, list(trained.values()))
             total += loss.item() / count
@@ -288,6 +300,14 @@ class _OneDevice:
                 sums[name] = sums[name] + wide if name in sums else wide
         like = next(iter(self.masters.values()))
         return total, {name: one.to(like) / scale for name, one in sums.items()}
+
+    def correct(self) -> None:
+        """Move routers' corrections by the last batch's tokens. arXiv:2408.15664, algorithm 1."""
+        for name, met in self._met.items() if self.beside else ():
+            error = met.double().mean() - met
+            key = f"{name}.router.correction"
+            moved = torch.tensor(self.case.train.router_bias_rate) * error.sign().float()
+            self.beside[key] = self.beside[key] + moved
 
     def _parts(self, batch: Batch) -> Sequence[Batch]:
         """Return the microbatches of all ranks, where each one's gradients are rounded."""
@@ -317,64 +337,6 @@ class _OneDevice:
         return {
             name: (self.masters[name].double() - self._start[name]).float() for name in self.trained
         }
-
-
-class _Optimizer:
-    """AdamW (arXiv:1711.05101, algorithm 2), or SGD with momentum and the same decay.
-
-    The rate rises linearly over the warm-up, and falls along a cosine to a tenth. Weights of one
-    dim do not decay.
-    """
-
-    def __init__(self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int) -> None:
-        self._masters, self._spec, self._steps = masters, spec, steps
-        self._first = {name: torch.zeros_like(one) for name, one in masters.items()}
-        self._second = {name: torch.zeros_like(one) for name, one in masters.items()}
-
-    def state(self) -> dict[str, Tensors]:
-        """Return what it keeps, by the names that torch's optimizers use, as `comparable` is."""
-        found = {"exp_avg": self._first, "exp_avg_sq": self._second}
-        if self._spec.name == "sgd":
-            found = {"momentum_buffer": self._first}
-        return {
-            key: _narrow({name: comparable(key, one) for name, one in of.items()})
-            for key, of in found.items()
-        }
-
-    def step(self, gradients: Tensors, step: int) -> None:
-        """Update the masters; steps count from 0."""
-        spec, rate = self._spec, self._rate(step)
-        for name, master in self._masters.items():
-            gradient = gradients[name]
-            if master.dim() > 1:
-                master.mul_(1 - rate * spec.weight_decay)
-            if spec.name == "sgd":
-                self._first[name] = spec.momentum * self._first[name] + gradient
-                master.sub_(rate * self._first[name])
-                continue
-            one, two = spec.betas
-            self._first[name] = one * self._first[name] + (1 - one) * gradient
-            self._second[name] = two * self._second[name] + (1 - two) * gradient**2
-            mean = self._first[name] / (1 - one ** (step + 1))
-            size = (self._second[name] / (1 - two ** (step + 1))).sqrt()
-            master.sub_(rate * mean / (size + spec.eps))
-
-    def _rate(self, step: int) -> float:
-        """Return the rate of a step, from 0."""
-        spec, low, number = self._spec, self._spec.min_lr_ratio, step + 1
-        if number <= spec.warmup_steps:
-            return spec.lr * number / spec.warmup_steps
-        progress = (number - spec.warmup_steps) / (self._steps - spec.warmup_steps)
-        return spec.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def comparable(key: str, state: Tensor) -> Tensor:
-    """Return an optimizer's state on the scale of a gradient: means of squares by their root.
-
-    The tolerances are factors of a gradient's noise. Where a gradient is nothing but noise, the
-    squares of two samples differ by the square of such a factor.
-    """
-    return state.sqrt() if key == "exp_avg_sq" else state
 
 
 def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from meshwright.execute.optimize import Shards
 from meshwright.execute.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.compare import Fault, build_small, mine, program_of
-from meshwright.prove.reference import Reference, comparable
+from meshwright.prove.compare import Difference, Fault, build_small, mine, program_of
+from meshwright.prove.optimizer import comparable
+from meshwright.prove.reference import Reference
 from meshwright.spec.schedule import learning_rate
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer, set_learning_rate
@@ -94,6 +95,16 @@ class Trial:
             return None if found is None else _like(held.parameter, comparable(key, found))
 
         return of
+
+    def miscorrected(self, exact: Mapping[str, Tensor]) -> list[Difference]:
+        """Return the corrections of this rank's routers that are not these, bit for bit."""
+        found = []
+        for stage, module in self.parallel.modules.items():
+            for name, buffer in module.named_buffers():
+                error = (buffer.cpu() - exact[name]).abs().max().item()
+                if error != 0:
+                    found.append(Difference(error, 1e-300, name, self._world.rank, stage))
+        return found
 
     def thawed(self) -> list[str]:
         """Return the frozen weights that have a gradient or are not what they were, bit for bit."""

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 # In the order in which a step computes them
-Quantity = Literal["initial weight", "output", "gradient", "update", "optimizer state"]
+Quantity = Literal[
+    "initial weight", "output", "gradient", "update", "router correction", "optimizer state"
+]
 
 
 @dataclass(frozen=True)

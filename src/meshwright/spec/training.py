@@ -171,8 +171,9 @@ class TrainSpec(Spec):
     measured to pay (`cluster.calibration`) within the run. `engine` does the steps: our own, or
     DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks' linear layers
     in float8. Of models with experts, `router_aux_loss` weighs the loss that has each sequence's
-    tokens meet all experts equally often, `router_z_loss` that of large scores; `routing` =
-    "balanced" has tokens meet experts in turn, whatever their scores: for measurements alone.
+    tokens meet all experts equally often, `router_z_loss` that of large scores; `router_bias_rate`
+    is what a step adds to the corrections of sigmoid routers, or takes off; `routing` = "balanced"
+    has tokens meet experts in turn, whatever their scores: for measurements alone.
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)
@@ -194,6 +195,7 @@ class TrainSpec(Spec):
     engine: Literal["native", "deepspeed"] = "native"
     router_aux_loss: float = Field(default=0.0, ge=0)
     router_z_loss: float = Field(default=0.0, ge=0)
+    router_bias_rate: float = Field(default=0.0, ge=0)
     routing: Literal["learned", "balanced"] = "learned"
 
     @property

@@ -29,6 +29,8 @@ def check_replicas(parallel: Parallel, world: World) -> None:
     if world.size == 1:
         return
     mine = {f"{held.name} {region_of(held, parallel)}": bits(held.shard) for held in parallel.held}
+    for module in parallel.modules.values():
+        mine |= {f"{name} of its stage": bits(one) for name, one in module.named_buffers()}
     everyone = [json.loads(text) for text in exchange(json.dumps(mine), dist.group.WORLD)]
     for key in dict.fromkeys(key for found in everyone for key in found):
         holders = {rank: found[key] for rank, found in enumerate(everyone) if key in found}

@@ -17,6 +17,7 @@ from meshwright.execute.batch import Batch
 from meshwright.execute.gradients import complete, global_norm
 from meshwright.execute.optimize import Shards
 from meshwright.execute.parallel import Parallel, set_training
+from meshwright.execute.routing import correct_routers
 from meshwright.execute.world import World
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import step_scaled
@@ -72,6 +73,7 @@ def update(
     step_scaled(optimizer, found.norm, scale.value, clip_norm)
     shards.give()
     shards.clear()
+    correct_routers(parallel.routers, found.norm)
     return found
 
 

@@ -1,0 +1,73 @@
+"""The reference's optimizers, as their papers have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.training import OptimizerSpec
+
+Tensors = Mapping[str, Tensor]
+
+
+class Updates:
+    """AdamW (arXiv:1711.05101, algorithm 2), or SGD with momentum and the same decay.
+
+    The rate rises linearly over the warm-up, and falls along a cosine to a tenth. Weights of one
+    dim do not decay.
+    """
+
+    def __init__(self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int) -> None:
+        self._masters, self._spec, self._steps = masters, spec, steps
+        self._first = {name: torch.zeros_like(one) for name, one in masters.items()}
+        self._second = {name: torch.zeros_like(one) for name, one in masters.items()}
+
+    def state(self) -> dict[str, Tensors]:
+        """Return what it keeps, by the names that torch's optimizers use, as `comparable` is."""
+        found = {"exp_avg": self._first, "exp_avg_sq": self._second}
+        if self._spec.name == "sgd":
+            found = {"momentum_buffer": self._first}
+        return {
+            key: {
+                name: comparable(key, one).to(torch.float32, copy=True) for name, one in of.items()
+            }
+            for key, of in found.items()
+        }
+
+    def step(self, gradients: Tensors, step: int) -> None:
+        """Update the masters; steps count from 0."""
+        spec, rate = self._spec, self._rate(step)
+        for name, master in self._masters.items():
+            gradient = gradients[name]
+            if master.dim() > 1:
+                master.mul_(1 - rate * spec.weight_decay)
+            if spec.name == "sgd":
+                self._first[name] = spec.momentum * self._first[name] + gradient
+                master.sub_(rate * self._first[name])
+                continue
+            one, two = spec.betas
+            self._first[name] = one * self._first[name] + (1 - one) * gradient
+            self._second[name] = two * self._second[name] + (1 - two) * gradient**2
+            mean = self._first[name] / (1 - one ** (step + 1))
+            size = (self._second[name] / (1 - two ** (step + 1))).sqrt()
+            master.sub_(rate * mean / (size + spec.eps))
+
+    def _rate(self, step: int) -> float:
+        """Return the rate of a step, from 0."""
+        spec, low, number = self._spec, self._spec.min_lr_ratio, step + 1
+        if number <= spec.warmup_steps:
+            return spec.lr * number / spec.warmup_steps
+        progress = (number - spec.warmup_steps) / (self._steps - spec.warmup_steps)
+        return spec.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def comparable(key: str, state: Tensor) -> Tensor:
+    """Return an optimizer's state on the scale of a gradient: means of squares by their root.
+
+    The tolerances are factors of a gradient's noise. Where a gradient is nothing but noise, the
+    squares of two samples differ by the square of such a factor.
+    """
+    return state.sqrt() if key == "exp_avg_sq" else state
