@@ -25,7 +25,7 @@ from meshwright.execute.groups import Link, open_groups
 from meshwright.execute.optimize import Shards
 from meshwright.launch.explain import mismatch
 from meshwright.layout import Layout
-from meshwright.models.experts import Experts, Routing
+from meshwright.models.experts import Experts, Routing, same
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.rows import predict_row, read_row
 from meshwright.program.lower import lower
@@ -130,17 +130,47 @@ def of_experts(parallel):
     return [held for held in parallel.held if held.sharding.ep > 1]
 
 
-def divided_gradients(parallel):
-    """Gradients of experts are means over the ranks that share them out."""
+def scaled_gradients(parallel, factor):
     replicas = replicas_of(parallel.modules[0])
     finish = replicas.finish
 
-    def divided():
+    def scaled():
         finish()
         for held in of_experts(parallel):
-            held.gradient.div_(2)
+            held.gradient.mul_(factor)
 
-    replicas.finish = divided
+    replicas.finish = scaled
+
+
+def doubled_gradients(parallel):
+    """Gradients of experts are sums of each rank's mean: pytorch#160285, DeepSpeed#5259."""
+    scaled_gradients(parallel, parallel.program.layout.ep)
+
+
+def divided_gradients(parallel):
+    """Gradients of experts are means over the ranks with the same experts: Megatron#7165."""
+    scaled_gradients(parallel, 1 / parallel.program.layout.expert_replica_ranks)
+
+
+def experts_not_in_the_norm(parallel):
+    """The norm leaves out what ranks share out: Megatron#5916."""
+    parallel.held[:] = [
+        held._replace(copies=0) if held.sharding.ep > 1 else held for held in parallel.held
+    ]
+
+
+def summed_over_other_experts(parallel):
+    """Gradients of experts are summed over ranks that have others: Megatron#5916."""
+    link = parallel.groups.replicate
+    for unit in replicas_of(parallel.modules[0]).units:
+        if is_of_experts(parallel, unit):
+            unit.peers = replace(unit.peers, sums=link, replicas=link)
+
+
+def stream_below_not_summed(parallel):
+    """Each rank of tp goes on with the gradient of its part of experts: torchtitan#4054."""
+    for mlp in mixtures(parallel):
+        mlp.enter = same
 
 
 def no_sum_of_copies(parallel):
@@ -198,26 +228,48 @@ def no_sum_of_routers(parallel):
     ]
 
 
+ROUTER, DOWN = "layers.1.mlp.router.weight", "layers.1.mlp.experts.down.weight"
+GATE, NORM = "layers.1.mlp.experts.gate.weight", "layers.1.mlp_norm.weight"
+GRADIENT = "gradient"
+# A fault, a layout, and the first wrong quantity: gradients in the order in which they come to be.
 FAULTS = [
-    (divided_gradients, "dp2 ep2 mb2"),
-    (divided_gradients, "shard2 zero1 ep2 mb2"),
-    (no_sum_of_copies, "dp4 ep2 mb2"),
-    (no_sum_of_copies, "shard4 zero2 ep2 mb2"),
-    (anothers_experts, "shard2 zero3 ep2 mb2"),
-    (no_gradient_of_shares, "dp2 ep2 mb2"),
-    (another_expert, "dp2 ep2 mb2"),
-    (no_sum_of_routers, "tp2 dp2 ep2 mb2"),
-    (no_sum_of_routers, "tp2 mb2"),
+    (doubled_gradients, "dp2 ep2 mb2", GRADIENT, DOWN),
+    (doubled_gradients, "shard2 zero1 ep2 mb2", GRADIENT, DOWN),
+    (
+        experts_not_in_the_norm,
+        "tp2 dp2 ep2 mb2",
+        "gradient norm",
+        "layers.0.mlp.experts.gate.weight",
+    ),
+    (stream_below_not_summed, "tp2 mb2", GRADIENT, NORM),
+    (divided_gradients, "dp4 ep2 mb2", GRADIENT, DOWN),
+    (summed_over_other_experts, "dp4 ep2 mb2", GRADIENT, DOWN),
+    # Our own
+    (no_sum_of_copies, "dp4 ep2 mb2", GRADIENT, DOWN),
+    (no_sum_of_copies, "shard4 zero2 ep2 mb2", GRADIENT, DOWN),
+    (
+        anothers_experts,
+        "shard2 zero3 ep2 mb2",
+        "initial weight",
+        "layers.0.mlp.experts.gate.weight",
+    ),
+    (no_gradient_of_shares, "dp2 ep2 mb2", GRADIENT, ROUTER),
+    (another_expert, "dp2 ep2 mb2", "output", "layers.0"),
+    (no_sum_of_routers, "tp2 dp2 ep2 mb2", GRADIENT, ROUTER),
+    (no_sum_of_routers, "tp2 mb2", GRADIENT, ROUTER),
 ]
 
 
 @pytest.mark.parametrize(
-    ("fault", "label"), FAULTS, ids=[f"{fault.__name__} {label}" for fault, label in FAULTS]
+    ("fault", "label", "quantity", "tensor"),
+    FAULTS,
+    ids=[f"{fault.__name__} {label}" for fault, label, *_ in FAULTS],
 )
-def test_faults_of_shared_out_experts_are_caught(fault, label):
+def test_faults_of_shared_out_experts_are_caught_and_located(fault, label, quantity, tensor):
     verdicts = on_ranks(Layout.parse(label).world, proven, label=label, fault=fault)[0]
-    failed = {verdict.claim for verdict in verdicts if not verdict.passed}
-    assert failed
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    places = {(one.first_divergence.quantity, one.first_divergence.tensor) for one in failed}
+    assert places == {(quantity, tensor)}
 
 
 def test_every_axis_of_messages_has_a_cause_and_ranks():

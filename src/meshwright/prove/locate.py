@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import cut
-from meshwright.execute.gradients import HeldParameter, local_shard, scale_gradients
+from meshwright.execute.gradients import HeldParameter, global_norm, local_shard, scale_gradients
 from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.world import World
@@ -42,7 +42,7 @@ from meshwright.prove.reference import (
     shared_reference,
 )
 from meshwright.prove.trial import Trial
-from meshwright.prove.verdict import Divergence, Quantity
+from meshwright.prove.verdict import Divergence, Quantity, relative_error
 from meshwright.prove.weights import telling
 from meshwright.train.update import gradients
 
@@ -256,15 +256,15 @@ def _wrong(
 
 
 def _wrong_step(search: _Search) -> Divergence | None:
-    """Return the first wrong gradient or update of the first step that has one."""
+    """Return the first wrong gradient, share of the norm, update or correction of a step."""
     reference = shared_reference(search.case, search.world, keeps=True)
     trial = Trial(search.case, search.groups, search.world, reference, search.fault)
     for step in range(search.case.steps):
         exact = reference.exact.moments[step]
         rounded = [one.moments[step] for one in reference.rounded]
         gradients_of = Expected(exact.gradients, [one.gradients for one in rounded])
-        wrong: list[Difference] = []
-        look = partial(_look, search, trial, gradients_of, wrong)
+        wrong, norms = list[Difference](), list[Difference]()
+        look = partial(_look, search, trial, gradients_of, wrong, norms)
         trial.step(step, look)
         updates = Expected(exact.updates, [one.updates for one in rounded], reference.start)
         added = _wrong(search, trial.parallel, trial.added, updates)
@@ -273,6 +273,7 @@ def _wrong_step(search: _Search) -> Divergence | None:
         names = [*search.program.shardings]
         later: list[tuple[Quantity, list[Difference], list[str]]] = [
             ("gradient", wrong, names[::-1]),
+            ("gradient norm", norms, names),
             ("update", added, names),
             ("router correction", miscorrected, [*exact.corrections]),
         ]
@@ -284,5 +285,26 @@ def _wrong_step(search: _Search) -> Divergence | None:
     return None
 
 
-def _look(search: _Search, trial: Trial, expected: Expected, wrong: list[Difference]) -> None:
+def _look(
+    search: _Search,
+    trial: Trial,
+    expected: Expected,
+    wrong: list[Difference],
+    norms: list[Difference],
+) -> None:
     wrong += _wrong(search, trial.parallel, trial.gradient, expected)
+    norms += _wrong_norms(search, trial.parallel, expected)
+
+
+def _wrong_norms(search: _Search, parallel: Parallel, expected: Expected) -> list[Difference]:
+    """Return this rank's parameters that count wrongly in the gradient's norm; a collective."""
+    wrong = []
+    for name, exact in expected.exact.items():
+        mine = [held for held in parallel.held if held.name == name]
+        norm = global_norm(mine, search.world.size, parallel.device).total.item()
+        found = norm / search.case.loss_scale
+        error = relative_error(found, exact.double().norm().item())
+        bound = _SLACK * expected.difference(name, exact)[1]
+        if mine and not error <= bound:
+            wrong.append(Difference(error, bound, name, search.world.rank, mine[0].stage))
+    return wrong

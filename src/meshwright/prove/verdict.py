@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 # In the order in which a step computes them
 Quantity = Literal[
-    "initial weight", "output", "gradient", "update", "router correction", "optimizer state"
+    "initial weight",
+    "output",
+    "gradient",
+    "gradient norm",
+    "update",
+    "router correction",
+    "optimizer state",
 ]
 
 
