@@ -67,11 +67,14 @@ def read(path: Path, calibration: Calibration) -> tuple[list[Measured], dict[str
 
 
 def _seconds(row: Mapping[str, Any], case: PricedRow) -> float | None:
-    """Return the measured step time, from FLOP/s where a row states only these."""
+    """Return the measured step time, from tokens or FLOP/s where a row states only these."""
     if row.get("status") != "ok":
         return None
     if row.get("step_time_s"):
         return float(row["step_time_s"])
+    if row.get("tokens_per_s_per_gpu") and case.setting.model.experts:
+        devices = case.layout.world
+        return float(row["gbs"] * row["seq"] / row["tokens_per_s_per_gpu"] / devices)
     tflops, kind = row.get("tflops_per_gpu"), str(row.get("tflops_kind"))
     if tflops and "96Bslh^2" in kind:  # arXiv:2104.04473, equation 3
         model, batch, seq = case.setting.model, row["gbs"], row["seq"]

@@ -87,7 +87,7 @@ Free = dict[str, tuple[tuple[float, float, float], list[int]]]
 
 def fit(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:
     """Return a calibration whose constants bring the mean error of the rows' step times down."""
-    return _descend(rows, start, sweeps, free_constants(rows), error_of)
+    return descend(rows, start, sweeps, free_constants(rows), error_of)
 
 
 def free_memory_constants(rows: Sequence[Any]) -> Free:
@@ -133,10 +133,10 @@ def memory_error_of(row: Any, calibration: Calibration) -> float:
 
 def fit_memory(rows: Sequence[Any], start: Calibration, sweeps: int) -> Calibration:
     """Return a calibration whose constants of memory bring the error of the rows' memory down."""
-    return _descend(rows, start, sweeps, free_memory_constants(rows), memory_error_of)
+    return descend(rows, start, sweeps, free_memory_constants(rows), memory_error_of)
 
 
-def _descend(
+def descend(
     rows: Sequence[Any],
     start: Calibration,
     sweeps: int,

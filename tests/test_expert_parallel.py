@@ -26,8 +26,6 @@ from meshwright.execute.optimize import Shards
 from meshwright.launch.explain import mismatch
 from meshwright.layout import Layout
 from meshwright.models.experts import Experts, Routing, same
-from meshwright.predict.calibration import shipped_calibration
-from meshwright.predict.rows import predict_row, read_row
 from meshwright.program.lower import lower
 from meshwright.program.messages import Axis
 from meshwright.prove.batches import make_batch
@@ -365,68 +363,6 @@ def test_a_large_layout_is_proven_by_small_ones_that_share_out_experts():
     assert all(case.layout.world <= 8 for case in small)
     assert any(case.layout.ep > 1 for case in small)
     assert all(case.model.experts == 8 for case in small)
-
-
-ROW = {
-    "id": "one",
-    "gpu": "H100",
-    "n_gpus": 16,
-    "framework": "Megatron-Core via Megatron-Bridge",
-    "model": "Qwen3_30B_a3B",
-    "layers": 48,
-    "hidden": 2048,
-    "heads": 32,
-    "kv_heads": 4,
-    "head_dim": 128,
-    "ffn": 6144,
-    "seq": 4096,
-    "gbs": 512,
-    "mbs": 1,
-    "tp": 1,
-    "pp": 1,
-    "ep": 8,
-    "experts": 128,
-    "moe_ffn": 768,
-    "topk": 8,
-    "precision": "BF16",
-}
-
-
-def test_a_row_with_experts_is_predicted():
-    case = read_row(ROW, shipped_calibration())
-    assert case.layout.ep == 8
-    assert (case.setting.model.experts, case.setting.model.expert_ffn_dim) == (128, 768)
-    found = predict_row(ROW, shipped_calibration())
-    alone = predict_row({**ROW, "ep": 1}, shipped_calibration())
-    assert found["peak_mem_gib"] < alone["peak_mem_gib"]
-    pattern = "([0]*3+[1]*45)"
-    some = read_row({**ROW, "moe_layer_freq": pattern}, shipped_calibration()).setting.model
-    assert [some.has_experts(some.layer(at)) for at in range(5)] == [False] * 3 + [True] * 2
-
-
-def test_a_row_with_latent_attention_is_predicted():
-    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 40}
-    row = {**ROW, **sizes, "shared_ffn": 768, "moe_layer_freq": "([0]*1+[1]*47)"}
-    model = read_row(row, shipped_calibration()).setting.model
-    assert (model.head_dim, model.n_kv_heads, model.q_lora_rank) == (64, 32, 0)
-    assert not model.has_experts(model.layer(0))
-    found = [predict_row({**row, **more}, shipped_calibration()) for more in ({}, {"heads": 64})]
-    assert found[0]["step_time_s"] < found[1]["step_time_s"]
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"kv_lora_rank": 512}, "has latent attention, but lacks qk_nope_head_dim and"),
-        ({"ep": 32}, "ep 32 does not divide the 16 ranks with the same weights"),
-        ({"ep": 3}, "ep 3 does not divide"),
-        ({"topk": None}, "lacks topk or moe_ffn"),
-        ({"moe_layer_freq": "[1]*48"}, "only ([0]*n+[1]*m) is read"),
-        ({"moe_layer_freq": "([0]*3+[1]*4)"}, "moe_layer_freq has 7 layers, the row 48"),
-    ],
-)
-def test_a_row_with_experts_that_cannot_be_priced_says_why(change, why):
-    assert why in predict_row({**ROW, **change}, shipped_calibration())["refused"]
 
 
 def test_the_example_costs_a_token_what_the_dense_model_does():

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.modules import hidden_bytes, made_again
-from meshwright.predict.network import Network
+from meshwright.predict.network import Network, Picks
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import LayoutWork, Message, Product, Work
 from meshwright.program.messages import Phase
@@ -80,6 +80,7 @@ class Kernels:
         compile_gain: float = 1.0,
         matmul: Matmul = "auto",
         target: Target = _ANY,
+        routed: Picks | None = None,
     ) -> None:
         kinds = (f"{system.name}.{device.kind}", system.name, device.kind)
         find = calibration.find
@@ -117,6 +118,10 @@ class Kernels:
         self.idle = find("idle", *kinds)
         self.data_latency = find("data.latency", *kinds)
         self.tp_exposed = find("exposed.tp", *kinds)
+        self.routed = routed if system.sends_once else None
+        self.ep_exposed = find("exposed.ep", *kinds)
+        self.of_experts = find("experts.products", *kinds)
+        self.per_experts = find("experts.launch", *kinds)
         self.cast = find("casts", *kinds) if products != precision else 0.0
 
     def product(self, shape: Product, peak: float, element: int) -> float:
@@ -125,6 +130,8 @@ class Kernels:
         each = rows / shape.groups
         half = self.half
         share = each / (each + half) * (inner / (inner + half)) * (outer / (outer + half))
+        if shape.groups > 1:
+            peak *= self.of_experts
         moved = element * (rows * inner + shape.groups * inner * outer + rows * outer)
         return max(shape.flops / (peak * share), moved / self.bandwidth)
 
@@ -156,6 +163,8 @@ class Kernels:
         attention = self._attention(work, element)
         moved = self._moved(work)
         host = (len(work.products) + _SMALL_KERNELS) * self.launch
+        if any(shape.groups > 1 for shape in work.products):
+            host += self.per_experts
         backward = of_products + attention[1] + _MOVED_BACKWARD * moved
         forward = self._with_host(products + attention[0] + moved, host, 1)
         backward = self._with_host(backward, host, PRODUCT_BACKWARD)
@@ -305,13 +314,13 @@ class Kernels:
     def _dispatch(self, work: Work, ep: int, tp: int) -> tuple[float, float, float]:
         """Return the seconds of tokens on their way to experts and back, as for `_context`.
 
-        Nothing is computed meanwhile.
+        Nothing of ours is computed meanwhile; of other systems the share that was fitted is seen.
         """
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
         for message in work.messages:
             if message.axis == "ep":
-                each = self.network.seconds(message.kind, message.bytes, ep, tp, "ep")
-                sums[message.phase] += message.times * each
+                each = self.network.seconds(message.kind, message.bytes, ep, tp, "ep", self.routed)
+                sums[message.phase] += message.times * each * self.ep_exposed
         return sums["forward"], sums["backward"], sums["recompute"]
 
     def _context(

@@ -21,6 +21,22 @@ class Placement(NamedTuple):
     nodes: int
 
 
+class Picks(NamedTuple):
+    """Each token meets `top_k` of so many experts, any as likely as another."""
+
+    experts: int
+    top_k: int
+
+    def share(self, parts: int) -> float:
+        """Return how many parts have one of a token's experts or more, on average, over `top_k`.
+
+        Each part has as many experts.
+        """
+        elsewhere = self.experts - self.experts // parts
+        none = math.comb(elsewhere, self.top_k) / math.comb(self.experts, self.top_k)
+        return parts * (1 - none) / self.top_k
+
+
 def place(size: int, stride: int, per_node: int) -> Placement:
     """Return how ranks lie that are `stride` apart, where nodes have `per_node` ranks in a row."""
     inside = max(1, min(size, per_node // stride)) if stride < per_node else 1
@@ -64,6 +80,7 @@ class Network:
         plain = own.get(f"{kind}.inner.latency", cluster.inner.latency)
         self.inner_latency = {one: own.get(f"{kind}.inner.latency.{one}", plain) for one in KINDS}
         self.times = {one: calibration.find(f"times.{one}", *kinds) for one in KINDS}
+        self.times_once = calibration.find("times.once", *kinds)
         self.outer_latency = cluster.outer.latency
         self.channel = {
             one: (own[f"{kind}.channel.latency.{one}"], own[f"{kind}.channel.rate.{one}"])
@@ -72,12 +89,33 @@ class Network:
         }
 
     def seconds(
-        self, kind: str, size_bytes: float, size: int, stride: int, axis: str = ""
+        self,
+        kind: str,
+        size_bytes: float,
+        size: int,
+        stride: int,
+        axis: str = "",
+        routed: Picks | None = None,
     ) -> float:
-        """Return the seconds of one message of an axis among `size` ranks, `stride` apart."""
+        """Return the seconds of one message of an axis among `size` ranks, `stride` apart.
+
+        Where tokens go once to a rank and to a node, `routed` says to how many of an all-to-all.
+        """
         if size == 1 or not size_bytes:
             return 0.0
+        if routed is not None and kind == "all_to_all":
+            return self.slower * self._exchange(size_bytes, size, stride, routed)
         return self.slower * self._seconds(kind, size_bytes, size, stride, axis)
+
+    def _exchange(self, size_bytes: float, size: int, stride: int, routed: Picks) -> float:
+        """Return the seconds of an all-to-all where a node gets a token once for all its ranks."""
+        at = place(size, stride, self.per_node)
+        within = size_bytes * routed.share(size) * (size - 1) / size
+        across = size_bytes * routed.share(at.nodes) * (at.nodes - 1) / at.nodes
+        latency = (at.inside - 1) * self.inner_latency["all_to_all"]
+        if at.nodes > 1:
+            latency += min(at.nodes - 1, 2 * (at.nodes - 1).bit_length()) * self.outer_latency
+        return max(self.times_once * within / self.inner, across / self.outer) + latency
 
     def _seconds(self, kind: str, size_bytes: float, size: int, stride: int, axis: str) -> float:
         at = place(size, stride, self.per_node)

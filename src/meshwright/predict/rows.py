@@ -18,10 +18,10 @@ from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device, cluster_of, device_named, find_device
 from meshwright.predict.price import Prediction, RankMemory, price, worst_memory
 from meshwright.predict.row_experts import RowError, mixture
+from meshwright.predict.row_models import known, whole
 from meshwright.predict.row_words import (
     OURS,
     UNKNOWN_ATTENTION,
-    first,
     precision_of,
     recompute_of,
     system_of,
@@ -54,12 +54,10 @@ class PricedRow:
     assumed: tuple[str, ...]
 
 
-_VOCABULARIES: Final = ((r"llama-?3", 128256), (r"llama", 32000), (r"nemotron", 256000))
-
-
 def read_row(row: Row, calibration: Calibration) -> PricedRow:
     """Return what a row asks to price; raises `RowError` where too little is said."""
     assumed: list[str] = []
+    named, row = whole(row), known(row, assumed)
     missing = [key for key in _NEEDED if not row.get(key)]
     if missing:
         raise RowError(f"the row lacks {', '.join(missing)}")
@@ -69,6 +67,8 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     system = system_of(row, assumed)
     device = _device(row, assumed)
     model = _model(row, degrees["tp"], system, assumed)
+    if named is not None and named.n_kv_heads % degrees["tp"] == 0:
+        model = named.model_copy(update={"vocab_size": model.vocab_size, "context": row["seq"]})
     precision, products = precision_of(row, assumed)
     per_node = row.get("gpus_per_node")
     devices = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
@@ -142,7 +142,7 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
     name = str(row.get("model", ""))
     vocab = row.get("vocab")
     if vocab is None:
-        vocab = first(_VOCABULARIES, name) or 51200
+        vocab = 51200
         assumed.append(f"vocabulary {vocab}")
     hidden, heads = row["hidden"], row["heads"]
     kv_heads = row.get("kv_heads") or heads
@@ -152,7 +152,9 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
     ffn = row.get("ffn") or 4 * hidden
     # A gated MLP has three matrices, and so never four times the width.
     is_gated = ffn != 4 * hidden or bool(row.get("experts"))
-    is_llama = is_gated and bool(re.search("llama|mi[sx]tral|qwen|olmo", name, re.IGNORECASE))
+    is_llama = is_gated and bool(
+        re.search("llama|mi[sx]tral|qwen|olmo|gpt.?oss|grok", name, re.IGNORECASE)
+    )
     if (mlp := row.get("mlp")) is not None:
         if mlp not in _MLPS:
             raise RowError(f"mlp {mlp!r}: it is one of {', '.join(_MLPS)}")

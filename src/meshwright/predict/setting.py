@@ -9,7 +9,7 @@ from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Cluster
 from meshwright.predict.kernels import Kernels
-from meshwright.predict.network import Network
+from meshwright.predict.network import Network, Picks
 from meshwright.predict.systems import System
 from meshwright.predict.work import HeldLayers, LayoutWork, layout_work
 from meshwright.program.schedule import stage_ranks
@@ -89,6 +89,7 @@ class Setting:
             (self.compile_gain or 1.0) if self.train.is_compiled else 1.0,
             self.train.matmul,
             self.target,
+            Picks(self.model.experts, self.model.top_k) if self.model.experts else None,
         )
 
 

@@ -31,7 +31,8 @@ class System:
     while those of weights are computed; else the fitted share of messages has it. `even_stages`:
     layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
     the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
-    does so. `keeps_quantised`: what float8 products have taken is kept in float8.
+    does so. `sends_once`: a token goes to a rank, and to a node, once, however many of its experts
+    are there. `keeps_quantised`: what float8 products have taken is kept in float8.
     """
 
     name: str
@@ -50,6 +51,7 @@ class System:
     gathers_again: Literal["never", "always", "unless recomputed"] = "never"
     fuses_loss: bool = False
     loss_chunks: int = 1
+    sends_once: bool = False
     keeps_quantised: bool = False
     source: str = ""
 
@@ -88,6 +90,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             fused_activation=True,
             gathers_again="always",
             keeps_quantised=True,  # Transformer Engine, pytorch/module/linear.py
+            sends_once=True,  # DeepEP and HybridEP, dispatchers of Megatron-Core
             source="github.com/NVIDIA/Megatron-LM, megatron/core, with Transformer Engine",
         ),
         System(
@@ -101,6 +104,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             fused_activation=True,
             gathers_again="always",
             keeps_quantised=True,  # Transformer Engine, pytorch/module/linear.py
+            sends_once=True,  # DeepEP and HybridEP, dispatchers of Megatron-Core
             source="github.com/NVIDIA-NeMo: Megatron-Core with gradients in bf16",
         ),
         System(

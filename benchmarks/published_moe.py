@@ -1,0 +1,141 @@
+"""Predictions of mixtures of experts against step times that others published.
+
+    python -m benchmarks.published_moe --rows ROWS.jsonl [--fit OUT.toml] [--sweeps N]
+
+Prints the errors by source and by model, how well the order of layouts of one model and device is
+kept, and the errors of models that were left out of the fit, one after the other. `--fit` fits the
+constants of experts alone, and writes them into a calibration: others stay as dense models gave
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.published import Measured, is_stated, read, spearman, summary, time_errors
+from benchmarks.published_fit import Free, constants_toml, descend, error_of
+from meshwright.predict.calibration import Calibration, shipped_calibration
+
+# Step in the logarithm and bounds, as in `published_fit`.
+OF_DEVICE = {"times.once": (0.4, 0.05, 3.0), "experts.products": (0.2, 0.2, 1.5)}
+OF_SYSTEM = {"exposed.ep": (0.3, 0.05, 1.5), "experts.launch": (0.5, 1e-6, 3e-3)}
+# A group of layouts whose order says something.
+MIN_GROUP = 5
+
+
+def family(found: Measured) -> str:
+    """Return the model of a row without its variants."""
+    name = str(found.row.get("model")).lower().replace("_", "").replace("-", "").replace(" ", "")
+    known = ("grok1", "gptoss", "deepseekv3", "kimik2", "qwen330b", "qwen3235b", "llama4")
+    return next((one for one in known if one in name), re.sub(r"\W.*", "", name))
+
+
+def free_constants(rows: Sequence[Measured]) -> Free:
+    """Return the constants of experts that rows say something about, those of five rows or more."""
+    found: Free = {}
+    for place, row in enumerate(rows):
+        setting, layout = row.case.setting, row.case.layout
+        kind, system = setting.cluster.device.kind, setting.system.name
+        for of, constants in ((kind, OF_DEVICE), (system, OF_SYSTEM)):
+            for what, how in constants.items():
+                is_there = {
+                    "times.once": layout.ep > 1 and setting.system.sends_once,
+                    "exposed.ep": layout.ep > 1,
+                }
+                if is_there.get(what, True):
+                    found.setdefault(f"{of}.{what}", (how, []))[1].append(place)
+    return {name: value for name, value in found.items() if len(value[1]) >= 5}
+
+
+def fitted(rows: Sequence[Measured], start: Calibration, sweeps: int) -> Calibration:
+    """Return a calibration with the constants of experts fitted to rows."""
+    return descend(rows, start, sweeps, free_constants(rows), error_of)
+
+
+def left_out(
+    rows: Sequence[Measured],
+    start: Calibration,
+    sweeps: int,
+    key: Callable[[Measured], str],
+) -> dict[str, float]:
+    """Return each row's error by constants that were fitted without the rows of its key."""
+    errors: dict[str, float] = {}
+    for name in sorted({key(row) for row in rows}):
+        others = [row for row in rows if key(row) != name]
+        mine = [row for row in rows if key(row) == name]
+        errors |= time_errors(mine, fitted(others, start, sweeps) if others else start)
+    return errors
+
+
+def orders(rows: Sequence[Measured], errors: Mapping[str, float]) -> dict[str, tuple[int, float]]:
+    """Return Spearman's correlation of device seconds per token, by model and device.
+
+    Of repeats of a layout it is the mean that counts.
+    """
+    groups: dict[str, dict[object, list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for row in rows:
+        assert row.seconds is not None
+        setting, layout = row.case.setting, row.case.layout
+        found = row.seconds * layout.world / (setting.train.batch * setting.train.seq_len)
+        asked = layout.label, layout.world, setting.train, setting.products
+        group = groups[f"{family(row)} {row.row.get('gpu')}"]
+        group[asked].append((found, found * (1 + errors[row.name])))
+    orders = {}
+    for name, layouts in sorted(groups.items()):
+        if len(layouts) >= MIN_GROUP:
+            measured = [statistics.fmean(a for a, _ in same) for same in layouts.values()]
+            predicted = [statistics.fmean(b for _, b in same) for same in layouts.values()]
+            orders[name] = len(layouts), spearman(measured, predicted)
+    return orders
+
+
+def table(title: str, rows: Sequence[Measured], errors: Mapping[str, float]) -> None:
+    """Print the errors of all rows, by source, by model and by device, and the orders."""
+    print(f"{title}, {len(rows)} rows: {summary(errors.values())}")
+    keys: tuple[Callable[[Measured], str], ...] = (lambda row: row.source, family)
+    for key in (*keys, lambda row: str(row.row.get("gpu"))):
+        for name in sorted({key(row) for row in rows}):
+            some = [errors[row.name] for row in rows if key(row) == name]
+            bias = statistics.median(some)
+            print(f"  {name:16} {len(some):4} rows  {summary(some)}  bias {bias:+.1%}")
+    found = orders(rows, errors)
+    middle = statistics.median(one for _, one in found.values())
+    print(f"  order, {len(found)} models and devices: Spearman {middle:.2f} (median)")
+    for name, (count, correlation) in found.items():
+        print(f"    {name:24} {count:3} layouts  {correlation:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--fit", type=Path)
+    parser.add_argument("--sweeps", type=int, default=4)
+    parser.add_argument("--leave-out", action="store_true")
+    args = parser.parse_args()
+    calibration = shipped_calibration()
+    rows, refused = read(args.rows, calibration)
+    for reason, count in sorted(refused.items()):
+        print(f"refused {count}: {reason}")
+    stated = [one for one in rows if is_stated(one) and one.case.setting.model.experts]
+    if args.fit:
+        calibration = fitted(stated, calibration, args.sweeps)
+        args.fit.write_text(constants_toml(calibration), encoding="utf-8")
+        names = free_constants(stated)
+        print(json.dumps({name: f"{calibration.constants[name]:.3g}" for name in sorted(names)}))
+    table("step time", stated, time_errors(stated, calibration))
+    if args.leave_out:
+        for title, key in (("model", family), ("source", lambda row: row.source)):
+            errors = left_out(stated, shipped_calibration(), args.sweeps, key)
+            table(f"of each {title} by constants fitted without it", stated, errors)
+
+
+if __name__ == "__main__":
+    main()
