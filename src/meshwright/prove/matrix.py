@@ -186,6 +186,8 @@ _BIG: Final = {
 _BIG_VOCAB: Final = 34768
 # How many layouts of each table are also dealt to models with experts.
 _OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
+# How many of them share out the experts, at least: where they are fewer, more layouts are dealt.
+_SHARED_OUT: Final = {2: 0, 4: 45, 8: 50, 16: 0}
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -228,11 +230,13 @@ def _of_experts(world: int) -> Iterator[Case]:
     layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again)]
     found: dict[Layout, Case] = {}
     for layout in _spread(layouts, len(layouts)):
-        if len(found) == _OF_EXPERTS[world]:
-            break
         case = _dealt(layout, next(turns), _EXPERT_KINDS)
-        if case is not None:
+        is_one_of_few = len(found) < _OF_EXPERTS[world]
+        if case is not None and (is_one_of_few or case.layout.ep > 1):
             found.setdefault(case.layout, case)
+        shared_out = sum(one.ep > 1 for one in found)
+        if len(found) >= _OF_EXPERTS[world] and shared_out >= _SHARED_OUT[world]:
+            break
     yield from found.values()
 
 
