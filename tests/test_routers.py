@@ -121,7 +121,20 @@ def test_the_page_shows_which_experts_tokens_met(tmp_path):
     asked = ["model.family=mixtral", "model.experts=4", "model.top_k=2", f"log.dir={tmp_path}"]
     config = load_config(None, [*asked, "layout.dp_replicate=2", "layout.ep=2"])
     event = routing_event(20, 10, (0, 3), EVEN["tokens"], 2, (0.1, 0.2))
-    page = report([write_run(config, more=[event])])
+    earlier = {**routing_event(10, 10, (0, 3), EVEN["tokens"], 2, (0.1, 0.2))}
+    page = report([write_run(config, more=[earlier, event])])
+    assert "Tokens by expert of layer 0, by step" in page
     assert "1 of 8 experts met no token: 1 of layer 0." in page
     assert "In steps 11 to 20 the busiest expert of a layer met 1.50 times" in page
     assert "The busiest of 2 ranks that share out the experts computed 17% more" in page
+
+
+def test_a_forced_balance_is_marked_in_event_terminal_and_page(tmp_path):
+    asked = ["model.family=mixtral", "model.experts=4", "model.top_k=2", f"log.dir={tmp_path}"]
+    config = load_config(None, [*asked, "train.routing=balanced"])
+    event = routing_event(20, 10, (0, 3), EVEN["tokens"], 1, (0.1, 0.2), config.train.routing)
+    assert event["routing"] == "balanced"
+    assert "in turn, by train.routing = balanced" in experts_line(event)
+    page = report([write_run(config, more=[event])])
+    assert "Balance was forced" in page
+    assert "times the mean number" not in page

@@ -196,6 +196,10 @@ def number(value: float | str) -> str:
 
 def experts_line(event: Mapping[str, Any]) -> str:
     """Return what an `experts` event says in a line."""
+    if event.get("routing") == "balanced":
+        return (
+            f"step {event['step']}: experts: tokens met them in turn, by train.routing = balanced"
+        )
     total = sum(len(row) for row in event["tokens"])
     dead = len(event["dead"])
     none = f"{dead} of {counted(total, 'expert')} met no token" if dead else "all met tokens"

@@ -33,11 +33,17 @@ def experts_section(page: Page, run: RunRecord) -> None:
         }.items()
         if key == "expert_excess" or (run.layout is not None and run.layout.ep > 1)
     ]
-    page.section("experts", "Experts", prose(*words(last, run)), _map(page, last), grid(*charts))
+    maps = _map(page, last), _map_over_time(page, events)
+    page.section("experts", "Experts", prose(*words(last, run)), *maps, grid(*charts))
 
 
 def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
     """Return what an `experts` event says, in sentences."""
+    if event.get("routing") == "balanced":
+        return [
+            'Balance was forced: with train.routing = "balanced" tokens meet experts in turn, '
+            "whatever their scores. Times are those of an even routing; the model is of no use."
+        ]
     found = []
     busiest, excess = finite(event.get("expert_excess")), finite(event.get("excess"))
     first, steps = event["step"] - event.get("steps", 1) + 1, event["step"]
@@ -90,35 +96,67 @@ def _map(page: Page, event: Mapping[str, Any]) -> str:
     layers = event["layers"]
     listed = [(layer, *row) for layer, row in zip(layers, rows, strict=True)]
     shown = table(headers, thin(listed, 60)) if len(rows[0]) <= 64 else ""
-    return page.chart("experts-map", "Tokens by expert", _heat(shares, layers), told, shown)
+    heat = _heat(shares, layers, ("layer", "expert"), range(len(rows[0])))
+    return page.chart("experts-map", "Tokens by expert", heat, told, shown)
 
 
-def _heat(shares: Sequence[Sequence[float]], layers: Sequence[int]) -> Figure:
+def _map_over_time(page: Page, events: Sequence[Mapping[str, Any]]) -> str:
+    """Return the same of one layer by step: of the one whose busiest expert met most at last."""
+    some, last = thin(events, 120), events[-1]
+    if len(some) < 2:
+        return ""
+    most = [max(row) / max(sum(row), 1) for row in last["tokens"]]
+    place = most.index(max(most))
+    layer = last["layers"][place]
+    met = [event["tokens"][place] for event in some]
+    shares = [
+        [row[expert] * len(row) / max(sum(row), 1) for row in met] for expert in range(len(met[0]))
+    ]
+    told = (
+        f"Tokens of each expert of layer {layer}, whose busiest expert met most at last, over "
+        "their mean, in the steps up to each event."
+    )
+    steps = [event["step"] for event in some]
+    heat = _heat(shares, range(len(shares)), ("expert", "step"), steps)
+    return page.chart(
+        "experts-by-step", f"Tokens by expert of layer {layer}, by step", heat, told, ""
+    )
+
+
+def _heat(
+    shares: Sequence[Sequence[float]],
+    rows: Sequence[int],
+    names: tuple[str, str],
+    columns: Sequence[int],
+) -> Figure:
+    """Return a map of shares, whose rows and columns have such numbers and are named so."""
+    down, along = names
     most = max(2.0, *(one for row in shares for one in row))
     side = max(8, min(28, 480 // len(shares)))
     data = {
         "type": "heatmap",
+        "x": list(columns),
         "z": [list(row) for row in shares],
         "zmin": 0,
         "zmax": most,
         "colorscale": [[0, ORANGE], [1e-6, SHADE], [1, BLUE]],
         "colorbar": {"thickness": 10, "outlinewidth": 0},
-        "hovertemplate": "expert %{x}, layer %{customdata}: %{z:.2f} of an equal share"
+        "hovertemplate": f"{along} %{{x}}, {down} %{{customdata}}: %{{z:.2f}} of an equal share"
         "<extra></extra>",
-        "customdata": [[layer] * len(row) for layer, row in zip(layers, shares, strict=True)],
+        "customdata": [[number] * len(row) for number, row in zip(rows, shares, strict=True)],
     }
-    places = thin(range(len(layers)), 16)
+    places = thin(range(len(rows)), 16)
     return figure(
         [data],
         side * len(shares) + 60,
         margin={"t": 8, "b": 40, "l": 60},
-        xaxis=axis("expert", showgrid=False),
+        xaxis=axis(along, showgrid=False),
         yaxis=axis(
-            "layer",
+            down,
             autorange="reversed",
             showgrid=False,
             tickvals=places,
-            ticktext=[str(layers[at]) for at in places],
+            ticktext=[str(rows[at]) for at in places],
         ),
     )
 

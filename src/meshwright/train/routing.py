@@ -43,7 +43,8 @@ class RoutingReport:
         sequences = steps * self._job.config.train.batch
         losses = (even / sequences, small / sequences)
         layers, ep = tuple(self._places), self._job.layout.ep
-        self._emit(routing_event(step, steps, layers, rows, ep, losses))
+        routing = self._job.config.train.routing
+        self._emit(routing_event(step, steps, layers, rows, ep, losses, routing))
 
 
 def routing_event(
@@ -53,17 +54,19 @@ def routing_event(
     met: list[list[float]],
     ep: int,
     losses: tuple[float, float],
+    routing: str = "learned",
 ) -> Event:
     """Return the event of some steps; `met` are tokens by expert for each of some layers.
 
     `excess` is by how much the busiest of `ep` ranks computes more than the mean, summed over the
     layers, whose ranks wait for each other; `expert_excess` is the same of single experts. `dead`
-    are layer and number of experts that no token met.
+    are layer and number of experts that no token met. `routing` is the config's.
     """
     return {
         "event": "experts",
         "step": step,
         "steps": steps,
+        "routing": routing,
         "layers": list(layers),
         "tokens": [[int(count) for count in row] for row in met],
         "excess": _excess(met, ep),
