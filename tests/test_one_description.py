@@ -11,7 +11,7 @@ from meshwright.predict.catalogue import cluster_of, find_device
 from meshwright.predict.price import estimated, price, worst_estimate
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting, held_by
-from meshwright.predict.step import data_messages, pace_of, parts_of
+from meshwright.predict.step import data_messages, pace_of
 from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import elements_of
 from meshwright.program.collectives import collectives
@@ -121,8 +121,7 @@ def test_a_search_goes_by_the_price(device, devices):
     one = setting(device, devices, precision="fp32")
     search = Search(one, devices)
     cores = search._cores()
-    search._parts = [parts_of(one, search.kernels, core.layout) for core in cores]
-    order = sorted((search._bound(core, index), index) for index, core in enumerate(cores))
+    order = sorted((search._bound(core), index) for index, core in enumerate(cores))
     best = search._pass(cores, order, 8, ("none",))
     assert best
     for seconds, layout in best:

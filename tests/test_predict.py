@@ -12,13 +12,18 @@ from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.calibration import parse_calibration, shipped_calibration
 from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
 from meshwright.predict.memory import (
-    in_flight,
     kept_per_layer,
     model_states,
-    waiting,
 )
 from meshwright.predict.network import Network, place
-from meshwright.predict.pipeline import Costs, action_times, by_events, closed_form
+from meshwright.predict.pipeline import (
+    Costs,
+    action_times,
+    by_events,
+    closed_form,
+    in_flight,
+    waiting,
+)
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting, work_of
 from meshwright.predict.step import data_messages

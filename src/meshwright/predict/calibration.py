@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -53,6 +53,11 @@ class Calibration:
     blocks: str = ""
     had_core: float = 1.0
 
+    @cached_property
+    def _found(self) -> dict[tuple[str, ...], float]:
+        """What `find` has found: a search asks for the same a hundred thousand times."""
+        return {}
+
     @property
     def is_quiet(self) -> bool:
         """Whether the machine did little else while it was measured."""
@@ -74,6 +79,12 @@ class Calibration:
         Where none has it, its name without the last part is looked for: what holds for "moves"
         holds for "moves.fp32". Raises `KeyError` where no kind has it.
         """
+        key = (what, *kinds)
+        if key not in self._found:
+            self._found[key] = self._find(what, *kinds)
+        return self._found[key]
+
+    def _find(self, what: str, *kinds: str) -> float:
         names = what.split(".")
         everywhere = (*kinds, *(kind.partition("-")[0] for kind in kinds), ANY)
         for length in range(len(names), 0, -1):

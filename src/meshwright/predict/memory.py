@@ -6,14 +6,14 @@ Of our engine a search skips layouts by them; what it finds is priced by `predic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from meshwright.layout import Layout
-from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
 from meshwright.predict.modules import kept_without
+from meshwright.predict.pipeline import in_flight, waiting
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import HeldLayers, LayoutWork, Work, elements_of, weights
@@ -133,25 +133,49 @@ def _gradients(
     return terms
 
 
-def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
+class KeptBytes(NamedTuple):
+    """What a microbatch needs wherever it is in the pipeline; see `kept_of`.
+
+    `per_layer` is what each kind of layer keeps, by kind of operation, `deferred` what its weights'
+    gradients wait with, `at_work` and `loss` what a layer's backward and the head need.
+    """
+
+    per_layer: tuple[Mapping[str, float], ...]
+    deferred: tuple[float, ...]
+    at_work: Term
+    loss: Term
+
+
+def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
+    """Return what a layout's microbatch keeps: the same in all schedules, over any data ranks."""
+    system, calibration = setting.system, setting.calibration
+    found, plain = work_of(setting, layout), work_of(setting, layout, "none")
+    kept = calibration.find("kept_bytes", system.name)
+    quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
+    return KeptBytes(
+        tuple(
+            kept_per_layer(layout, system, found.sizes, work, kept, quantised)
+            for work in found.layers
+        ),
+        tuple(_deferred(layout, found, plain)),
+        _at_work(layout, system, found, plain, calibration, quantised),
+        _loss_of(setting, layout, found),
+    )
+
+
+def activations(
+    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+) -> list[Term]:
     """Return what a pipeline rank keeps for the backward, and the loss.
 
     Kept bytes are those of the program's operations, times the microbatches that the action table
     has in flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one.
+    `kept` is the layout's `kept_of`, where that is known.
     """
-    system, calibration, held = setting.system, setting.calibration, held_by(setting, layout)[rank]
-    found, plain = work_of(setting, layout), work_of(setting, layout, "none")
+    held = held_by(setting, layout)[rank]
+    kept = kept or kept_of(setting, layout)
     microbatches = layout.microbatches(setting.train.batch)
     flight = in_flight(layout, rank, microbatches)
-    kept = calibration.find("kept_bytes", system.name)
-    quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
-    per_layer = _averages(
-        held,
-        [
-            kept_per_layer(layout, system, found.sizes, work, kept, quantised)
-            for work in found.layers
-        ],
-    )
     average = held.layers / max(layout.virtual_stages, 1)
     terms = [
         Term(
@@ -160,31 +184,35 @@ def activations(setting: Setting, layout: Layout, rank: int) -> list[Term]:
             "{:,.0f} B x {:g} layers x {:g} in flight",
             (size, average, flight),
         )
-        for kind, size in per_layer.items()
+        for kind, size in _averages(held, kept.per_layer).items()
         if size
     ]
     # The loss and the first layer of the backward follow each other: the larger one counts. But
     # blocks as large as scores stay with the allocator, of no use to logits.
-    at_work = _at_work(layout, system, found, plain, calibration, quantised)
-    loss = []
-    if held.has_head and system.fuses_loss:
-        sizes = found.sizes
-        rows = loss_rows(sizes.tokens, sizes.element, setting.target)
-        is_capped = setting.model.logits_softcap is not None
-        size, each = rows * sizes.vocab, loss_element(sizes.element, capped=is_capped)
-        is_frozen = setting.model.lora is not None
-        room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
-        told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
-        loss.append(Term("logits and loss", size * each + room, told, (size, rows, each, room)))
-    elif held.has_head:
-        loss.append(_loss(system, found, layout.tp, calibration))
-    found_terms = [at_work, *loss] if at_work.bytes else loss
+    loss = [kept.loss] if held.has_head else []
+    found_terms = [kept.at_work, *loss] if kept.at_work.bytes else loss
     times = waiting(layout, rank, microbatches)
     if times:
-        terms.append(_deferred(layout, found, plain, held, average, times))
-    if CAUSAL[system.attention] and len(found_terms) > 1:
+        size = held.total(kept.deferred) / max(held.layers, 1)
+        told, numbers = "{:,.0f} B x {:g} layers x {} that wait", (size, average, times)
+        terms.append(Term("deferred gradients", size * average * times, told, numbers))
+    if CAUSAL[setting.system.attention] and len(found_terms) > 1:
         found_terms = [max(found_terms, key=lambda term: term.bytes)]
     return with_measured(setting, terms + found_terms)
+
+
+def _loss_of(setting: Setting, layout: Layout, found: LayoutWork) -> Term:
+    """Return what the loss needs on a rank that has the head."""
+    if not setting.system.fuses_loss:
+        return _loss(setting.system, found, layout.tp, setting.calibration)
+    sizes = found.sizes
+    rows = loss_rows(sizes.tokens, sizes.element, setting.target)
+    is_capped = setting.model.logits_softcap is not None
+    size, each = rows * sizes.vocab, loss_element(sizes.element, capped=is_capped)
+    is_frozen = setting.model.lora is not None
+    room = loss_room(sizes, rows, setting.target.products, is_frozen=is_frozen)
+    told = "{:,} logits of {:,} tokens x {} B" + " + {:,} B for a product" * (room > 0)
+    return Term("logits and loss", size * each + room, told, (size, rows, each, room))
 
 
 def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
@@ -213,28 +241,17 @@ def _averages(held: HeldLayers, each: Sequence[Mapping[str, float]]) -> dict[str
     }
 
 
-def _deferred(
-    layout: Layout,
-    found: LayoutWork,
-    plain: LayoutWork,
-    held: HeldLayers,
-    layers: float,
-    times: int,
-) -> Term:
-    """Return what weights' gradients wait with where a schedule computes them later.
+def _deferred(layout: Layout, found: LayoutWork, plain: LayoutWork) -> Iterator[float]:
+    """Yield what weights' gradients wait with where a schedule computes them later, by layer.
 
     The gradients of all products' results, arXiv:2401.10241, section 2; their inputs are among
     what is kept, unless they are made again in the backward before.
     """
-    each = []
     for work, unsaved in zip(found.layers, plain.layers, strict=True):
         again = 0.0
         if layout.recompute != "none":
             again = max(0.0, dict(unsaved.kept)["product"] - dict(work.kept).get("product", 0.0))
-        each.append(work.deferred + again)
-    size = held.total(each) / max(held.layers, 1)
-    template = "{:,.0f} B x {:g} layers x {} that wait"
-    return Term("deferred gradients", size * layers * times, template, (size, layers, times))
+        yield work.deferred + again
 
 
 def _at_work(
@@ -335,38 +352,6 @@ def _loss(system: System, found: LayoutWork, tp: int, calibration: Calibration) 
         "{:,} logits x {:g} B" + whole + ", measured",
         (count, size),
     )
-
-
-def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
-    """Return the most activations of one stage and microbatch that a pipeline rank holds.
-
-    In closed form; a test holds it against the peaks of the tables.
-    """
-    pp, virtual = layout.pp, layout.virtual_stages
-    if pp == 1:
-        return 1.0
-    if layout.schedule == "1f1b":
-        return float(min(pp - rank, microbatches))
-    if layout.schedule == "naive":
-        return 1.0
-    if SCHEDULES[layout.schedule].holds_all:
-        return float(virtual * microbatches)
-    if layout.schedule == "interleaved_1f1b":  # arXiv:2104.04473, section 2.2
-        return float(min((virtual - 1) * pp + 2 * (pp - 1 - rank) + 1, virtual * microbatches))
-    # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
-    most = pp * virtual + (layout.schedule == "dualpipev")
-    return float(min(most, virtual * microbatches))
-
-
-def waiting(layout: Layout, rank: int, microbatches: int) -> int:
-    """Return the most weights' gradients, of a stage and microbatch each, that wait on a rank.
-
-    In closed form; a test holds it against the tables.
-    """
-    if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
-        return 0
-    most = 2 * rank + 1 if layout.schedule == "zbv" else rank + 1
-    return min(most, layout.virtual_stages * microbatches)
 
 
 def outside(

@@ -51,6 +51,38 @@ def closed_form(
     return max(microbatches * slowest + way, through) + 2 * (pp - 1) * transfer + sends
 
 
+def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
+    """Return the most activations of one stage and microbatch that a pipeline rank holds.
+
+    In closed form; a test holds it against the peaks of the tables.
+    """
+    pp, virtual = layout.pp, layout.virtual_stages
+    if pp == 1:
+        return 1.0
+    if layout.schedule == "1f1b":
+        return float(min(pp - rank, microbatches))
+    if layout.schedule == "naive":
+        return 1.0
+    if SCHEDULES[layout.schedule].holds_all:
+        return float(virtual * microbatches)
+    if layout.schedule == "interleaved_1f1b":  # arXiv:2104.04473, section 2.2
+        return float(min((virtual - 1) * pp + 2 * (pp - 1 - rank) + 1, virtual * microbatches))
+    # Weights' gradients wait, and so do their inputs: arXiv:2401.10241; arXiv:2412.19437, table 2.
+    most = pp * virtual + (layout.schedule == "dualpipev")
+    return float(min(most, virtual * microbatches))
+
+
+def waiting(layout: Layout, rank: int, microbatches: int) -> int:
+    """Return the most weights' gradients, of a stage and microbatch each, that wait on a rank.
+
+    In closed form; a test holds it against the tables.
+    """
+    if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
+        return 0
+    most = 2 * rank + 1 if layout.schedule == "zbv" else rank + 1
+    return min(most, layout.virtual_stages * microbatches)
+
+
 def _few(pp: int, microbatches: int) -> int:
     """Return a number of microbatches that shows fill, steady state and drain."""
     few = _SIMULATED * pp

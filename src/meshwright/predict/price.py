@@ -7,7 +7,15 @@ from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.predict.memory import Term, activations, model_states, outside, with_measured
+from meshwright.predict.memory import (
+    KeptBytes,
+    Term,
+    activations,
+    kept_of,
+    model_states,
+    outside,
+    with_measured,
+)
 from meshwright.predict.peak import peak
 from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import StepTime, has_table, step_time
@@ -92,14 +100,21 @@ def _program(setting: Setting, layout: Layout, turns: int) -> Program:
     return lower(setting.model, train, layout, setting.target)
 
 
-def estimate(setting: Setting, layout: Layout, rank: int) -> RankMemory:
-    """Return a peak in closed form: some percent off, and soon enough for a search of millions."""
-    return _rank_memory(setting, layout, rank, _forms(setting, layout, rank))
+def estimate(
+    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+) -> RankMemory:
+    """Return a peak in closed form: some percent off, and soon enough for a search of millions.
+
+    `kept` is the layout's `kept_of`, where that is known.
+    """
+    return _rank_memory(setting, layout, rank, _forms(setting, layout, rank, kept))
 
 
-def _forms(setting: Setting, layout: Layout, rank: int) -> list[Term]:
+def _forms(
+    setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
+) -> list[Term]:
     held = held_by(setting, layout)[rank]
-    return model_states(setting, layout, held) + activations(setting, layout, rank)
+    return model_states(setting, layout, held) + activations(setting, layout, rank, kept)
 
 
 def _rank_memory(
@@ -145,10 +160,13 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
     return _rank_memory(setting, layout, rank, with_measured(setting, terms))
 
 
-def worst_estimate(setting: Setting, layout: Layout) -> RankMemory:
+def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
     """Return the estimate of the pipeline rank that needs most: the first, the last or between."""
+    kept = kept or kept_of(setting, layout)
     ranks = sorted({0, 1, layout.pp - 2, layout.pp - 1} & set(range(layout.pp)))
-    return max((estimate(setting, layout, rank) for rank in ranks), key=lambda found: found.total)
+    return max(
+        (estimate(setting, layout, rank, kept) for rank in ranks), key=lambda found: found.total
+    )
 
 
 def _ends_alike(setting: Setting, layout: Layout) -> list[int]:

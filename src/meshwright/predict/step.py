@@ -8,8 +8,9 @@ from functools import partial
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.layout.schedules import SCHEDULES, microbatch_rule
+from meshwright.layout.schedules import microbatch_rule
 from meshwright.predict.kernels import Kernels, Seconds
+from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
@@ -52,45 +53,6 @@ def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
     """Return causes in the words of a profile: what is gathered is data parallelism's, too."""
     merged = {**causes, "data": causes["data"] + causes["gathers"]}
     return {cause: merged[cause] for cause in CAUSES if cause in merged}
-
-
-@dataclass(frozen=True)
-class MicrobatchTimes:
-    """Seconds of a microbatch in a layer of each kind and in the ends."""
-
-    layers: tuple[Seconds, ...]
-    first: Seconds
-    last: Seconds
-
-    def of(self, held: HeldLayers, cause: str) -> float:
-        """Return a cause's seconds of one microbatch on a pipeline rank."""
-        seconds = held.total(getattr(layer, cause) for layer in self.layers)
-        if held.has_embedding:
-            seconds += getattr(self.first, cause)
-        if held.has_head:
-            seconds += getattr(self.last, cause)
-        return seconds
-
-    def total(self, held: HeldLayers) -> float:
-        """Return the seconds of one microbatch on a pipeline rank, for all causes."""
-        seconds = held.total([layer.total for layer in self.layers])
-        if held.has_embedding:
-            seconds += self.first.total
-        return seconds + (self.last.total if held.has_head else 0.0)
-
-    def room(self, held: HeldLayers) -> float:
-        """Return the seconds of a microbatch that messages of data parallelism may hide behind."""
-        return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
-
-
-def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
-    """Return the seconds of a microbatch in layers and in the ends of a layout."""
-    found = work_of(setting, layout)
-    defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-    first, last = kernels.ends(found, layout.tp, defers=defers)
-    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute, layout.ep)
-    layers = tuple(kernels.layer(found, work, *shape, defers=defers) for work in found.layers)
-    return MicrobatchTimes(layers, first, last)
 
 
 class Pass(NamedTuple):
@@ -165,7 +127,7 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     """Return what the actions of a layout's step take."""
     parts = parts_of(setting, kernels, layout)
     ranks = held_by(setting, layout)
-    gathers = gather_waits(setting, kernels, layout, parts)
+    gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
     whole = tuple(parts.total(held) + gathers.of(held) for held in ranks)
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
     count = layout.microbatches(setting.train.batch)
@@ -289,11 +251,19 @@ def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
         yield _Peers(experts, names[0], ranks, apart, names[1], replicas, apart * ranks)
 
 
-def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[float, float]:
-    """Return the seconds of ZeRO's messages of a layer and microbatch: a gather, a sum."""
+class UnitSeconds(NamedTuple):
+    """Seconds of ZeRO in a layer and microbatch: of a gather, of a sum, of the host in a pass."""
+
+    gather: float
+    reduce: float
+    host: float
+
+
+def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSeconds:
+    """Return the seconds of ZeRO's messages of a layer and microbatch."""
     ranks, zero = layout.shard_ranks, layout.zero
     if ranks == 1 or zero < 2:
-        return 0.0, 0.0
+        return UnitSeconds(0.0, 0.0, 0.0)
     model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
     found = weights(model, layout.tp, ranks, layout.ep)
     experts, kind = max(found.experts), gathering(setting, layout)
@@ -305,7 +275,8 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[f
         among = one.shards, one.shard_stride, one.shard
         size = one.elements * setting.reduced_bytes
         reduce += network.seconds(reduction(setting, layout), size, *among)
-    return gather, reduce
+    own = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
+    return UnitSeconds(gather, reduce, 0.0 if own else kernels.per_unit / 2)
 
 
 def gathering(setting: Setting, layout: Layout) -> str:
@@ -319,20 +290,16 @@ def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
     return "all_to_all" if in_place else "reduce_scatter"
 
 
-def gather_waits(
-    setting: Setting, kernels: Kernels, layout: Layout, parts: MicrobatchTimes
-) -> Waits:
+def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
     """Return what layers of a microbatch wait for ZeRO: gathers, and sums of gradients.
 
     A unit is gathered while the one before it computes, and reduced behind it, so the longer of
     the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3.
     """
-    gather, reduce = unit_messages(setting, kernels, layout)
+    gather, reduce, host = unit
     if not gather and not reduce:
         nothing = (0.0,) * len(parts.layers)
         return Waits(nothing, nothing)
-    own = sums_in_place(layout, setting.target)
-    host = 0.0 if own else kernels.per_unit / 2  # a unit is taken up in either pass
 
     def wait(sent: float, computed: float) -> float:
         return sent - kernels.overlap * min(sent, computed) + host

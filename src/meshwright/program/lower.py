@@ -18,11 +18,20 @@ from meshwright.program.shards import Sharding, shard
 from meshwright.program.stages import Stage, split_stages
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parts import parts
+from meshwright.spec.parts import names_by_layer, parts
 from meshwright.spec.training import TrainSpec
 
 # CPUs, torch's own kernels.
 _ANY: Final = Target()
+# What of a layout does not change how a parameter lies on the ranks of its stage.
+_WHOLE_ON_A_RANK: Final = {
+    "pp": 1,
+    "schedule": "1f1b",
+    "virtual_stages": 1,
+    "microbatch": 1,
+    "recompute": "none",
+    "cp_kind": "ring",
+}
 
 
 @dataclass(frozen=True)
@@ -73,37 +82,31 @@ class Program:
     @cached_property
     def shardings(self) -> dict[str, Sharding]:
         """How each parameter lies on the mesh, by name, in the model's order."""
-        return {part.name: shard(part, self.layout) for part in parts(self.model)}
+        return _shardings(self.model, self.layout.model_copy(update=_WHOLE_ON_A_RANK))
 
     def held(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the stages of a pipeline rank."""
         return tuple(stage for stage in self.stages if self.stage_ranks[stage.index] == pp_rank)
 
     def parameters(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of the parameters that a stage holds."""
-        tied, layers = self.model.tie_embeddings, stage.layers
-        return tuple(
-            name
-            for name, layer in self._layers.items()
-            if layer in layers or (layer is None and stage.holds(self.shardings[name].part, tied))
-        )
+        """Return the names of the parameters that a stage holds, in the model's order."""
+        tied, names = self.model.tie_embeddings, names_by_layer(self.model)
+        ends = [name for name in names[None] if stage.holds(self.shardings[name].part, tied)]
+        is_before = [name for name in ends if name.startswith("embed.")]
+        own = (name for layer in stage.layers for name in names[layer])
+        return (*is_before, *own, *(name for name in ends if name not in is_before))
 
     def of_layer(self, layer: int) -> dict[str, Sharding]:
         """Return how the parameters of a layer lie on the mesh, by their names within it."""
         prefix = f"layers.{layer}."
-        return {
-            name.removeprefix(prefix): self.shardings[name]
-            for name, at in self._layers.items()
-            if at == layer
-        }
+        names = names_by_layer(self.model)[layer]
+        return {name.removeprefix(prefix): self.shardings[name] for name in names}
 
-    @cached_property
-    def _layers(self) -> dict[str, int | None]:
-        """The layer of each parameter, None where it is in none."""
-        return {
-            name: int(name.split(".", 2)[1]) if name.startswith("layers.") else None
-            for name in self.shardings
-        }
+
+@lru_cache(maxsize=64)
+def _shardings(model: ModelSpec, layout: Layout) -> dict[str, Sharding]:
+    """Return how parameters lie; many layouts of a plan differ by what has no part in that."""
+    return {part.name: shard(part, layout) for part in parts(model)}
 
 
 @lru_cache(maxsize=KEPT_TABLES)

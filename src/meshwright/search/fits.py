@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from meshwright.layout import Layout
+from meshwright.predict.memory import KeptBytes
 from meshwright.predict.price import (
     Prediction,
     RankMemory,
@@ -43,12 +44,15 @@ class Fits:
         self._exact: dict[Layout, RankMemory] = {}
         self._timed: dict[Layout, Prediction] = {}
 
-    def estimate(self, layout: Layout) -> RankMemory:
-        """Return about what the largest rank of a layout holds; exactly, where that is known."""
+    def estimate(self, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
+        """Return about what the largest rank of a layout holds; exactly, where that is known.
+
+        `kept` is the layout's `kept_of`, where that is known.
+        """
         if layout in self._exact:
             return self._exact[layout]
         if layout not in self._estimates:
-            found = worst_estimate(self.setting, layout)
+            found = worst_estimate(self.setting, layout, kept)
             if _SURE * self.limit < found.total <= self.limit:
                 found = brief(self.setting, layout, found.rank)
             self._estimates[layout] = found

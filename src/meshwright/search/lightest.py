@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.predict.memory import activations, in_flight, model_states, outside
+from meshwright.predict.memory import activations, model_states, outside
+from meshwright.predict.pipeline import in_flight
 from meshwright.predict.setting import Setting, held_by
 from meshwright.search.rank import dominated
 from meshwright.search.space import cores, schedules

@@ -5,40 +5,35 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
+from operator import mul
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
-from meshwright.predict.memory import activations, model_states
+from meshwright.predict.memory import KeptBytes, activations, kept_of
+from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import (
-    MicrobatchTimes,
+    UnitSeconds,
     Waits,
-    data_messages,
     data_wait,
-    gather_waits,
     host_seconds,
-    optimizer_seconds,
-    parts_of,
     transfer_seconds,
-    unit_messages,
+    unit_waits,
 )
 from meshwright.predict.work import HeldLayers
 from meshwright.search.fits import Fits, preference
+from meshwright.search.sharded import Choice, Shardings
 from meshwright.search.space import (
     OF_CORE,
-    OF_SHARDING,
     Core,
     Pins,
     Schedule,
-    ZeroSharding,
     as_fixed,
     cores,
     obeys,
-    offloads,
     schedules,
-    shardings,
     size_of,
     with_schedule,
     with_sharding,
@@ -75,21 +70,8 @@ class Found:
     unfit_layout: Layout | None
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A ZeRO stage with its shards and what is offloaded, priced for one division of the devices.
-
-    `sent` are the seconds of its messages once a step, `update` those of the optimizer, `gathers`
-    those of a layer's messages in each microbatch, `states` the
-    bytes of model states on the first and the last pipeline rank.
-    """
-
-    sharding: ZeroSharding
-    offload: Offload
-    sent: float
-    update: float
-    gathers: float
-    states: tuple[float, float]
+# Seconds, the place of the choice among its core's, a schedule and a choice.
+_Candidate = tuple[float, int, Schedule, Choice]
 
 
 class Search:
@@ -112,9 +94,9 @@ class Search:
         self.nearest: tuple[float, Layout] | None = None
         whole = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
         self._kinds = HeldLayers.of(setting.model, whole).kinds
-        self._parts: list[MicrobatchTimes] = []
-        self._choices: dict[tuple[object, ...], list[_Choice]] = {}
-        self._seconds_once: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._times: dict[tuple[object, ...], MicrobatchTimes] = {}
+        self._kept: dict[tuple[object, ...], KeptBytes] = {}
+        self._shardings = Shardings(setting, self.kernels, self.pins)
 
     def run(self, top: int) -> Found:
         """Return the best layouts of the `top` best divisions of the devices.
@@ -124,8 +106,7 @@ class Search:
         """
         train, layers = self.setting.train, self.setting.model.n_layers
         everything = self._cores()
-        self._parts = [parts_of(self.setting, self.kernels, core.layout) for core in everything]
-        order = sorted((self._bound(core, index), index) for index, core in enumerate(everything))
+        order = sorted((self._bound(core), index) for index, core in enumerate(everything))
         ranked = self._fitting(everything, order, top, ("none",))
         if not ranked:
             ranked = self._fitting(everything, order, top, ("optimizer", "params"))
@@ -195,26 +176,38 @@ class Search:
                 size = size_of(core, train, layers, offloaded, self.pins)
                 self.reasons["slower by the time of its microbatches alone"] += size
                 continue
-            found = self._best_of(core, self._parts[index], limit, offloaded)
+            found = self._best_of(core, limit, offloaded)
             if found is not None:
                 best[core.degrees] = found
         return heapq.nsmallest(top, best.values(), key=lambda pair: pair[0])
 
-    def _bound(self, core: Core, index: int) -> float:
+    def _parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
+        """Return the seconds of a layout's microbatch; few of its choices change them.
+
+        `defers`: its schedule has the gradients of weights wait.
+        """
+        key = (*_shape(layout), defers)
+        if key not in self._times:
+            self._times[key] = parts_of(self.setting, self.kernels, layout)
+        return self._times[key]
+
+    def _bound(self, core: Core) -> float:
         """Return a time that no layout of a core beats: its microbatches, spread evenly."""
         one = core.layout
-        parts = self._parts[index]
+        parts = self._parts(one)
         count = one.microbatches(self.setting.train.batch)
-        whole = sum(one.total * count for one, count in zip(parts.layers, self._kinds, strict=True))
-        microbatches = count * (whole + parts.first.total + parts.last.total) / one.pp
+        layers, first, last = parts.totals
+        whole: float = sum(map(mul, layers, self._kinds))
+        microbatches: float = count * (whole + first + last) / one.pp
         return microbatches + host_seconds(self.kernels, count)
 
     def _best_of(
-        self, core: Core, parts: MicrobatchTimes, limit: float, offloaded: tuple[Offload, ...]
+        self, core: Core, limit: float, offloaded: tuple[Offload, ...]
     ) -> tuple[float, Layout] | None:
         """Return the fastest layout of a core that fits, if it beats a limit."""
         one, setting = core.layout, self.setting
-        choices = self._priced_choices(one, offloaded)
+        parts = self._parts(one)
+        choices = self._shardings.of(one, offloaded)
         if not choices:
             return None
         count = one.microbatches(setting.train.batch)
@@ -224,18 +217,17 @@ class Search:
         if least > self.limit and self.nearest is not None:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
-        priced = [(self._with(one, None, choice), choice) for choice in choices]
-        waits = [gather_waits(setting, self.kernels, layout, parts) for layout, _ in priced]
-        candidates = []
+        candidates: list[_Candidate] = []
+        waits = {choice.unit: unit_waits(self.kernels, choice.unit, parts) for choice in choices}
         for schedule in orders:
             why = dominated(schedule, setting.model.n_layers, one.pp)
             if why is not None:
-                self.reasons[why] += len(priced)
+                self.reasons[why] += len(choices)
                 continue
-            candidates += self._of_schedule(one, schedule, count, parts, priced, waits, limit)
+            candidates += self._of_schedule(one, schedule, count, choices, waits, limit)
         for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
             layout = self._with(one, schedule, choice)
-            held = self.fits.estimate(layout)
+            held = self.fits.estimate(layout, self._kept_of(layout))
             if held.total <= self.limit:
                 # The rules have the last word; the space follows them already.
                 if broken(setting.model, setting.train, layout) is None:
@@ -249,132 +241,87 @@ class Search:
         one: Layout,
         schedule: Schedule,
         count: int,
-        parts: MicrobatchTimes,
-        priced: list[tuple[Layout, _Choice]],
-        waits: list[Waits],
+        choices: list[Choice],
+        waits: dict[UnitSeconds, Waits],
         limit: float,
-    ) -> list[tuple[float, int, Schedule, _Choice]]:
+    ) -> list[_Candidate]:
         """Return a schedule's layouts that beat the limit and may fit."""
         setting, kernels = self.setting, self.kernels
         layout = self._with(one, schedule, None)
-        if one.tp > 1 and SCHEDULES[schedule.name].splits_backward:  # hides fewer messages
-            parts = parts_of(setting, kernels, layout)
-        ranks = Counter(held_by(setting, layout))
-        base = {held: parts.total(held) for held in ranks}
+        # One that splits the backward of a cut layer hides fewer messages.
+        parts = self._parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
+        times = Counter(held_by(setting, layout))
+        base = {held: parts.total(held) for held in times}
         transfer = transfer_seconds(kernels, layout, work_of(setting, one))
-        kept = self._activations(layout)
-        found = []
-        host = host_seconds(kernels, count)
-        for index, ((sharded, choice), gathers) in enumerate(zip(priced, waits, strict=True)):
-            whole = {held: base[held] + gathers.of(held) for held in ranks}
+
+        def pace(gathers: Waits | None) -> tuple[HeldLayers, float]:
+            """Return the rank that sets the pace, and the seconds of the microbatches."""
+            whole = base
+            if gathers is not None:
+                whole = {held: base[held] + gathers.of(held) for held in base}
             slowest = max(whole, key=whole.__getitem__)
-            longest = whole[slowest]
-            pipeline = closed_form(
-                schedule.name,
-                one.pp,
-                schedule.virtual,
-                count,
-                longest,
-                sum(times * whole[held] for held, times in ranks.items()),
-                transfer,
-                kernels.exposed_pp,
-            )
-            busy = count * longest
-            sent, update = self._once(sharded, slowest)
-            after = data_wait(setting, kernels, sent, parts.room(slowest)) + update
-            seconds = busy + kernels.idle * (pipeline - busy) + after + host
-            if seconds >= limit:
-                self.reasons["slower"] += 1
-                continue
+            busy, total = count * whole[slowest], sum(n * whole[held] for held, n in times.items())
+            order = schedule.name, one.pp, schedule.virtual, count
+            pipeline = closed_form(*order, whole[slowest], total, transfer, kernels.exposed_pp)
+            return slowest, busy + kernels.idle * (pipeline - busy)
+
+        host = host_seconds(kernels, count)
+        if pace(None)[1] + host >= limit:  # without a message of data parallelism
+            self.reasons["slower"] += len(choices)
+            return []
+        kept, paces, found = (
+            self._activations(layout),
+            dict[UnitSeconds, tuple[HeldLayers, float]](),
+            [],
+        )
+        for index, choice in enumerate(choices):
             needed = max(a + b for a, b in zip(kept, choice.states, strict=True))
             if needed > self.limit:
                 self._note_unfit(needed, one, schedule, choice)
                 continue
-            found.append((seconds, index, schedule, choice))
+            if choice.unit not in paces:
+                paces[choice.unit] = pace(waits[choice.unit])
+            slowest, seconds = paces[choice.unit]
+            sent, update = self._shardings.once(one, choice, slowest)
+            after = data_wait(setting, kernels, sent, parts.room(slowest)) + update
+            seconds = seconds + after + host
+            if seconds < limit:
+                found.append((seconds, index, schedule, choice))
+            else:
+                self.reasons["slower"] += 1
         return found
 
+    def _kept_of(self, layout: Layout) -> KeptBytes:
+        key = _shape(layout)
+        if key not in self._kept:
+            self._kept[key] = kept_of(self.setting, layout)
+        return self._kept[key]
+
     def _activations(self, layout: Layout) -> tuple[float, float]:
+        kept = self._kept_of(layout)
         first, last = (
-            sum(term.bytes for term in activations(self.setting, layout, rank))
+            sum(term.bytes for term in activations(self.setting, layout, rank, kept))
             for rank in (0, layout.pp - 1)
         )
         return first, last
 
-    def _priced_choices(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[_Choice]:
-        """Return the ZeRO stages of a division of the devices, with what each costs."""
-        # Weights on the host are sent anew for each microbatch.
-        often = one.microbatch if "params" in offloaded else 0
-        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, offloaded, often)
-        if key not in self._choices:
-            found = [
-                self._choice(one, sharding, offload)
-                for sharding in shardings(one.dp_replicate, one.cp, one.ep)
-                for offload in offloads(sharding.zero)
-                if offload in offloaded
-            ]
-            found = [
-                choice
-                for choice in found
-                if obeys(self.pins, self._with(one, None, choice), OF_SHARDING)
-            ]
-            self._choices[key] = [
-                choice
-                for place, choice in enumerate(found)
-                if not any(
-                    _is_worse(choice, other, found.index(other) < place)
-                    for other in found
-                    if other is not choice
-                )
-            ]
-        return self._choices[key]
-
-    def _choice(self, one: Layout, sharding: ZeroSharding, offload: Offload) -> _Choice:
-        setting, kernels = self.setting, self.kernels
-        bare = _Choice(sharding, offload, 0.0, 0.0, 0.0, (0.0, 0.0))
-        layout = self._with(one, None, bare)
-        held = held_by(setting, layout)
-        first, last = (
-            sum(term.bytes for term in model_states(setting, layout, held[rank]))
-            for rank in (0, one.pp - 1)
-        )
-        return _Choice(
-            sharding,
-            offload,
-            *self._once(layout, held[0]),
-            sum(unit_messages(setting, kernels, layout)),
-            (first, last),
-        )
-
-    def _once(self, layout: Layout, held: HeldLayers) -> tuple[float, float]:
-        """Return the seconds of a pipeline rank's messages and of its update, once a step."""
-        often = layout.microbatch if layout.offload == "params" else 0
-        shared = (layout.dp_replicate, layout.dp_shard, layout.zero, layout.offload, often)
-        key = (layout.pp, layout.cp, layout.tp, layout.ep, *shared, held)
-        if key not in self._seconds_once:
-            self._seconds_once[key] = (
-                data_messages(self.setting, self.kernels, layout, held),
-                optimizer_seconds(self.setting, self.kernels, layout, held),
-            )
-        return self._seconds_once[key]
-
-    def _with(self, one: Layout, schedule: Schedule | None, choice: _Choice | None) -> Layout:
+    def _with(self, one: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:
         if schedule is not None:
             one = with_schedule(one, schedule)
         if choice is not None:
             one = with_sharding(one, choice.sharding, choice.offload)
         return one
 
-    def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: _Choice) -> None:
+    def _note_unfit(self, needed: float, one: Layout, schedule: Schedule, choice: Choice) -> None:
         self.reasons["does not fit"] += 1
         if self.nearest is None or needed < self.nearest[0]:
             self.nearest = (needed, self._with(one, schedule, choice))
 
 
-def _is_worse(one: _Choice, other: _Choice, is_before: bool) -> bool:
-    """Whether a choice is nowhere better than another; of equal ones the first stays."""
-    mine = (one.sent + one.update, one.gathers, *one.states)
-    others = (other.sent + other.update, other.gathers, *other.states)
-    return all(a >= b for a, b in zip(mine, others, strict=True)) and (mine != others or is_before)
+def _shape(layout: Layout) -> tuple[object, ...]:
+    """Return what a microbatch's work depends on."""
+    one = layout
+    return one.tp, one.sp, one.cp, one.cp_kind, one.ep, one.microbatch, one.recompute
 
 
 def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:

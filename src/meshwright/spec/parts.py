@@ -11,8 +11,9 @@ them; an `addend` is added to a sum over what tensor parallelism cuts, so once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from meshwright.spec.model import LayerSpec, ModelSpec
 
@@ -55,6 +56,7 @@ class Part:
         return self.numel * spec.top_k // spec.experts if self.is_of_experts else self.numel
 
 
+@lru_cache(maxsize=64)
 def parts(spec: ModelSpec) -> tuple[Part, ...]:
     """Return the parameters of the model in the order of the module's `named_parameters`."""
     found = [Part("embed.weight", (spec.vocab_size, spec.dim), ("vocab", "dim"))]
@@ -66,6 +68,17 @@ def parts(spec: ModelSpec) -> tuple[Part, ...]:
     if spec.lora is None:
         return tuple(found)
     return tuple(replace(part, trained=part.is_adapter) for part in found)
+
+
+@lru_cache(maxsize=64)
+def names_by_layer(spec: ModelSpec) -> Mapping[int | None, tuple[str, ...]]:
+    """Return the names of the parameters of each layer; under None those that are in none."""
+    found: dict[int | None, list[str]] = {None: []}
+    for part in parts(spec):
+        room, _, rest = part.name.partition(".")
+        at = int(rest.partition(".")[0]) if room == "layers" else None
+        found.setdefault(at, []).append(part.name)
+    return {at: tuple(names) for at, names in found.items()}
 
 
 def _block(spec: ModelSpec, kind: LayerSpec, at: str) -> Iterator[Part]:

@@ -1,0 +1,105 @@
+"""`Shardings`: the ZeRO stages and offloads of a division of the devices, each priced once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import ge
+
+from meshwright.layout import Layout
+from meshwright.predict.kernels import Kernels
+from meshwright.predict.memory import model_states
+from meshwright.predict.setting import Setting, held_by
+from meshwright.predict.step import UnitSeconds, data_messages, optimizer_seconds, unit_messages
+from meshwright.predict.work import HeldLayers
+from meshwright.search.space import (
+    OF_SHARDING,
+    Pins,
+    ZeroSharding,
+    obeys,
+    offloads,
+    shardings,
+    with_sharding,
+)
+from meshwright.spec.training import Offload
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A ZeRO stage with its shards and what is offloaded, priced for one division of the devices.
+
+    `unit` are the seconds of a layer's messages in each microbatch, `states` the bytes of model
+    states on the first and the last pipeline rank, `once` the seconds of messages and of the update
+    once a step on ranks that hold such layers.
+    """
+
+    sharding: ZeroSharding
+    offload: Offload
+    unit: UnitSeconds
+    states: tuple[float, float]
+    once: dict[HeldLayers, tuple[float, float]] = field(default_factory=dict, compare=False)
+
+
+class Shardings:
+    """What may be chosen for a division of the devices, and is nowhere beaten; kept once priced."""
+
+    def __init__(self, setting: Setting, kernels: Kernels, pins: Pins) -> None:
+        self.setting, self.kernels, self.pins = setting, kernels, pins
+        self._known: dict[tuple[object, ...], list[Choice]] = {}
+
+    def of(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
+        """Return the ZeRO stages of a division of the devices, with what each costs."""
+        # Weights on the host are sent anew for each microbatch.
+        often = one.microbatch if "params" in offloaded else 0
+        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, offloaded, often)
+        if key not in self._known:
+            self._known[key] = _best_somewhere(
+                [
+                    self._choice(one, layout, sharding, offload)
+                    for sharding in shardings(one.dp_replicate, one.cp, one.ep)
+                    for offload in offloads(sharding.zero)
+                    if offload in offloaded
+                    for layout in [with_sharding(one, sharding, offload)]
+                    if obeys(self.pins, layout, OF_SHARDING)
+                ]
+            )
+        return self._known[key]
+
+    def _choice(
+        self, one: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
+    ) -> tuple[tuple[float, ...], Choice]:
+        """Return a choice, and before it what it costs in each way."""
+        setting = self.setting
+        held = held_by(setting, layout)
+        first, last = (
+            sum(term.bytes for term in model_states(setting, layout, held[rank]))
+            for rank in (0, one.pp - 1)
+        )
+        unit = unit_messages(setting, self.kernels, layout)
+        choice = Choice(sharding, offload, unit, (first, last))
+        sent, update = self.once(one, choice, held[0])
+        return (sent + update, unit.gather + unit.reduce, first, last), choice
+
+    def once(self, one: Layout, choice: Choice, held: HeldLayers) -> tuple[float, float]:
+        """Return the seconds of a pipeline rank's messages and of its update, once a step."""
+        if held not in choice.once:
+            layout = with_sharding(one, choice.sharding, choice.offload)
+            choice.once[held] = (
+                data_messages(self.setting, self.kernels, layout, held),
+                optimizer_seconds(self.setting, self.kernels, layout, held),
+            )
+        return choice.once[held]
+
+
+def _best_somewhere(found: Sequence[tuple[tuple[float, ...], Choice]]) -> list[Choice]:
+    """Return the choices that no other is at least as good as everywhere; of equal ones the first.
+
+    Before each choice stands what it costs, in each way.
+    """
+    firsts = dict(reversed(found))
+    return [
+        choice
+        for costs, choice in found
+        if firsts[costs] is choice
+        and not any(all(map(ge, costs, other)) for other in firsts if other != costs)
+    ]
