@@ -54,7 +54,10 @@ EXTRAS: Final = {
         ("skypilot", "jsonschema", "kubeflow-training", "kubernetes", "kubernetes-validate"),
     ),
     "chromium": Extra(
-        ("tests/test_report_browser.py",), 3, debian=(Package("chromium", "chromium"),)
+        ("tests/test_report_browser.py", "tests/test_serve.py", "tests/test_serve_browser.py"),
+        5,
+        ("meshwright[ui]",),
+        (Package("chromium", "chromium"),),
     ),
     "slurm": Extra(
         ("tests/test_slurm.py",),

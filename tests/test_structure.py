@@ -24,6 +24,7 @@ ORDER = [
     "data",
     "search",
     "report",
+    "serve",
     "execute",
     "checkpoint",
     "train",
@@ -34,7 +35,9 @@ ORDER = [
     "launch",
     "cli",
 ]
-TORCH_FREE_ROOMS = ["spec", "layout", "interop", "program", "predict", "search", "report", "data"]
+TORCH_FREE_ROOMS = [
+    *("spec", "layout", "interop", "program", "predict", "search", "report", "serve", "data"),
+]
 
 
 def modules():

@@ -25,6 +25,7 @@ from meshwright.cli.common import (
 from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.cli.questions import add_questions, answers, print_ways_to_fit, ways_to_fit_json
 from meshwright.cli.scaling import compare_plans
+from meshwright.cli.serve import add_serve, serve_page
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
@@ -99,6 +100,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_measured(parser, "RUN | FILE | layout=LAYOUT step=13.9s memory=61GiB")
     add_questions(parser)
+    add_serve(parser)
     add_json(parser)
 
 
@@ -106,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where no layout fits."""
     if args.compare:
         return compare_plans(args.compare, as_json=args.json)
+    if args.serve:
+        return serve_page(args)
     run_folder, named = _run_folder(args.after_oom), take_measured(args)
     config = read_config(args, None if run_folder is None else run_folder.config)
     _check(args)

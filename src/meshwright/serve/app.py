@@ -1,0 +1,140 @@
+"""The web application of `plan --serve`, and the server that runs it on this machine alone.
+
+It answers to its own name and pages only, takes small bodies of JSON, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from meshwright.errors import ConfigError
+from meshwright.parsing import parse_json
+from meshwright.serve.page import page, policy
+from meshwright.serve.planner import Planner
+from meshwright.serve.worker import DEEDS
+
+HOST: Final = "127.0.0.1"
+LARGEST_BODY: Final = 1 << 18
+LIMIT_S: Final = 60.0
+MISSING: Final = "`plan --serve` needs the extra `ui`: pip install 'meshwright[ui]'"
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+except ImportError:
+    uvicorn = None
+
+
+def _refusal(request: Request, port: int) -> tuple[int, str] | None:
+    """Return why a request is not from a page of this server, with its status."""
+    names = [f"{name}:{port}" for name in (HOST, "localhost")]
+    host, origin = request.headers.get("host"), request.headers.get("origin")
+    if host not in names:
+        return 421, f"Host {host} is not this server, which is {names[0]}"
+    if origin is not None and origin not in [f"http://{name}" for name in names]:
+        return 403, f"Origin {origin} may not ask; only pages of {names[0]} may"
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if request.method == "POST" and kind != "application/json":
+        return 415, f"Content-Type {kind or 'is missing'}: it must be application/json"
+    return None
+
+
+async def _body(request: Request) -> bytes | None:
+    """Return a request's body, or None where it is too large; no more of it is read then."""
+    length = request.headers.get("content-length", "0")
+    if not length.isdigit() or int(length[:20]) > LARGEST_BODY:
+        return None
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            return None
+    return body
+
+
+def application(port: int, words: Sequence[str] = (), limit_s: float = LIMIT_S) -> Starlette:
+    """Return the application for a port; `words` are what its page asks at first."""
+    # The curve over devices takes longer: the next plan does not wait for it.
+    planners = {deed: Planner(limit_s) for deed in DEEDS}
+    first = page(words)
+
+    def said(status: int, text: str) -> Response:
+        # What is left of a body that is too large is not read.
+        return JSONResponse({"error": text}, status, headers={"Connection": "close"})
+
+    def guarded(respond: Callable[[Any], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            refused = _refusal(request, port)
+            response = said(*refused) if refused else await respond(request)
+            response.headers.update(
+                {
+                    "Cache-Control": "no-store",
+                    "Content-Security-Policy": policy(),
+                    "Cross-Origin-Resource-Policy": "same-origin",
+                    "Referrer-Policy": "no-referrer",
+                    "X-Content-Type-Options": "nosniff",
+                    "X-Frame-Options": "DENY",
+                }
+            )
+            return response
+
+        return endpoint
+
+    async def show(request: Request) -> Response:
+        return HTMLResponse(first)
+
+    async def ask(request: Request) -> Response:
+        deed = request.path_params["deed"]
+        if deed not in DEEDS:
+            return said(404, f"/api/{deed[:40]} is not one of {', '.join(DEEDS)}")
+        body = await _body(request)
+        if body is None:
+            return said(413, f"the body is larger than {LARGEST_BODY} bytes")
+        try:
+            question = parse_json(body)
+        except ValueError as error:
+            return said(400, f"the body is no JSON: {error}"[:500])
+        found = await planners[deed].ask(deed, question, request.is_disconnected)
+        return JSONResponse(found, 200 if "answer" in found else 422)
+
+    @asynccontextmanager
+    async def alive(app: Starlette) -> AsyncIterator[None]:
+        yield
+        for planner in planners.values():
+            await planner.close()
+
+    asked = Route("/api/{deed:str}", guarded(ask), methods=["POST"])
+    routes = [Route("/", guarded(show)), asked]
+    return Starlette(routes=routes, lifespan=alive)
+
+
+def serve(port: int, words: Sequence[str], tell: Callable[[str], None]) -> None:
+    """Serve until interrupted; `tell` gets the address. Port 0 is any free one.
+
+    Raises `ConfigError` where the extra is missing or the port is taken.
+    """
+    if uvicorn is None:
+        raise ConfigError(MISSING)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((HOST, port))
+            listening.listen(128)  # who reads the address may ask at once
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {port} cannot be had on {HOST}: {error}") from None
+        port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            application(port, words),
+            log_level="warning",
+            limit_concurrency=32,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=2,
+            server_header=False,
+        )
+        tell(f"http://{HOST}:{port}/")
+        uvicorn.Server(config).run(sockets=[listening])

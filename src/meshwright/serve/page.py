@@ -1,0 +1,57 @@
+"""`page`: the one page, alive at a server, or frozen with the answer in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from string import Template
+from typing import Any
+
+from meshwright.report.colours import ACTIONS, CAUSE_COLOURS, DARK, MEMORY_COLOURS
+from meshwright.report.markup import escape
+from meshwright.report.page import policy as policy_of
+from meshwright.spec.catalogue import catalogue_rows
+from meshwright.spec.presets import PRESETS
+from meshwright.version import __version__
+
+
+def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> str:
+    """Return the page; with an answer it is frozen: it shows that, and asks nobody."""
+    given = {
+        "words": list(words),
+        "frozen": answer,
+        "presets": sorted(PRESETS),
+        "devices": sorted(catalogue_rows()["devices"]),
+        "memory": dict(MEMORY_COLOURS),
+        "causes": dict(CAUSE_COLOURS),
+        "actions": {kind: list(pair) for kind, pair in ACTIONS.items()},
+        "dark": dict(DARK),
+    }
+    return Template(_asset("page.html")).substitute(
+        css=_asset("page.css"),
+        js=_script(),
+        # A text within may not end the element that it stands in.
+        given=json.dumps(given).replace("<", "\\u003c"),
+        policy=escape(_policy("'self'" if answer is None else "'none'")),
+        version=__version__,
+    )
+
+
+def policy() -> str:
+    """Return the Content-Security-Policy of the page at its server, which alone it may ask."""
+    return _policy("'self'") + "; frame-ancestors 'none'"
+
+
+@cache
+def _policy(connect: str) -> str:
+    return f"{policy_of(_script().encode())}; connect-src {connect}"
+
+
+def _script() -> str:
+    return f"\n{_asset('page.js')}\n"
+
+
+def _asset(name: str) -> str:
+    return resources.files("meshwright.serve").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,193 @@
+"""The server of `plan --serve`: what it answers, what it refuses, and that it keeps answering."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.search.plan import plan
+from meshwright.serve.answer import answer, devices_answer, model_words
+from meshwright.serve.app import HOST, LARGEST_BODY, MISSING, application, serve
+from meshwright.serve.page import page
+from meshwright.serve.worker import reply
+from meshwright.spec.loading import load_config
+
+needs_ui = pytest.mark.skipif(
+    application.__globals__["uvicorn"] is None, reason="the extra ui is not installed"
+)
+PORT = 8000
+SMALL = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]
+QUESTION = {"words": SMALL, "show": []}
+
+
+@pytest.fixture(scope="module")
+def client():
+    client_of = pytest.importorskip("starlette.testclient", reason="the extra ui is not installed")
+    with client_of.TestClient(application(PORT, SMALL), base_url=f"http://{HOST}:{PORT}") as opened:
+        yield opened
+
+
+def test_the_answer_is_the_plan():
+    made, found = plan(load_config(None, SMALL), 8), answer(QUESTION)
+    assert found["command"] == "meshwright plan " + " ".join(SMALL)
+    assert [one["label"] for one in found["ranked"]] == [o.layout.label for o in made.found.ranked]
+    (best,) = found["shown"]
+    assert best["step_time_s"] == made.best.time.total
+    assert best["why_not"] == "it is the best"
+    assert max(rank["total"] for rank in best["ranks"]) == made.best.memory.total
+    ends = [span[2] for rank in best["timeline"]["ranks"] for span in rank]
+    assert max(ends) <= best["timeline"]["actions_end"] * (1 + 1e-9) < best["step_time_s"]
+
+
+def test_pins_bind_and_why_not_is_said_of_any_layout():
+    words = [*SMALL, "layout.tp=8", "layout.offload=none"]
+    found = answer({"words": words, "show": ["tp8 sp mb1", "shard2 zero3 tp4 sp mb1"]})
+    assert all(one["layout"]["tp"] == 8 for one in found["ranked"])
+    assert found["fixed"] == {"tp": "8", "offload": "none"}
+    one, other = found["shown"]
+    assert "refused" not in one
+    assert "tp is fixed to 8" in other["why_not"]
+    refused = answer({"words": SMALL, "show": ["tp3 mb1"]})["shown"][0]
+    assert "layout.tp = 3 must divide" in refused["why_not"]
+    assert "unknown word" in answer({"words": SMALL, "show": ["<b>"]})["shown"][0]["why_not"]
+
+
+def test_the_config_to_copy_is_what_was_planned(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(answer({"words": [*SMALL, "layout.tp=2"]})["config"])
+    one, other = load_config(path), load_config(None, [*SMALL, "layout.tp=2"])
+    assert one.model_dump() == other.model_dump()
+
+
+def test_a_curve_over_devices():
+    points = devices_answer({"words": [*SMALL, "layout.pp=1"], "first": 2, "last": 8})["points"]
+    assert [one["devices"] for one in points] == [2, 4, 8]
+    assert points[0]["tokens_per_s"] < points[1]["tokens_per_s"] < points[2]["tokens_per_s"]
+
+
+def test_a_dropped_config_is_a_model():
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    sizes |= {"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096}
+    words = model_words({"model_type": "llama", **sizes, "rms_norm_eps": 1e-5})
+    model = load_config(None, words).model
+    preset = load_config(None, ["model.preset=llama-2-7b"]).model
+    assert (model.dim, model.n_layers, model.ffn_dim) == (preset.dim, preset.n_layers, 11008)
+    assert "model_type" in reply("model", {"model_type": "resnet"})["error"]
+    assert "no JSON object" in reply("model", [1])["error"]
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"words": [*SMALL, "train.batch=99999999999"]}, "less than or equal to 2147483647"),
+        ({"words": [*SMALL, "train.batch=" + "9" * 400]}, "train.batch"),
+        ({"words": [*SMALL, "data.source=/etc/passwd"]}, "the page does not set it"),
+        ({"words": ["cluster.preset=local"]}, "set cluster.preset"),
+        ({"words": ["cluster.preset=h200-xyz"]}, "is not known"),
+        ({"words": "train.batch=1"}, "must be a list"),
+        ({"words": SMALL * 40}, "at most 64"),
+        ({"words": SMALL, "show": ["mb1"] * 3}, "at most 2"),
+        ([1], "a question is a JSON object"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_reason(question, said):
+    assert said in reply("plan", question)["error"]
+
+
+def test_the_page_holds_its_state_and_asks_nobody_else():
+    live = page(["model.preset=</script><b>"])
+    assert "</script><b>" not in live
+    assert "connect-src &#x27;self&#x27;" in live
+    assert not re.findall(r"(?:src|href)=[\"']?https?:", live)
+    frozen = page([], {"ranked": []})
+    assert "connect-src &#x27;none&#x27;" in frozen
+
+
+def test_without_the_extra_a_sentence_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("meshwright.serve.app.uvicorn", None)
+    assert main(["plan", "--serve"]) == 2
+    assert MISSING in capsys.readouterr().err
+
+
+@needs_ui
+def test_other_hosts_and_origins_are_refused(client):
+    assert client.get("/").status_code == 200
+    for headers, status in (
+        ({"Host": "evil.example"}, 421),
+        ({"Host": f"{HOST}:{PORT + 1}"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+    ):
+        found = client.post("/api/plan", json=QUESTION, headers=headers)
+        assert found.status_code == status, headers
+        assert found.json()["error"]
+    headers = {"Origin": f"http://localhost:{PORT}", "Host": f"localhost:{PORT}"}
+    found = client.post("/api/plan", json=QUESTION, headers=headers)
+    assert found.status_code == 200
+    assert "access-control-allow-origin" not in found.headers
+    assert "frame-ancestors 'none'" in found.headers["content-security-policy"]
+
+
+@needs_ui
+def test_it_keeps_answering_after_bad_input(client):
+    bad = [
+        (b"x" * 10_000_000, 413),
+        (b"[" * 100_000, 400),
+        (b"", 400),
+        (b"\xff\xfe", 400),
+        (b"{", 400),
+        (b"null", 422),
+        (b'{"words": [1]}', 422),
+        (b'{"words": ["train.batch=' + b"9" * 5000 + b'"]}', 422),
+    ]
+    headers = {"Content-Type": "application/json"}
+    for body, status in bad:
+        found = client.post("/api/plan", content=body, headers=headers)
+        assert (found.status_code, bool(found.json()["error"])) == (status, True), body[:20]
+    parts = (b" " * 100_000 for _ in range(100))  # without a Content-Length
+    assert client.post("/api/plan", content=parts, headers=headers).status_code == 413
+    assert client.post("/api/passwd", json={}).status_code == 404
+    assert client.get("/api/plan").status_code == 405
+    found = client.post("/api/plan", json=QUESTION)
+    assert found.json()["answer"]["ranked"]
+    assert LARGEST_BODY < 10_000_000
+
+
+@needs_ui
+def test_a_search_without_end_is_ended():
+    client_of = pytest.importorskip("starlette.testclient")
+    short = application(PORT, [], limit_s=1e-3)
+    with client_of.TestClient(short, base_url=f"http://{HOST}:{PORT}") as opened:
+        for _ in range(2):
+            found = opened.post("/api/plan", json=QUESTION)
+            assert found.status_code == 422
+            assert "took longer than 0.001 s and was ended" in found.json()["error"]
+
+
+@needs_ui
+def test_a_taken_port_is_refused_and_a_free_one_is_of_this_machine_alone():
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        with pytest.raises(Exception, match="cannot be had"):
+            serve(taken.getsockname()[1], [], print)
+    words = [sys.executable, "-m", "meshwright", "plan", "--serve", *SMALL]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stdout.readline().split()[0]
+            assert re.fullmatch(rf"http://{HOST}:\d+/", address)
+            asked = urllib.request.Request(
+                f"{address}api/plan",
+                json.dumps(QUESTION).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(asked) as response:
+                assert json.load(response)["answer"]["ranked"]
+        finally:
+            server.terminate()

@@ -1,0 +1,162 @@
+"""The page of `plan --serve` in a browser: a plan asked, pinned, read, copied and run."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.serve.answer import answer, devices_answer
+from meshwright.serve.app import application
+from meshwright.serve.page import page
+from test_report_browser import BROWSER, NAMES, browser  # noqa: F401
+
+pytestmark = [
+    pytest.mark.early,
+    pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}"),
+    pytest.mark.skipif(
+        application.__globals__["uvicorn"] is None, reason="the extra ui is not installed"
+    ),
+]
+LARGE = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "train.batch=1024"]
+WIDE = """() => document.documentElement.scrollWidth - document.documentElement.clientWidth"""
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The address of a server in a process of its own, which begins with the small cluster."""
+    words = [sys.executable, "-m", "meshwright", "plan", "--serve", *LARGE, "cluster.nodes=8"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        yield server.stdout.readline().split()[0]
+        server.terminate()
+
+
+@pytest.fixture
+def opened(browser, address):  # noqa: F811
+    """Return a function that opens the page, and what it said and asked."""
+    contexts = []
+
+    def open_at(state="", width=1280, **more):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900},
+            permissions=["clipboard-read", "clipboard-write"],
+            **more,
+        )
+        contexts.append(context)
+        shown = context.new_page()
+        said, asked = [], []
+        shown.on("console", lambda message: said.append(message.text))
+        shown.on("pageerror", lambda error: said.append(str(error)))
+        shown.on("request", lambda request: asked.append(request.url))
+        shown.goto(address + state)
+        drawn(shown, 1)
+        return shown, said, asked
+
+    yield open_at
+    for context in contexts:
+        context.close()
+
+
+def drawn(shown, times):
+    """Wait until the page has drawn so many answers."""
+    shown.wait_for_function(
+        f"() => Number(document.documentElement.dataset.drawn) >= {times}", timeout=60_000
+    )
+
+
+def best(shown):
+    return shown.locator("#results table button").first.inner_text()
+
+
+def test_plan_pin_read_copy_and_run(opened, address, capsys):
+    shown, said, asked = opened()
+    assert best(shown) == answer({"words": [*LARGE, "cluster.nodes=8"]})["ranked"][0]["label"]
+    took = []
+    for at, nodes in enumerate((16, 32, 64), 2):
+        shown.fill("[name='cluster.nodes']", str(nodes))
+        drawn(shown, at)
+        took.append((nodes * 8, int(shown.evaluate("document.documentElement.dataset.took"))))
+    shown.fill("[name='layout.tp']", "8")
+    drawn(shown, 5)
+    took.append(("512, tp 8", int(shown.evaluate("document.documentElement.dataset.took"))))
+    with capsys.disabled():
+        print("\nfrom a change to the picture, ms:", took)
+    words = [*LARGE, "cluster.nodes=64", "layout.tp=8"]
+    expected = answer({"words": words})["ranked"][0]["label"]
+    assert best(shown) == expected
+    assert " tp8 " in f" {expected} "
+    shown.click("[data-copy=command]")
+    command = shown.evaluate("() => navigator.clipboard.readText()")
+    run = [sys.executable, "-m", *shlex.split(command), "--json", "--top", "8"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["ranked"][0]["label"] == expected
+    assert not said
+    assert all(url.startswith((address, "data:")) for url in asked)
+    # The address is the state.
+    again, _, _ = opened(shown.url.partition("/#")[2] and "#" + shown.url.partition("#")[2])
+    assert best(again) == expected
+    assert again.input_value("[name='layout.tp']") == "8"
+
+
+def test_two_side_by_side_why_not_and_refusals(opened):
+    shown, said, _ = opened()
+    shown.locator("#results table button").nth(1).press("Enter")
+    drawn(shown, 2)
+    assert shown.locator(".sides > section").count() == 2
+    assert shown.locator(".sides svg rect").count() > 20
+    shown.fill("[name=why]", "shard64 zero3 mb64")
+    drawn(shown, 3)
+    assert "64" in shown.locator(".sides .why").last.inner_text()
+    shown.fill("[name='train.batch']", "9" * 30)
+    shown.wait_for_selector("#error:not([hidden])")
+    assert "train.batch" in shown.inner_text("#error")
+    shown.fill("[name='train.batch']", "1024")
+    drawn(shown, 4)
+    assert shown.locator("#error").is_hidden()
+    # The browser itself says that an answer was a refusal.
+    assert all("422" in one for one in said)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_dark_and_by_keys(opened, scheme):
+    shown, said, _ = opened(width=390, color_scheme=scheme)
+    assert shown.evaluate(WIDE) <= 0
+    colour = shown.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert colour == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(18, 23, 29)")
+    shown.keyboard.press("Tab")
+    assert shown.evaluate("() => document.activeElement.className") == "skip"
+    shown.keyboard.press("Tab")
+    assert shown.evaluate("() => document.activeElement.name") == "model.preset"
+    assert not said
+
+
+def test_a_config_is_dropped(opened, tmp_path):
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    sizes |= {"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **sizes}))
+    shown, _, _ = opened()
+    shown.set_input_files("#file", path)
+    drawn(shown, 2)
+    assert "6.74B parameters" in shown.inner_text("#asked")
+
+
+def test_frozen_it_shows_the_same_and_asks_nobody(browser, tmp_path):  # noqa: F811
+    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]
+    found = answer({"words": words})
+    found |= devices_answer({"words": words, "first": 4, "last": 8})
+    path = tmp_path / "plan.html"
+    path.write_text(page(words, found))
+    context = browser.new_context()
+    shown = context.new_page()
+    asked, said = [], []
+    shown.on("request", lambda request: asked.append(request.url))
+    shown.on("console", lambda message: said.append(message.text))
+    shown.goto(path.as_uri())
+    drawn(shown, 1)
+    assert best(shown) == found["ranked"][0]["label"]
+    assert shown.locator("#curve svg").count() == 1
+    assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
+    assert not said
+    context.close()
