@@ -1,7 +1,13 @@
-"""Writes `support-matrix.md` from the table of `prove --matrix`: `python docs/draw_matrix.py`."""
+"""Writes `support-matrix.md` and its picture from the table of `prove --matrix`.
+
+    python docs/draw_matrix.py
+
+A test compares both with the table.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 
 from meshwright.layout.schedules import SCHEDULES
@@ -10,13 +16,16 @@ from meshwright.prove.matrix import WORLDS, matrix
 from meshwright.prove.refused import refuse
 
 PAGE = Path(__file__).with_name("support-matrix.md")
+PICTURE = Path(__file__).parent / "images" / "support-matrix.svg"
 
 HEAD = """\
 # Support matrix
 
-What [`meshwright prove --matrix`](commands/prove.md) proves: each of these layouts is run on local
-ranks and compared with one device. This page is drawn from the same table (`prove/matrix.py`) by
-`docs/draw_matrix.py`; a test holds it to be current. `make prove` runs all of it.
+[`meshwright prove --matrix`](commands/prove.md) runs each of these layouts on local ranks and
+compares it with one device. `make prove` runs all of them. `docs/draw_matrix.py` generates this page
+and its picture from the same table (`prove/matrix.py`), and a test checks that both are current.
+
+![Number of proven layouts by model family and parallelism, and by pairs of parallelisms](images/support-matrix.svg)
 """
 
 
@@ -33,6 +42,8 @@ def parallelisms(case: Case) -> Iterator[str]:
         yield layout.cp_kind
     if layout.pp > 1:
         yield "pp"
+    if layout.ep > 1:
+        yield "ep"
     if layout.recompute != "none":
         yield f"{layout.recompute} recompute"
     if layout.offload != "none":
@@ -42,7 +53,7 @@ def parallelisms(case: Case) -> Iterator[str]:
 
 
 NAMES = (
-    *("dp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp", "tp + sp", "ring", "ulysses", "pp"),
+    *("dp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp", "tp + sp", "ring", "ulysses", "pp", "ep"),
     *("full recompute", "selective recompute", "offload optimizer", "offload params"),
     *("bf16", "fp16"),
 )
@@ -54,12 +65,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def pairs(cases: Sequence[Case]) -> str:
-    """Return the table of how many layouts have two things at once."""
+def combined(cases: Sequence[Case]) -> Counter[tuple[str, str]]:
+    """Return how many layouts use both of two parallelisms."""
     together: Counter[tuple[str, str]] = Counter()
     for case in cases:
         found = list(parallelisms(case))
         together.update((a, b) for a in found for b in found)
+    return together
+
+
+def pairs(cases: Sequence[Case]) -> str:
+    """Return the table of how many layouts use both of two parallelisms."""
+    together = combined(cases)
     rows = [
         [f"**{a}**", *(together[a, b] or "" for b in NAMES[: at + 1])] for at, a in enumerate(NAMES)
     ]
@@ -112,11 +129,11 @@ def draw() -> str:
     parts = [
         HEAD,
         f"{len(everything)} layouts: {counts}.\n",
-        "## What meets what\n\nHow many of the layouts have both; the diagonal has them at all.\n",
+        "## What is combined\n\nThe number of layouts that use both; on the diagonal, that use it at all.\n",
         pairs(everything),
         "\n## Schedules\n",
         schedules(everything),
-        "\n## What is refused\n\nEach rule broken once, on 8 ranks.\n",
+        "\n## What is refused\n\nEach rule is broken once, on 8 ranks.\n",
         refusals([case for case in found[8] if case.refused is not None]),
     ]
     for world, cases in legal.items():
@@ -124,5 +141,58 @@ def draw() -> str:
     return "\n".join(parts) + "\n"
 
 
+CELL = 48, 26
+LEFT, TOP = 150, 140
+STYLE = """\
+text { font: 13px system-ui, sans-serif; fill: #111827 }
+.head { font-size: 16px; font-weight: 600 } .cell { text-anchor: middle } .row { text-anchor: end }
+.none { fill: #6b7280; text-anchor: middle }"""
+
+
+def grid(rows: Sequence[str], counts: Mapping[tuple[str, str], int], top: int) -> Iterator[str]:
+    """Yield the elements of a grid of rows x `NAMES`, darker where more layouts are proven."""
+    width, height = CELL
+    for at, name in enumerate(NAMES):
+        x, y = LEFT + at * width + width // 2, top - 8
+        yield f'<text transform="translate({x + 4} {y}) rotate(-50)">{escape(name)}</text>'
+    most = max(counts.values())
+    for line, row in enumerate(rows):
+        y = top + line * height
+        yield f'<text class="row" x="{LEFT - 8}" y="{y + 18}">{escape(row)}</text>'
+        for at, name in enumerate(NAMES):
+            x, count = LEFT + at * width, counts.get((row, name), 0)
+            share = (count / most) ** 0.5
+            shade = "#f1f3f5" if not count else f"hsl(212 70% {round(94 - 34 * share)}%)"
+            kind = "cell" if count else "none"
+            yield f'<rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" fill="{shade}"/>'
+            yield f'<text class="{kind}" x="{x + width // 2 - 1}" y="{y + 17}">{count or "-"}</text>'
+
+
+def picture(cases: Sequence[Case]) -> str:
+    """Return the numbers of layouts as an SVG: by family and by pair of parallelisms."""
+    families = Counter((case.model.family, name) for case in cases for name in parallelisms(case))
+    names = sorted({family for family, _ in families})
+    second = TOP + len(names) * CELL[1] + TOP + 30
+    width, height = LEFT + len(NAMES) * CELL[0] + 60, second + len(NAMES) * CELL[1] + 10
+    title = f"{len(cases)} layouts that are compared with one device"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f"<title>{title}</title>\n<style>\n{STYLE}\n</style>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text class="head" x="10" y="24">{title}, by family and parallelism</text>',
+        *grid(names, families, TOP),
+        f'<text class="head" x="10" y="{second - TOP + 24}">By pairs of parallelisms</text>',
+        *grid(NAMES, combined(cases), second),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def legal_cases() -> list[Case]:
+    """Return the layouts of all numbers of ranks that are proven."""
+    return [case for world in WORLDS for case in matrix(world) if case.refused is None]
+
+
 if __name__ == "__main__":
     PAGE.write_text(draw(), encoding="utf-8")
+    PICTURE.write_text(picture(legal_cases()), encoding="utf-8")

@@ -1,5 +1,6 @@
 """`meshwright plan` and `predict`: quick, without torch, and every number accounted for."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -182,6 +183,17 @@ def test_the_guide_recommends_what_the_planner_does(path):
     made = mw.plan(mw.load_config(path), top=3)
     assert f"best: {made.best.layout.label}\n" in section
     assert f"{made.found.considered:,} legal layouts" in section
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(7))
+def test_the_guide_prints_what_the_command_prints(at):
+    place = ROOT / "docs/print_plans.py"
+    spec = importlib.util.spec_from_file_location("print_plans", place)
+    printing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(printing)
+    words, block = printing.BLOCKS.findall(printing.GUIDE.read_text())[at]
+    assert block == printing.output(words), "run docs/print_plans.py"
 
 
 def test_the_gpu_at_hand_is_named_by_its_driver(tmp_path, monkeypatch):

@@ -345,3 +345,5 @@ def test_the_support_matrix_is_current():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text(encoding="utf-8") == module.draw(), "run docs/draw_matrix.py"
+    drawn = module.picture(module.legal_cases())
+    assert module.PICTURE.read_text(encoding="utf-8") == drawn, "run docs/draw_matrix.py"
