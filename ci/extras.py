@@ -54,8 +54,11 @@ EXTRAS: Final = {
         ("skypilot", "jsonschema", "kubeflow-training", "kubernetes", "kubernetes-validate"),
     ),
     "chromium": Extra(
-        ("tests/test_report_browser.py", "tests/test_serve.py", "tests/test_serve_browser.py"),
-        5,
+        (
+            *("tests/test_report_browser.py", "tests/test_site.py"),
+            *("tests/test_serve.py", "tests/test_serve_browser.py"),
+        ),
+        6,
         ("meshwright[ui]",),
         (Package("chromium", "chromium"),),
     ),

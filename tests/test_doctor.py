@@ -221,7 +221,7 @@ def test_a_run_that_is_done_and_one_whose_rank_was_killed(config, tmp_path, caps
     folder = tmp_path / "runs" / "run"
     found = diagnose(folder)
     assert (found.state, found.last_step, found.is_well) == ("failed", 2, False)
-    assert found.why.startswith("rank 1 was killed by SIGKILL, possibly by the system for want of")
+    assert found.why.startswith("rank 1 was killed by SIGKILL, possibly by the system because")
     assert found.why.endswith("in step 3, backward of microbatch 0 on stage 0")
     assert found.good == f"step 2, {folder}/checkpoints/step-00000002"
     capsys.readouterr()

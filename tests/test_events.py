@@ -211,7 +211,7 @@ def test_training_goes_on_while_the_logs_disk_is_full(config, disk, tmp_path, ou
     assert [event["step"] for event in run.events("step")] == [1, 2, 3, 4, 5, 6]
     log = (run.folder / "logs" / "rank-0.log").read_text()
     assert "events.jsonl can be written again; it has all events, 4 of them late" in log
-    assert f"the disk of {run.folder} is full: the run goes on without its log" in out.getvalue()
+    assert f"the disk of {run.folder} is full: the run continues without its log" in out.getvalue()
 
 
 def filled(folder, name):

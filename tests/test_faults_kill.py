@@ -27,7 +27,7 @@ def kill_and_compare(go, whole, fault, *overrides):
     folder, _, events = go(fault, *overrides)
     restart = of(events, "restart")[0]
     assert re.match(
-        rf"rank {rank} was killed by SIGKILL, possibly by the system for want of memory "
+        rf"rank {rank} was killed by SIGKILL, possibly by the system because memory ran out "
         rf"\(predicted \d+\.\d+ [KM]iB of tensors, measured \d+\.\d+ MiB at step "
         rf"{int(step) - 1}\), in step {step}, {phase}",
         restart["cause"],

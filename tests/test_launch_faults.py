@@ -134,7 +134,7 @@ def test_a_killed_rank_is_named_with_its_signal(config, tmp_path):
     with pytest.raises(RankFailed) as caught:
         train(config(*ONCE), clean_environ(), command=faulty_worker(body))
     assert str(caught.value).startswith(
-        "rank 1 was killed by SIGKILL, possibly by the system for want of memory"
+        "rank 1 was killed by SIGKILL, possibly by the system because memory ran out"
     )
     assert rank_pids(tmp_path / "runs" / "run") == []
 

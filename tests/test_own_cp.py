@@ -276,7 +276,7 @@ def test_positions_of_transformers(world, kind):
     model = mw.parallelize(llama(), layout, mw.make_mesh(layout))
     with pytest.raises(ConfigError, match="queries of attention 1 differs by"):
         model(input_ids=inputs[:, at])
-    with pytest.raises(ConfigError, match="position_ids begin anew within a row"):
+    with pytest.raises(ConfigError, match="position_ids restart within a row"):
         model(input_ids=inputs[:, at], position_ids=(at % (SEQ // 2))[None])
 
 

@@ -37,7 +37,7 @@ def ended(tmp_path, *events, count=30, loss=None):
     ("kind", "title", "todo"),
     [
         ("memory", "ran out of memory", "that fits"),
-        ("killed", "was killed", "for want of memory"),
+        ("killed", "was killed", "because memory ran out"),
         ("hang", "hung", "where each of them was"),
         ("diverged", "diverged", "lower optimizer.lr"),
         ("other", "failed", "Mend the cause"),

@@ -162,7 +162,7 @@ def test_what_happens_to_a_run_is_said():
     ]
     assert shown(View, *events).splitlines() == [
         "set aside: step-00000004/model.json is corrupt",
-        "going on after step 2, from runs/a, written by tp2 mb1",
+        "resuming after step 2, from runs/a, written by tp2 mb1",
         "step 3: skipped, the gradient of norm.weight (rank 1) is not finite",
         "step 30: loss 9.5000, where 2.2500 was usual",
         "step 31: loss nan, where 2.2500 was usual",

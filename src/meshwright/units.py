@@ -15,7 +15,7 @@ _BYTES: Final[dict[str, int]] = {
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes, as `2GiB`, `1.5 GB` or `4096`; raises `ValueError` for all else."""
+    """Read a number of bytes, as `2GiB`, `1.5 GB` or `4096`; else raises `ValueError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = _BYTES.get(found[2].upper()) if found else None
     if found is None or size is None:
@@ -36,7 +36,7 @@ _SECONDS: Final[dict[str, float]] = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration, as `13.9s`, `850ms` or `13.9`; raises `ValueError` for all else and 0."""
+    """Read a duration, as `13.9s`, `850ms` or `13.9`; else, or for 0, raises `ValueError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
     scale = _SECONDS.get(found[2]) if found else None
     seconds = float(found[1]) * scale if found and scale is not None else 0.0

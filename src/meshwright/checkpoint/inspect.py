@@ -50,7 +50,7 @@ def checkpoints_of(folder: Path) -> Path:
 def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
     """Return the facts of all steps of a run, or of one step folder, oldest first.
 
-    With `verified` every file is read and held against its hash.
+    With `verified` every file is read and compared with its hash.
     """
     root = checkpoints_of(folder)
     found = steps(root)

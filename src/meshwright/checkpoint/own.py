@@ -1,4 +1,4 @@
-"""`Checkpoints`: the steps of a loop of one's own, in the format of runs, for any layout.
+"""`Checkpoints`: the steps of a loop of your own, in the format of runs, for any layout.
 
 What `mw.parallelize` has distributed is written as regions of whole tensors and committed as a step
 of a run is, so that another layout reads what it needs of it.

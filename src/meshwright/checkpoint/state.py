@@ -1,8 +1,8 @@
 """What a run is at a step, as tensors by name and facts, and back: the same for every layout.
 
 Weights and the optimizer's state are kept as regions of whole tensors, so what one layout writes
-any other reads. All else is plain values: dropout, initial weights and the order of samples are
-pure functions of the seed and the step, so there is no generator whose state could be lost.
+any other reads. Everything else is plain values: dropout, initial weights and the order of samples
+are pure functions of the seed and the step, so there is no generator whose state could be lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`meshwright predict`: prices rows of measurements, published or one's own, without running."""
+"""`meshwright predict`: prices rows of measurements, published or your own, without running."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EXAMPLE = """\
 examples:
   meshwright train run.toml layout.dp_replicate=2 train.steps=100
-  meshwright train --resume runs/latest train.steps=200    go on, on any layout
+  meshwright train --resume runs/latest train.steps=200    resume, on any layout
   meshwright train run.toml layout.auto=true               the planner chooses the layout
   meshwright train --plan plan.json                        what `plan --save` has written
   meshwright train --deepspeed ds_config.json run.toml     batch, optimizer, ZeRO of that
@@ -46,8 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with this run, from its newest good step, with its own config unless one is "
-        "given",
+        help="resume this run, from its newest good step, with its own config unless one is given",
     )
     parser.add_argument(
         "--plan",
@@ -64,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--deepspeed",
         type=Path,
         metavar="ds_config.json",
-        help="take a DeepSpeed config over the config; every key is honoured, told of or refused",
+        help="take a DeepSpeed config over the config; every key is honoured, reported or refused",
     )
     parser.add_argument(
         "--quiet", action="store_true", help="say what goes wrong and how it ended, no steps"
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
-    """Return the config that the arguments name: of a plan, of the run to go on with, or a file."""
+    """Return the config that the arguments name: of a plan, of the run to resume, or a file."""
     default = None if resume is None else resume.run / "config.toml"
     if args.accept and args.deepspeed is None:
         raise ConfigError("--accept is about another system's config: add --deepspeed FILE")
@@ -105,7 +104,7 @@ def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
     if args.plan is None:
         return read_config(args, default)
     if resume is not None:
-        raise ConfigError("--plan starts a run and --resume goes on with one: give one of them")
+        raise ConfigError("--plan starts a run and --resume continues one: give one of them")
     # Not at the top, for the same reason
     from meshwright.search.saved import load_planned
 
@@ -114,10 +113,10 @@ def _config(args: argparse.Namespace, resume: Resume | None) -> Config:
 
 
 def _resume(args: argparse.Namespace) -> tuple[Path, tuple[str, ...]] | None:
-    """Return the run to go on with, and what may have changed."""
+    """Return the run to resume, and what may have changed."""
     allowed = tuple(args.allow_changed.split(",")) if args.allow_changed else ()
     if args.resume is None:
         if allowed:
-            raise ConfigError("--allow-changed is about a run that goes on: add --resume RUN")
+            raise ConfigError("--allow-changed applies to a resumed run: add --resume RUN")
         return None
     return Path(args.resume), allowed

@@ -1,4 +1,4 @@
-"""A file's blocks, each held against its checksum when it is first read."""
+"""A file's blocks, each compared with its checksum when it is first read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PIECE_BYTES = 1 << 16
 class Blocks:
     """The content of a mapped file, and the CRC-32 of each of its blocks of `BLOCK_BYTES`.
 
-    A file without these, of an older store, is one block, held against its SHA-256.
+    A file without these, of an older store, is one block, compared with its SHA-256.
     """
 
     def __init__(self, path: Path, items: NDArray[Any], blocks: Sequence[int], sha256: str) -> None:

@@ -151,7 +151,7 @@ def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of one's own folder to write to it, and return its descriptor.
+    """Open a file of your own folder to write to it, and return its descriptor.
 
     Raises `ConfigError` where it is a link, as what that leads to may be anybody's, and `OSError`
     as `os.open` does.

@@ -5,7 +5,7 @@ of the document index; then the sizes of the sequences (int32, tokens), where ea
 bytes), and the document index (int64: the first sequence of each document, and the end).
 
 Neither file says what it ought to hold. A pair that we write has its checksums beside it, in
-PREFIX.seal.json, and is held against them; one of others, or of before, has none.
+PREFIX.seal.json, and is compared with them; one of others, or of before, has none.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ def open_store(folder: Path) -> Store:
     """Open a store after the checks that need no reading of tokens.
 
     Those are: the manifest's own digest, plain names, all sizes, counts, the index of documents,
-    and the recorded largest id. Raises DataError naming the file and both values. Tokens are held
-    against their checksums as they are read; `verify` reads all.
+    and the recorded largest id. Raises DataError naming the file and both values. Tokens are
+    compared with their checksums as they are read; `verify` reads all.
     """
     manifest = _read_manifest(folder)
     problems = [problem for record in manifest.files() if (problem := _present(folder, record))]

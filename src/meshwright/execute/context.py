@@ -93,7 +93,7 @@ class Ring:
         ranks: a query sees keys of its own segment only. sinks `[heads]`.
         """
         assert q.shape[2] % 2 == 0, "the ring holds two chunks on each rank"
-        assert self.block is None or scores.cap is None, "a block of one's own knows no cap"
+        assert self.block is None or scores.cap is None, "a block of your own knows no cap"
         if torch.compiler.is_compiling() and self.block is None and sinks is None:
             return compiled_ring(q, k, v, segments, scores, self.name)
         blocks = blocks_for(q, scores) if self.block is None else (self.block, self.block)

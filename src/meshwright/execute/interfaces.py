@@ -103,7 +103,7 @@ def asked_for(environ: Mapping[str, str]) -> str | None:
     """Return the interface that the environment asks for; raises `ConfigError` for one not here.
 
     NCCL takes `=eth0` for exactly that name, `eth` for all that begin so and `^eth` for others,
-    gloo one name or several: only a plain name is held against what is here.
+    gloo one name or several: only a plain name is compared with what is here.
     """
     known = [name for _, name in socket.if_nameindex()]
     for variable in VARIABLES:

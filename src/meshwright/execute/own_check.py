@@ -3,7 +3,7 @@
 Attention is not all that looks along a row. A model may number its tokens by itself, convolve over
 them, shift its labels, or attend by code of its own; with a row cut, each of these is wrong without
 a word. So before the first forward some tokens of its batch are computed both ways, and what goes
-into each attention, what comes out of it and what the model returns are held against each other.
+into each attention, what comes out of it and what the model returns are compared with each other.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _BothWays:
         """
         if not bool((numbered.diff() == 1).all()):
             raise ConfigError(
-                f"position_ids begin anew within a row: layout.cp = {self._link.size} attends to "
+                f"position_ids restart within a row: layout.cp = {self._link.size} attends to "
                 "the whole row, and would not tell packed documents apart. `meshwright train` "
                 "does; or layout.cp = 1"
             )

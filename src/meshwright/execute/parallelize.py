@@ -60,8 +60,8 @@ def parallelize(
     by the global number of targets. Heads are left to the model, whose code must read them off the
     projections; a whole weight that meets the features of one rank, as a norm of each head's
     queries does, gets the gradient of all. Under cp the model gets this rank's `positions` of
-    each row, `F.scaled_dot_product_attention` sees whole rows, and the first forward is held
-    against that of a whole row. Raises `ConfigError` for what the layout or the model
+    each row, `F.scaled_dot_product_attention` sees whole rows, and the first forward is
+    compared with that of a whole row. Raises `ConfigError` for what the layout or the model
     does not allow, in the first backward where only that can tell.
     """
     _check(layout, mesh)
@@ -192,7 +192,7 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
             f"layout.pp = {layout.pp} needs a model that is cut into stages, each built on its own "
             "ranks, and a step that passes microbatches between them. Meshwright cuts the "
             "architectures that it knows: `meshwright train` with model.family = llama or neox, or "
-            "model.init_from = a Hugging Face folder of one. A model of one's own takes "
+            "model.init_from = a Hugging Face folder of one. A model of your own takes "
             "dp_replicate, dp_shard with zero, cp and tp: layout.pp = 1"
         )
     if layout.ep > 1:

@@ -178,5 +178,5 @@ def refusal_text(report: Report) -> str:
     refused = [entry for entry in report.refused if entry.verdict == "unsupported"]
     names = [entry.key for entry in refused if not entry.is_final]
     if names and len(names) == len(refused):
-        lines.append(f"To go on without them: --accept {','.join(names)}")
+        lines.append(f"To continue without them: --accept {','.join(names)}")
     return "\n".join(lines)

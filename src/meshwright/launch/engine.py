@@ -43,7 +43,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
             rule = f'train.engine = "deepspeed" does not go with {key} = {value}'
             raise ConfigError(refusal(rule, legal=[f"{key} = {legal}", 'train.engine = "native"']))
     if resumes:
-        raise ConfigError('--resume: train.engine = "deepspeed" keeps no state to go on from')
+        raise ConfigError('--resume: train.engine = "deepspeed" keeps no state to resume from')
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "train.engine is set, but deepspeed is not installed: pip install "

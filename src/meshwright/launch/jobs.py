@@ -191,7 +191,7 @@ def environment(job: JobSpec) -> Mapping[str, str]:
 def parse_time(text: str) -> int:
     """Read a length of time, as `90m`, `24h`, `2d` or `12:30:00`, in seconds.
 
-    Raises `ConfigError` for all else.
+    Raises `ConfigError` for everything else.
     """
     found = re.fullmatch(r"(\d+)([smhd])", text)
     if found:

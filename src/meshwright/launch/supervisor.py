@@ -248,7 +248,7 @@ def failure_of(folder: RunFolder, rank: int, code: int) -> RankFailure:
         name = signal.Signals(-code).name
         hint = ""
         if name == "SIGKILL":
-            hint = f", possibly by the system for want of memory{memory_words(folder, rank)}"
+            hint = f", possibly by the system because memory ran out{memory_words(folder, rank)}"
         cause = f"rank {rank} was killed by {name}{hint}, {where}"
         # What it was doing as it crashed stands there: see `worker.tell_stacks`.
         stacks = _tail(folder.log(rank), 60) if -code in _CRASHES else ""

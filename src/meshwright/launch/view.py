@@ -24,7 +24,7 @@ from meshwright.units import counted, format_bytes, format_count, format_seconds
 # Events that are said in a line, by kind, with their fields.
 NOTICES: Final = {
     "evaluating": "step {step}: evaluating {batches} batch(es)",
-    "resume": "going on after step {step}, from {path}, written by {layout}",
+    "resume": "resuming after step {step}, from {path}, written by {layout}",
     "bad_checkpoint": "set aside: {problem}",
     "overflow": "step {step}: skipped, the gradient of {tensor} is not finite",
     "restart": "{cause}\nnoticed after {detect_s} s; the ranks start again (attempt {attempt}) "
@@ -33,7 +33,7 @@ NOTICES: Final = {
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
     "stopping": "{text}",
-    "disk_full": "the disk of {path} is full: the run goes on without its log, and writes the "
+    "disk_full": "the disk of {path} is full: the run continues without its log, and writes the "
     "events once there is room",
 }
 # Kinds of events that a quiet view leaves out.

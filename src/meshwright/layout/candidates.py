@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
-if TYPE_CHECKING:  # the layout is held against the rules, which import this module
+if TYPE_CHECKING:  # the layout is compared with the rules, which import this module
     from meshwright.layout.layout import Layout
 
 

@@ -1,4 +1,4 @@
-"""`Layout`: the degrees and policies of one run, resolved and held against the rules."""
+"""`Layout`: the degrees and policies of one run, resolved and compared with the rules."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from meshwright.spec.base import LARGEST
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
 
-if TYPE_CHECKING:  # the layout is held against these rules, so its module imports this one
+if TYPE_CHECKING:  # the layout is compared with these rules, so its module imports this one
     from meshwright.layout.layout import Layout
 
 Check = Callable[[ModelSpec, TrainSpec, "Layout"], str | None]
@@ -296,7 +296,7 @@ def nearest_legal(
 
     As few keys are changed as will do. Of a number's values the nearest on each side is given;
     what keeps the number of ranks comes first, and the keys alternate. `settle` completes each
-    candidate: where given, what it returns is held against the rules. A legal layout gives [].
+    candidate: where given, what it returns is compared with the rules. A legal layout gives [].
     """
     case = _Case(model, train, layout)
     if broken(*case) is None:

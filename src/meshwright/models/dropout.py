@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of what is dropped, so that it is the same on every mesh.
 
 A mask bit is a hash of the row's key, the layer, the site in it, the token's position in the row
-and the channel. However rows, positions and layers are dealt out, each rank draws its share of one
-mask, and a recomputed forward draws it again without any generator's state.
+and the channel. However rows, positions and layers are distributed, each rank draws its share of
+one mask, and a recomputed forward draws it again without any generator's state.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def shipped_calibration() -> Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return a calibration of one's own on top of the shipped one; raises `ConfigError`."""
+    """Return a calibration of your own on top of the shipped one; raises `ConfigError`."""
     try:
         own = parse_calibration(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

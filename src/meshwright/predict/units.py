@@ -348,7 +348,7 @@ class Units:
             self._widen(unit)
 
     def _exchange(self, unit: UnitSizes) -> None:
-        """Send the rows of others, and receive those of one's own from each of them."""
+        """Send the rows of others, and receive its own from each of them."""
         bytes_held = self.bytes_held
         self._settle()
         others = (unit.ranks - 1) * unit.own

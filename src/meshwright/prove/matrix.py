@@ -2,7 +2,7 @@
 
 It drives `prove --matrix`, the tests and the support matrix in the docs. The layouts are every mesh
 of so many ranks (degrees that are powers of 2), each with a spread of what may be chosen on it.
-What the axes do not decide (model, precision, offload, ...) is dealt out in turn: the numbers of
+What the axes do not decide (model, precision, offload, ...) is distributed in turn: the numbers of
 kinds have no common divisor, so that over the table each kind meets each other one.
 """
 
@@ -265,7 +265,7 @@ def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
 
 
 def _layouts(world: int, first: int) -> Iterator[Layout]:
-    """Yield layouts that lack microbatch and offload, which are dealt out.
+    """Yield layouts that lack microbatch and offload, which are distributed.
 
     `first` is the turn that the first of them takes.
     """

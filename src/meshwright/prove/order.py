@@ -1,4 +1,4 @@
-"""The order of a pipeline's work, held against the rules without running anything. No torch."""
+"""The order of a pipeline's work, compared with the rules without running anything. No torch."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim held against what was observed; `observed` and `expected` are numbers or texts."""
+    """One claim compared with what was observed; `observed` and `expected` are numbers or texts."""
 
     claim: str
     layout: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def error(self) -> float | None:
-        """The number that was held against the tolerance; None where there is none."""
+        """The number that was compared with the tolerance; None where there is none."""
         if self.tolerance is None:
             return None
         if isinstance(self.observed, list | tuple):  # not a text: that is a number beyond JSON

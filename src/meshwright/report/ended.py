@@ -28,7 +28,7 @@ _KINDS: Final = {
     ),
     "killed": (
         "A rank was killed",
-        "If the system did it for want of memory, plan a layout that fits; else resume.",
+        "If the system did it because memory ran out, plan a layout that fits; else resume.",
     ),
     "hang": (
         "The run hung",

@@ -24,7 +24,7 @@ from meshwright.units import format_bytes
 
 _HEIGHT: Final = 340
 # Ranks that can be chosen, those with the highest peaks; a limit this much above the peak is not
-# drawn, as it would press all else to the floor.
+# drawn, as it would press everything else to the floor.
 MOST_RANKS: Final = 16
 _FAR: Final = 2.5
 

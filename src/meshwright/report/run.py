@@ -100,7 +100,9 @@ def _config(run: RunRecord) -> list[str]:
         if path.is_file()
     ]
     return [
-        table(headers, given, caption="What was given; all else is default") if given else "",
+        table(headers, given, caption="What was given; everything else is default")
+        if given
+        else "",
         folded(f"All {len(rows)} values", table(headers, rows)) if rows else "",
         folded("Machine and versions", table(("what", "is"), versions)),
         folded("Files", table(("file", "size"), files)),

@@ -42,7 +42,7 @@ from meshwright.spec.training import Offload
 
 # Share of a device's memory that a plan leaves free: a prediction is a few percent off.
 MARGIN = 0.05
-# So many divisions are held against each other by `preference`, whatever is asked for.
+# So many divisions are compared with each other by `preference`, whatever is asked for.
 _COMPARED = 8
 # What the lightest schedule holds on the first rank, in what 1F1B holds there.
 _LEAST_IN_FLIGHT = 0.9

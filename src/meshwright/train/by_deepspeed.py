@@ -57,7 +57,7 @@ def train(
     that is to go on: DeepSpeed's states are not kept.
     """
     if resume:
-        raise MeshwrightError('train.engine = "deepspeed" keeps no state to go on from')
+        raise MeshwrightError('train.engine = "deepspeed" keeps no state to resume from')
     config, layout = job.config, job.layout
     engine = open_engine(job, world)
     sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)

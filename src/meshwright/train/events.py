@@ -62,7 +62,7 @@ class JsonLines:
         self._catch_up(was_full)
         if self._kept and not was_full:
             self._say(
-                f"{self._path} cannot be written, the disk is full; the run goes on, and its "
+                f"{self._path} cannot be written, the disk is full; the run continues, and its "
                 "events are written once there is room"
             )
 

@@ -49,7 +49,7 @@ def check_replicas(parallel: Parallel, world: World) -> None:
 
 
 def bits(shard: Tensor) -> int:
-    """Return a number that any one flipped bit of an fp32 tensor changes, and nearly all else."""
+    """Return a number that changes if any one bit of an fp32 tensor flips."""
     flat = shard.contiguous().view(-1).view(torch.int32)
     weights = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.int64)
     total = torch.zeros((), device=flat.device, dtype=torch.int64)

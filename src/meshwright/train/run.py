@@ -96,7 +96,7 @@ def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emi
 
     good = newest_good(job.checkpoints, world, on_bad)
     if good is None and job.resume:
-        raise CheckpointError(f"{job.checkpoints} holds no step to go on from")
+        raise CheckpointError(f"{job.checkpoints} holds no step to resume from")
     if good is not None:
         now = identity_of(job.config, dataset.identity)
         refuse_changed(good.manifest, now, job.run, job.allowed)

@@ -9,7 +9,7 @@ from typing import Final
 
 WINDOW: Final = 50
 LEAST: Final = 20  # steps before anything is called unusual
-RECENT: Final = 9  # a loss is held against the median of so many, since it falls over more
+RECENT: Final = 9  # a loss is compared with the median of so many, since it falls over more
 FACTOR: Final = 10.0  # times what one step usually differs from the next
 
 

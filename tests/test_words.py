@@ -1,0 +1,100 @@
+"""A prose check: the docs, messages and docstrings in plain, native technical English.
+
+A small vocabulary of phrases that made readers stop, each with its replacement. Text in backticks
+or code blocks, tables that commands write, and the log of experiments are left out.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Of any text: what is not written, and what to write.
+EVERYWHERE = {
+    r"held against": "compared with",
+    r"for want of": "because ... ran out, for lack of",
+    r"one's own": "your own",
+    r"all else": "everything else",
+    r"dealt out": "distributed",
+    r"killed and gone on with": "killed and resumed",
+    r"no cost of \S+ is told from": "shows no overhead of ...",
+    r"what is told of (?:it|them)": "what is reported about it",
+    r"(?:has|have|is|are) amiss": "has a problem",
+    r"in doubt of": "if ... is uncertain",
+}
+# Of pages, where all hits are gone; code still has some of these.
+PAGES = EVERYWHERE | {
+    r"(?:go|goes|going|gone|went) on(?! (?:the|a|each|one)\b)": "continue, resume",
+    r"(?:is|are|was|were|be|been) told": "is reported, is shown; may tell: may distinguish",
+    r"tells? of": "reports, describes",
+    r"taken for": "treated as, mistaken for",
+    r"anew": "again, restart, start over",
+    r"(?:leave|leaves|left) [^.\n]{0,30}over\b(?!lap)": "leaves unused, remains",
+    r"lets? go of": "releases, frees",
+    r"in the way of": "prevents",
+    r"as all else": "like everything else",
+    r"those of our engine": "name the engine",
+    r"of ours": "Meshwright's",
+    r"nothing else there": "say what is printed",
+    r"does not have it": "lacks it, is missing it",
+    r"tokenise[sd]?|optimisations?|recognised?|synchronised?": "American spelling: -ize",
+}
+LEFT_OUT = {"docs/log.md"}
+# Tables that commands write end a page.
+WRITTEN = re.compile(r"<!-- (?:measured|mutants): begin -->.*", re.DOTALL)
+CODE = re.compile(r"^```.*?^```|``.*?``|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+
+
+def hits(text, vocabulary):
+    """Yield (number of the line, what is written there, its replacement)."""
+    for phrase, instead in vocabulary.items():
+        pattern = phrase.replace(" ", r"\s+")
+        for found in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+            yield text.count("\n", 0, found.start()) + 1, " ".join(found[0].split()), instead
+
+
+def report(path, found):
+    name = path.relative_to(ROOT)
+    return "\n".join(f"{name}:{line}: {said!r}; write: {instead}" for line, said, instead in found)
+
+
+def blank(found):
+    return "\n" * found[0].count("\n")
+
+
+def test_pages():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    assert len(pages) > 80
+    problems = []
+    for path in pages:
+        if str(path.relative_to(ROOT)) not in LEFT_OUT:
+            text = CODE.sub(blank, WRITTEN.sub("", path.read_text(encoding="utf-8")))
+            problems.append(report(path, hits(text, PAGES)))
+    assert not any(problems), "\n".join(filter(None, problems))
+
+
+def texts(path):
+    """Yield (line, text) of docstrings and of the other strings of a module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def test_strings_of_the_source():
+    files = sorted((ROOT / "src/meshwright").rglob("*.py"))
+    assert len(files) > 200
+    problems = [
+        report(path, [(start + line - 1, said, instead)])
+        for path in files
+        for start, text in texts(path)
+        for line, said, instead in hits(text, EVERYWHERE)
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("phrase", ["Gradients are held\nagainst theirs", "a loop of one's own"])
+def test_a_phrase_is_found_across_lines(phrase):
+    assert list(hits(phrase, EVERYWHERE))
+    assert not list(hits("compared with theirs, in your own loop", PAGES))
