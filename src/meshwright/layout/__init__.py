@@ -1,7 +1,8 @@
 """How a model is laid out over ranks: `Layout`, `Mesh`, and the rules. Never imports torch."""
 
-from meshwright.layout.layout import Layout, Machine, resolve_layout
+from meshwright.layout.layout import Layout
 from meshwright.layout.mesh import AXES, Mesh
+from meshwright.layout.resolve import Machine, resolve_layout
 from meshwright.layout.rules import broken, nearest_legal
 from meshwright.layout.unused import left_over, unsharded
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from meshwright.layout.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
-
-if TYPE_CHECKING:  # the layout is compared with the rules, which import this module
-    from meshwright.layout.layout import Layout
 
 
 @lru_cache(maxsize=256)

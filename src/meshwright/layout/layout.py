@@ -1,56 +1,23 @@
-"""`Layout`: the degrees and policies of one run, resolved and compared with the rules."""
+"""`Layout`: the degrees and policies of one run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from pydantic import Field
 
 from meshwright.errors import ConfigError, nearest, refusal
-from meshwright.layout.candidates import divisors
 from meshwright.layout.mesh import Mesh
-from meshwright.layout.rules import broken, nearest_legal
-from meshwright.layout.schedules import microbatch_rule
 from meshwright.spec.base import Spec
-from meshwright.spec.loading import Config
 from meshwright.spec.training import (
     ContextKind,
     Offload,
     Recompute,
     Schedule,
-    TrainSpec,
     Zero,
 )
-
-# Tokens of a microbatch on a rank where none is asked for. On a CPU few are a little faster and
-# take half of the memory (docs/log.md); a GPU wants enough rows to fill its multiprocessors.
-MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
-
-
-class Machine(NamedTuple):
-    """The devices of a node: kind, how many, its CPU cores, a name for people.
-
-    `load` is how many processes wanted a core in the minute before.
-
-    `is_fixed` says whether `devices` is a fact; otherwise it is a default, and a layout that asks
-    for more ranks gets them, as processes that share a CPU.
-    """
-
-    device: Literal["cpu", "cuda"]
-    devices: int
-    cores: int
-    name: str
-    is_fixed: bool
-    load: float = 0.0
-
-    def threads(self, ranks: int) -> int:
-        """Return how many CPU threads each of the ranks of a node gets."""
-        return max(1, self.cores // ranks)
-
-
-_MOST_MICROBATCHES: Final = 2**16  # each has entries in the table of actions
 
 
 class Layout(Spec):
@@ -218,89 +185,3 @@ def _read_word(word: str) -> Mapping[str, Any]:
             return {}
         values["cp_kind"] = kind
     return values
-
-
-_DATA_DEGREES = ("dp_replicate", "dp_shard")
-
-
-def resolve_layout(config: Config, machine: Machine) -> Layout:
-    """Return the layout that a config asks for on a machine.
-
-    Where both data-parallel degrees were left out, `dp_shard` (with `zero` 0 `dp_replicate`) takes
-    the devices that remain, as far as the batch divides. One that is left out alone is 1.
-    Raises `ConfigError` naming the rule, both numbers and the nearest legal values.
-    """
-    section = config.layout
-    left_out = {key for key in (*_DATA_DEGREES, "microbatch") if getattr(section, key) is None}
-    given = Layout(**section.model_dump(exclude={"auto", *left_out}))
-
-    def settle(train: TrainSpec, layout: Layout, changed: Collection[str]) -> Layout | None:
-        free = {key for key in left_out if f"layout.{key}" not in changed}
-        return _complete(train, layout, free, machine, config.cluster.nodes)
-
-    layout = settle(config.train, given, ())
-    if layout is None:
-        raise ConfigError(
-            refusal(
-                f"the layout needs a multiple of {given.world} ranks (pp {given.pp} x dp_replicate "
-                f"{given.dp_replicate} x dp_shard {given.dp_shard} x cp {given.cp} "
-                f"x tp {given.tp}), but there are {machine.devices * config.cluster.nodes} "
-                f"{machine.device} devices",
-            )
-        )
-    rule = broken(config.model, config.train, layout)
-    if rule is not None:
-        legal = nearest_legal(config.model, config.train, layout, settle=settle)
-        raise ConfigError(refusal(rule, legal=legal))
-    each = layout.dp * layout.microbatch
-    if config.train.batch > each * _MOST_MICROBATCHES:
-        what = f"train.batch = {config.train.batch} is {config.train.batch // each} microbatches"
-        legal = [f"train.batch = {each * _MOST_MICROBATCHES}"]
-        raise ConfigError(refusal(f"{what}; a step has at most {_MOST_MICROBATCHES}", legal=legal))
-    return layout
-
-
-def _complete(
-    train: TrainSpec, layout: Layout, left_out: set[str], machine: Machine, nodes: int
-) -> Layout | None:
-    """Return the layout with what was left out filled in, or None if the devices do not fit it."""
-    bare = layout.model_copy(update=dict.fromkeys(left_out, 1))
-    devices = machine.devices * nodes
-    if not machine.is_fixed:
-        devices = max(devices, bare.world)
-    takes_rest = left_out.issuperset(_DATA_DEGREES)
-    if bare.world > devices or (takes_rest and devices % bare.model_ranks):
-        return None
-    # Alone on its axis, a rank has no one to split a sequence with.
-    changes: dict[str, Any] = {"sp": bare.sp and bare.tp > 1}
-    if takes_rest:
-        rest = devices // bare.model_ranks
-        degree = max(d for d in divisors(train.batch) if d <= rest)
-        changes["dp_shard" if bare.zero else "dp_replicate"] = degree
-    filled = bare.model_copy(update=changes)
-    if "microbatch" not in left_out:
-        return filled
-    return filled.model_copy(update={"microbatch": _microbatch(train, filled, machine)})
-
-
-def _microbatch(train: TrainSpec, layout: Layout, machine: Machine) -> int:
-    """Return the largest divisor of a rank's share of the batch that stays within the budget.
-
-    The budget is of the tokens that a rank has itself, of a sequence cut over cp or sp its part.
-    A pipeline gets as many microbatches as its schedule asks for, and four for each of its ranks if
-    it can, which leaves a fifth to the bubble of 1F1B, or one for each.
-    """
-    local = max(train.batch // layout.dp, 1)
-    cut = layout.cp * (layout.tp if layout.sp else 1)
-    budget = max(1, MICROBATCH_TOKENS[machine.device] * cut // train.seq_len)
-    sizes = [size for size in reversed(divisors(local)) if size <= budget]
-    if not layout.is_pipelined:
-        return sizes[0]
-
-    def obeys(size: int) -> bool:
-        count = local // size
-        return microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, count) is None
-
-    legal = [size for size in sizes if obeys(size)]
-    busy = [[size for size in legal if local // size >= n * layout.pp] for n in (4, 1)]
-    return next(iter(busy[0] or busy[1] or legal), 1)

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from meshwright.layout.candidates import NUMBERS
+from meshwright.layout.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.base import LARGEST
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
 
-if TYPE_CHECKING:  # the layout is compared with these rules, so its module imports this one
-    from meshwright.layout.layout import Layout
-
-Check = Callable[[ModelSpec, TrainSpec, "Layout"], str | None]
+Check = Callable[[ModelSpec, TrainSpec, Layout], str | None]
 # Fills in again what a user left out, after the given keys were changed; None: no room for it.
-Settle = Callable[[TrainSpec, "Layout", Collection[str]], "Layout | None"]
+Settle = Callable[[TrainSpec, Layout, Collection[str]], Layout | None]
 
 
 class Rule(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.execute.wire import message_differences
-from meshwright.layout import Layout
-from meshwright.layout.layout import Machine, resolve_layout
+from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.byte_count import PredictedMoment
 from meshwright.predict.memory import Term, outside
 from meshwright.predict.price import RankMemory as PredictedMemory
