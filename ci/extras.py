@@ -47,7 +47,9 @@ EXTRAS: Final = {
     "ray": Extra(("tests/test_ray.py",), 3, ("meshwright[ray]",)),
     "torchao": Extra(("tests/test_float8.py",), 2, ("meshwright[fp8]",)),
     "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
-    "peft": Extra(("tests/test_lora_peft.py",), 3, ("peft", "accelerate")),
+    "peft": Extra(
+        ("tests/test_lora_peft.py", "tests/test_sft_loops.py"), 7, ("peft", "accelerate")
+    ),
     "schemas": Extra(
         ("tests/test_job_schemas.py",),
         2,
