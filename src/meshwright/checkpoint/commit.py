@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.errors import CheckpointError
 from meshwright.parsing import parse_json
+from meshwright.spec.stored import best_step
 
 FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
@@ -125,7 +126,7 @@ def seal(
         temporary.rename(final)
         sync(root)
         mark("pointer")
-        _point_latest(root, final.name)
+        point(root, LATEST, final.name)
     return final
 
 
@@ -236,15 +237,21 @@ def anew(root: Path) -> str:
 
 
 def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` steps, once the newest has been verified; returns them."""
-    if len(steps(root)) > keep:
+    """Remove old steps once the newest has been verified, and return them."""
+    if old_steps(root, keep):
         verify(steps(root)[-1])
     return purge(root, keep)
 
 
+def old_steps(root: Path, keep: int) -> list[Path]:
+    """Return all steps but the newest `keep` and the one that is the best."""
+    best = best_step(root)
+    return [path for path in steps(root)[:-keep] if path != best]
+
+
 def purge(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` steps, the newest of which is known to be good."""
-    old = steps(root)[:-keep]
+    """Remove old steps, the newest of all being known to be good, and return them."""
+    old = old_steps(root, keep)
     for path in old:
         # Renamed first: half of a step must not look like one.
         gone = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:8]}")
@@ -278,9 +285,10 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return digest_of([json.dumps(manifest, sort_keys=True)])
 
 
-def _point_latest(root: Path, name: str) -> None:
+def point(root: Path, pointer: str, name: str) -> None:
+    """Have a pointer, `latest` or `best`, name a step folder."""
     temporary = root / f".latest-{uuid.uuid4().hex[:8]}"
     temporary.write_text(name + "\n", encoding="utf-8")
-    os.replace(temporary, root / LATEST)
+    os.replace(temporary, root / pointer)
     with contextlib.suppress(OSError):  # some file systems refuse to sync a folder
         sync(root)

@@ -25,11 +25,12 @@ from torch import Tensor
 from meshwright.checkpoint.commit import (
     Fingerprint,
     begin,
+    old_steps,
+    point,
     purge,
     read_manifest,
     seal,
     step_name,
-    steps,
     verify,
 )
 from meshwright.checkpoint.staging import Staging
@@ -37,6 +38,7 @@ from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Chunks
 from meshwright.checkpoint.tensors import Chunk, write_chunks
 from meshwright.errors import CheckpointError
 from meshwright.execute.world import World, exchange
+from meshwright.spec.stored import BEST
 
 
 class Saved(NamedTuple):
@@ -53,7 +55,7 @@ class Saved(NamedTuple):
 
 
 class Saver:
-    """Saves the steps of one run under `root`, keeping the newest `keep`.
+    """Saves the steps of one run under `root`, keeping the newest `keep` and the best.
 
     Every rank makes one and calls its methods alike; `on_saved` gets each step once it is
     committed, in the thread of the training.
@@ -132,6 +134,22 @@ class Saver:
             work()
             running.stall_s = running.seconds
             self.finish()
+
+    def keep_best(self, step: int) -> None:
+        """Have a step, if it is saved, stay until another one is the best; a collective.
+
+        Waits for its save. The one that was the best goes with the old steps.
+        """
+        self.finish()
+
+        def appoint() -> str:
+            if self._world.rank > 0 or not (self._root / step_name(step)).is_dir():
+                return ""
+            point(self._root, BEST, step_name(step))
+            return "purge" if old_steps(self._root, self._keep) else ""
+
+        if self._together(appoint)[0]:
+            self._remove_old(step)
 
     def before_update(self) -> None:
         """Wait until a running save has copied what the update is about to change."""
@@ -239,15 +257,19 @@ class Saver:
                 for name, text in texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
                 seal(folder, step, files, {**facts, "run": self.run}, mark)
-                return "" if len(steps(self._root)) <= self._keep else "purge"
+                return "purge" if old_steps(self._root, self._keep) else ""
             return ""
 
         if self._together(commit)[0]:
-            self._together(lambda: self._verify(final))
-            mark("purge")
-            if rank == 0:
-                purge(self._root, self._keep)
+            self._remove_old(step)
         return final, sum(file.bytes for file in files.values())
+
+    def _remove_old(self, step: int) -> None:
+        """Remove steps that are kept no longer, once one of the others has been verified."""
+        self._together(lambda: self._verify(self._root / step_name(step)))
+        self._mark("purge", step)
+        if self._world.rank == 0:
+            purge(self._root, self._keep)
 
     def _verify(self, folder: Path) -> str:
         """Verify this rank's share of a step's files."""

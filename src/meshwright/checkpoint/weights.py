@@ -64,11 +64,11 @@ def load_model(folder: str | Path) -> Transformer:
     read. Raises `CheckpointError` naming what is missing or corrupt.
     """
     path = Path(folder)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder")
     step = find_step(path)
     if step is not None:
         return _load_step(step)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder")
     if (path / "config.json").is_file():
         return load_hf(path, dtype=torch.float32)
     raise CheckpointError(

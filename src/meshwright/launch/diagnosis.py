@@ -130,7 +130,8 @@ def _state(
     if last is not None and last["event"] == "end":
         if last["stopped"]:
             return "stopped", f"stopped on request after step {last['step']}"
-        return "done", f"done after {counted(last['step'], 'step')}"
+        early = f", early: {last['early']}" if "early" in last else ""
+        return "done", f"done after {counted(last['step'], 'step')}{early}"
     if last is not None:
         return "failed", str(last["cause"])
     # No supervisor has told: it was ended itself, or torchrun started the ranks.

@@ -214,11 +214,13 @@ def _room(config: Config, root: Path) -> str:
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     trained = trained_parameter_count(config.model)
     one = 4 * (parameter_count(config.model) + trained * states)
-    needed = one * (config.checkpoint.keep + 1)  # the newest is there before the oldest goes
+    # The newest is there before the oldest goes.
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    needed = one * kept
     there = _nearest(root)
     free = shutil.disk_usage(there).free
     text = (
-        f"{config.checkpoint.keep + 1} steps of {format_bytes(one)} need {format_bytes(needed)}; "
+        f"{kept} steps of {format_bytes(one)} need {format_bytes(needed)}; "
         f"{format_bytes(free)} are free"
     )
     if needed > free:

@@ -27,6 +27,8 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "train.fp8": (train.fp8, False),
         "lora.rank": (config.lora.rank, 0),
         "train.check_every": (train.check_every, 0),
+        "train.stop_after_evals": (train.stop_after_evals, 0),
+        "checkpoint.keep_best": (config.checkpoint.keep_best, False),
         "train.router_aux_loss": (train.router_aux_loss, 0),
         "train.router_z_loss": (train.router_z_loss, 0),
         "train.router_bias_rate": (train.router_bias_rate, 0),

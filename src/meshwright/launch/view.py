@@ -154,6 +154,8 @@ class View:
         entropy = self._start.get("unigram_entropy")
         if entropy is not None:
             text += f", unigram entropy of the data {number(entropy)} nats"
+        if early := event.get("early"):
+            text += f". Ended early: {early}"
         self._print(text)
 
 

@@ -61,6 +61,8 @@ def _ending(run: RunRecord) -> str:
         return f"Failed after step {last} of {asked}: {end['cause']}."
     if end is not None and end["stopped"]:
         return f"Stopped on request after step {end['step']} of {asked}."
+    if end is not None and "early" in end:
+        return f"Ended early after step {end['step']} of {asked}: {end['early']}."
     if end is not None:
         return f"Done: all {end['step']} steps."
     return f"No end is recorded: step {last} of {asked} is the last one that was logged."

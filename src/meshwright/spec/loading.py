@@ -19,7 +19,7 @@ from meshwright.spec.kinds import is_of_kind, kind_of, shown
 from meshwright.spec.lora import LoraSection
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.peft import read_adapter_config
-from meshwright.spec.resolve import Value, Values, resolve_model
+from meshwright.spec.resolve import Value, Values, check_held_out, resolve_model
 from meshwright.spec.training import (
     CheckpointSpec,
     ClusterSpec,
@@ -135,6 +135,7 @@ def build_config(given: dict[str, Values]) -> Config:
         _check_texts(name, given[name])
         _check_types(name, spec, given[name])
     _check_cluster(given["cluster"])
+    check_held_out(given)
     _derive(given)
     sections: dict[str, Spec] = {}
     origins: dict[str, str] = {}

@@ -6,17 +6,21 @@ nothing is filled in without saying why.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest, refusal
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.kinds import shown
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.stored import read_object, stored_spec
 from meshwright.units import round_up
 
 VOCAB_MULTIPLE = 64
+# What is decided by the loss on the held-out split, by section and key.
+_BY_HELD_OUT = (("train", "stop_after_evals"), ("checkpoint", "keep_best"))
 BUILTIN_VOCAB = {"bytes": 257, "gpt2": 50257}
 
 
@@ -38,6 +42,18 @@ def model_spec(**fields: Any) -> ModelSpec:
     given = {key: Value(value, "argument") for key, value in fields.items()}
     resolved = resolve_model(given, tokenizer=Value("bytes", "default"), source=None)
     return ModelSpec(**{key: value.value for key, value in resolved.items()})
+
+
+def check_held_out(given: Mapping[str, Values]) -> None:
+    """Refuse what is decided by the held-out loss where nothing is evaluated."""
+    if given["train"].get("eval_every", Value(0, "default")).value:
+        return
+    for section, key in _BY_HELD_OUT:
+        found = given[section].get(key, Value(0, "default"))
+        if found.value:
+            rule = f"{section}.{key} = {shown(found.value)} ({found.origin}) goes by the held-out "
+            legal = ["train.eval_every = 10", f"{section}.{key} = {shown(type(found.value)())}"]
+            raise ConfigError(refusal(f"{rule}loss, but train.eval_every = 0", legal=legal))
 
 
 def resolve_model(given: Values, tokenizer: Value, source: Path | None) -> Values:

@@ -20,18 +20,34 @@ CONFIG: Final = "config.toml"
 HF_CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"
 PLAN: Final = "plan.json"
+BEST: Final = "best"  # the pointer to the step with the lowest held-out loss
 _STEP: Final = re.compile(r"step-(\d{8,})")
 
 
 def find_step(folder: Path) -> Path | None:
-    """Return the step folder that `folder` is, or the newest one of a run or a folder of steps."""
+    """Return the step folder that `folder` is, or the newest one of a run or a folder of steps.
+
+    `best` in a run or a folder of steps is its step with the lowest held-out loss.
+    """
     if (folder / SPEC).is_file():
         return folder
+    if folder.name == BEST and not folder.is_dir():
+        roots = (steps_folder(folder.parent), folder.parent)
+        return next(filter(None, map(best_step, roots)), None)
     for root in (steps_folder(folder), folder):
         found = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name) and p.is_dir()]
         if found:
             return max(found, key=lambda path: int(path.name.removeprefix("step-")))
     return None
+
+
+def best_step(root: Path) -> Path | None:
+    """Return the step that a folder of steps has kept as the best, where it is still there."""
+    try:
+        name = (root / BEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return root / name if _STEP.fullmatch(name) and (root / name).is_dir() else None
 
 
 def steps_folder(run: Path) -> Path:

@@ -161,6 +161,8 @@ class TrainSpec(Spec):
 
     `batch` is the global batch in sequences of `seq_len` tokens. `eval_every` = 0 means no
     evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
+    After `stop_after_evals` = n evaluations in a row that are no better than the best, a run ends;
+    0: never.
     `loss_scale` is what fp16 multiplies the loss with; left out, it starts at 65536 and adapts.
     `reduce_dtype` is the dtype in which gradients are summed over ranks: fp32, or the same as the
     compute's. `nonfinite` says what a step does whose gradient is not finite, outside of fp16:
@@ -188,6 +190,7 @@ class TrainSpec(Spec):
     log_every: int = Field(default=1, gt=0, le=LARGEST)
     eval_every: int = Field(default=0, ge=0)
     eval_batches: int = Field(default=4, gt=0, le=LARGEST)
+    stop_after_evals: int = Field(default=0, ge=0)
     compile: bool | Literal["auto"] = "auto"
     matmul: Literal["auto", "torch", "onednn"] = "auto"
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -313,6 +316,7 @@ _Async: Any = create_model("_Async", __base__=Spec, **cast(Any, {"async": (bool,
 class CheckpointSpec(_Async):  # type: ignore[misc]
     """When a run is saved: `every` n steps (0: at the end only), the newest `keep` of them.
 
+    With `keep_best` also each step whose held-out loss is the lowest so far; the last one stays.
     `async` writes beside the training. `dir` is the run folder's `checkpoints` unless given; all
     ranks must reach it under that path. After so many `restarts` of the ranks in a row without a
     newer step, or where none is saved without a later one, a run ends; 0: it is never restarted.
@@ -320,6 +324,7 @@ class CheckpointSpec(_Async):  # type: ignore[misc]
 
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, gt=0)
+    keep_best: bool = False
     dir: str | None = None
     restarts: int = Field(default=3, ge=0)
 

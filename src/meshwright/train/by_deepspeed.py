@@ -94,7 +94,7 @@ def train(
             stopped = held_out is None
         if stopped and not saved:
             save(engine, job, world, step)
-    return ended(step, loss, stopped, job, world, emit)
+    return ended(step, loss, stopped, None, job, world, emit)
 
 
 def open_engine(job: Job, world: World) -> Any:

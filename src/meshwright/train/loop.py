@@ -25,6 +25,7 @@ from meshwright.program.model_flops import flops_per_token
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.schedule import learning_rate
+from meshwright.train.best import HeldOut
 from meshwright.train.events import Emit
 from meshwright.train.interruptible import Interruptible
 from meshwright.train.optimizer import set_learning_rate
@@ -53,7 +54,7 @@ def train(
     asked_to_stop: Callable[[], bool],
     resume: bool = False,
 ) -> Summary:
-    """Train to the last step, or to the step at which any rank was asked to stop.
+    """Train to the last step, to where any rank was asked to stop, or to where nothing is gained.
 
     With `resume` the run goes on from its newest good step; ranks that are started again begin anew
     where none was saved yet. It is saved on the way as the config says, and always at the end. A
@@ -66,23 +67,22 @@ def train(
     sampler = sampler_at(progress.position, dataset, config)
     mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
     emit(start_event(job, world, dataset, sampler, progress.step))
-
     scale, clip = progress.scale, config.train.clip_norm
     readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
     recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
     routing = RoutingReport(job, world, parallel, emit, progress.step)
     step, stopped = progress.step, world.anyone(asked_to_stop())
+    held_out = HeldOut(job, world, saver, step)
     keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
-    while step < steps and not stopped:
+    look = partial(evaluated, parallel, job, world, dataset, emit, asked_to_stop, held_out)
+    while step < steps and not stopped and not held_out.is_over:
         step += 1
         begin(step, world, recording, readings)
         batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
         readings.clock.data_done()
-
         lr = learning_rate(step, steps, config.optimizer)
         set_learning_rate(optimizer, lr)
         done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
-
         world.recorder.phase("log")
         readings.add(step, lr, done)
         pauses = recording.is_on or step == steps or is_pause(config, step)
@@ -96,15 +96,16 @@ def train(
         if saved := stopped or is_due(config.checkpoint.every or steps, step, step == steps):
             keep(step, readings.loss)
         if not stopped and is_due(config.train.eval_every, step, step == steps):
-            stopped = not evaluated(step, parallel, job, world, dataset, emit, asked_to_stop)
+            stopped = not look(step)
         elif saved and not stopped and step < steps:  # no step begins that would be saved, too
             stopped = world.anyone(asked_to_stop())
-        if stopped and not saved:
+        if not saved and (stopped or held_out.wants(step)):
             keep(step, readings.loss)
+            held_out.keep(step)
     if progress.step == steps and config.train.eval_every and not stopped:  # ended before this
-        stopped = not evaluated(step, parallel, job, world, dataset, emit, asked_to_stop)
+        stopped = not look(step)
     saver.finish()
-    return ended(step, readings.loss, stopped, job, world, emit)
+    return ended(step, readings.loss, stopped, held_out, job, world, emit)
 
 
 def begin(step: int, world: World, recording: Recording, readings: Readings) -> None:
@@ -116,12 +117,23 @@ def begin(step: int, world: World, recording: Recording, readings: Readings) -> 
     readings.start()
 
 
-def ended(step: int, loss: float, stopped: bool, job: Job, world: World, emit: Emit) -> Summary:
+def ended(
+    step: int,
+    loss: float,
+    stopped: bool,
+    held_out: HeldOut | None,
+    job: Job,
+    world: World,
+    emit: Emit,
+) -> Summary:
     """Tell how a run ended, and return it: it was stopped only if that left something out."""
     world.recorder.phase("end")
     train = job.config.train
     stopped = stopped and (step < train.steps or train.eval_every > 0)
-    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped})
+    told: dict[str, object] = {}
+    if not stopped and held_out is not None and held_out.is_over:
+        told["early"] = held_out.best.told
+    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped, **told})
     return Summary(step, loss, stopped)
 
 
@@ -196,26 +208,28 @@ def start_event(
 
 
 def evaluated(
-    step: int,
     parallel: Parallel,
     job: Job,
     world: World,
     dataset: Dataset | StreamedDataset,
     emit: Emit,
     asked_to_stop: Callable[[], bool],
+    held_out: HeldOut,
+    step: int,
 ) -> bool:
-    """Tell the loss on the held-out split, the same rows each time.
+    """Tell the loss on the held-out split, the same rows each time, and take note of it.
 
     Returns whether it came to its end: not, on any rank, where one of them is asked to stop.
     """
     world.recorder.phase("eval")
     started = time.perf_counter()
-    held_out = held_out_batches(step, job, world, dataset, emit)
-    batches = Interruptible(held_out, world, asked_to_stop)
+    rows = held_out_batches(step, job, world, dataset, emit)
+    batches = Interruptible(rows, world, asked_to_stop)
     loss = evaluate(parallel, batches, world)
     if not batches.is_broken_off:
         seconds = time.perf_counter() - started
         emit({"event": "eval", "step": step, "loss": loss, "seconds": seconds})
+        held_out.add(step, loss)
     return not batches.is_broken_off
 
 

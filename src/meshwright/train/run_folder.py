@@ -20,7 +20,7 @@ from meshwright.parsing import parse_json
 from meshwright.program.profile import StepProfile, from_json, to_json
 from meshwright.spec.dump import portable, to_toml
 from meshwright.spec.loading import Config, load_config
-from meshwright.spec.stored import stored_tokenizer
+from meshwright.spec.stored import find_step, stored_tokenizer
 from meshwright.spec.training import MOST_RANKS
 from meshwright.train.events import note
 
@@ -273,7 +273,7 @@ def tokenizer_of(path: Path) -> tuple[str, str | None]:
 
     Raises `ConfigError` where the folder does not say.
     """
-    if not path.is_dir():
+    if not path.is_dir() and find_step(path) is None:
         raise ConfigError(f"{path} is not a folder")
     found = stored_tokenizer(path)
     if found is not None:
