@@ -61,7 +61,9 @@ def test_a_row_is_predicted_whatever_was_measured():
         ({"layers": None}, "lacks layers"),
         ({"tp": 7}, "does not divide n_gpus"),
         ({"gpu": "TPUv4"}, "not in the catalogue"),
-        ({"task": "LoRA"}, "LoRA"),
+        ({"task": "LoRA"}, "lacks lora_rank"),
+        ({"lora_rank": 8, "lora_targets": ["linear_qkv"]}, "no linear layer"),
+        ({"lora_rank": 8, "experts": 8, "topk": 2, "moe_ffn": 64}, "experts"),
         ({"gbs": 3}, "no multiple"),
         ({"seq": "long"}, "valid integer"),
         ({"precision": "fp8"}, "cannot be read"),
@@ -176,6 +178,10 @@ PLANS = {
     "dense": ["model.preset=llama-2-7b", "cluster.preset=a100-80gb", "train.batch=64"],
     "grouped": ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=32"],
     "plain": ["model.preset=pythia-1b", "cluster.preset=a40", "train.batch=64"],
+    "adapters": [
+        *("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=32"),
+        *("lora.rank=16", 'lora.targets=["q_proj", "down_proj"]'),
+    ],
 }
 
 
@@ -218,6 +224,8 @@ def test_a_row_of_ones_own_has_the_price_of_plan(kind):
             "offload": layout.offload,
             "precision": "bf16",
         }
+        if model.lora is not None:
+            row |= {"lora_rank": model.lora.rank, "lora_targets": list(model.lora.targets)}
         found = predict_row(row, shipped_calibration())
         assert "system meshwright" in found["assumed"]
         assert found["step_time_s"] == pytest.approx(one.time.total, rel=1e-9), layout.label

@@ -10,6 +10,7 @@ from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, broken
 from meshwright.predict.price import price, worst_estimate, worst_memory
+from meshwright.search.fine_tuning import fine_tunings
 from meshwright.search.lightest import lightest, lightest_of, with_train
 from meshwright.search.questions import (
     cheapest,
@@ -20,6 +21,7 @@ from meshwright.search.questions import (
     sizes_up_to,
 )
 from meshwright.search.ways_to_fit import ways_to_fit
+from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from runs import TINY
 from test_search import everything, setting
@@ -111,6 +113,31 @@ def test_the_cheapest_token():
         cheapest(A40S, {}, 8)
 
 
+def test_what_can_be_fine_tuned():
+    """Adapters fit where all weights need offload, and leave room for longer sequences."""
+    one = with_train(replace(A40S, cluster=on_devices(A40S.cluster, 2)), batch=8)
+    whole, adapters = fine_tunings(one, 2)
+    assert (whole.trained, whole.longest) == ("all weights", None)
+    assert whole.found.layout.offload == "optimizer"
+    assert adapters.trained == "adapters of rank 16"
+    assert adapters.found.memory.total <= 0.95 * 48 * 2**30
+    assert adapters.found.layout.offload == "none"
+    assert adapters.longest[0] >= 4096
+    # Those of the model itself, and of what a family stores layer by layer.
+    lora = Lora(rank=4, alpha=8.0, targets=("q_proj",))
+    adapted = replace(one, model=one.model.model_copy(update={"lora": lora}))
+    whole, adapters = fine_tunings(adapted, 2)
+    assert adapters.trained == "adapters of rank 4"
+    assert whole.found.memory.total > adapters.found.memory.total
+    neox = model_spec(family="neox", dim=512, n_layers=2, n_heads=8, vocab_size=512)
+    whole, adapters = fine_tunings(replace(one, model=neox), 2)
+    assert (adapters.refused, adapters.found is None) == (None, False)
+    mixture = model_spec(family="mixtral", dim=512, n_layers=2, n_heads=8, experts=4, top_k=2)
+    whole, adapters = fine_tunings(replace(one, model=mixture), 2)
+    assert whole.found is not None
+    assert "models without experts" in adapters.refused
+
+
 @pytest.mark.parametrize("label", ["dp8 mb4", "shard8 zero3 mb16", "shard8 zero3 mb2", "tp8 mb64"])
 def test_what_helps_after_an_out_of_memory(label):
     layout = Layout.parse(label)
@@ -152,7 +179,7 @@ WORDS = [
     *("model.preset=llama-2-7b", "cluster.preset=a40", "train.precision=bf16"),
     *("train.batch=128", "train.seq_len=4096"),
 ]
-ASKED = ("--fewest", "--largest-batch", "--longest-context", "--cheapest")
+ASKED = ("--fewest", "--largest-batch", "--longest-context", "--fine-tune", "--cheapest")
 
 
 def run(capsys, *words):
@@ -169,9 +196,11 @@ def test_questions_on_the_command_line(capsys, monkeypatch):
         "largest batch at once",
         "longest context with train.batch = 128",
         "cost of a million tokens",
+        "fine-tuning 128 sequences of 4096 tokens",
+        "adapters of rank",
     ):
         assert words in out.out
-    assert out.out.count("answered in") == 4
+    assert out.out.count("answered in") == 5
     assert max(map(len, out.out.splitlines())) <= 80
     code, out = run(capsys, "plan", *WORDS, "cluster.price=1", *ASKED, "--json")
     found = json.loads(out.out)["answers"]
@@ -180,6 +209,9 @@ def test_questions_on_the_command_line(capsys, monkeypatch):
     assert found["largest_batch"][0]["sequences_at_once"] > 1
     assert found["longest_context"]["seq_len"] > 4096
     assert found["cheapest"][0]["price_per_hour"] == 1
+    whole, adapters = found["fine_tuning"]
+    assert whole["longest"]["seq_len"] < adapters["longest"]["seq_len"]
+    assert adapters["fastest"]["tokens_per_s"] > whole["fastest"]["tokens_per_s"]
 
 
 def test_questions_from_python():
@@ -187,6 +219,7 @@ def test_questions_from_python():
     assert made.fewest_devices() == fewest_devices(A40S, 8, 0.1)
     assert made.largest_batches() == largest_batches(A40S, 8, 0.1)
     assert made.longest_context() == longest_context(A40S, 8, 0.1)
+    assert made.fine_tunings() == fine_tunings(A40S, 8, 0.1)
     assert made.cheapest({"a40": 1.0}) == cheapest(A40S, {"a40": 1.0}, 8, 0.1)
 
 

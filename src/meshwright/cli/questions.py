@@ -20,6 +20,7 @@ from meshwright.cli.scaling import (
 )
 from meshwright.errors import ConfigError
 from meshwright.predict.price import Prediction
+from meshwright.search.fine_tuning import FineTuning
 from meshwright.search.plan import Plan, prediction_json
 from meshwright.search.questions import LargestBatch, Offer
 from meshwright.search.ways_to_fit import WayToFit
@@ -47,6 +48,11 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         "--longest-context", action="store_true", help="the longest sequences that fit"
     )
     parser.add_argument(
+        "--fine-tune",
+        action="store_true",
+        help="what fits of training all weights and adapters alone, with the longest sequences",
+    )
+    parser.add_argument(
         "--cheapest",
         action="store_true",
         help="numbers and kinds of devices by what a token costs; see cluster.price and --price",
@@ -69,6 +75,8 @@ def answers(args: argparse.Namespace, made: Plan) -> list[Answer]:
         asked.append(("largest_batch", lambda: _largest(made)))
     if args.longest_context:
         asked.append(("longest_context", lambda: _longest(made)))
+    if args.fine_tune:
+        asked.append(("fine_tuning", lambda: _fine_tuning(made)))
     if args.cheapest:
         prices = _prices(args.price, made)
         asked.append(("cheapest", lambda: _cheapest(made, prices)))
@@ -173,6 +181,38 @@ def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
         say(f"{label}: {memory}, {rate} tokens/s", "  ")
 
     return None if found is None else {"seq_len": found[0], **prediction_json(found[1])}, show
+
+
+def _fine_tuning(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    found = made.fine_tunings()
+
+    def show() -> None:
+        train = made.setting.train
+        say(f"fine-tuning {train.batch} sequences of {train.seq_len} tokens, and the longest ones:")
+        rows = table("trained", "layout", "memory", "tokens/s", "longest", "layout for them")
+        for one in found:
+            cells = ("nothing fits", "", "") if one.found is None else _row(one.found)
+            longest = ("", "")
+            if one.longest is not None:
+                longest = (f"{one.longest[0]:,}", one.longest[1].layout.label)
+            if one.refused is None:
+                rows.add_row(one.trained, *cells, *longest)
+        Console().print(rows)
+        for one in found:
+            if one.refused is not None:
+                say(f"{one.trained}: {one.refused}", "  ")
+
+    return [_way(one) for one in found], show
+
+
+def _way(one: FineTuning) -> dict[str, Any]:
+    longest = one.longest
+    return {
+        "trained": one.trained,
+        "refused": one.refused,
+        "fastest": None if one.found is None else prediction_json(one.found),
+        "longest": longest and {"seq_len": longest[0], **prediction_json(longest[1])},
+    }
 
 
 def _cheapest(

@@ -28,6 +28,7 @@ from meshwright.predict.row_words import (
 )
 from meshwright.predict.setting import Setting
 from meshwright.predict.systems import CAUSAL, System
+from meshwright.spec.lora import ALL_LINEAR, Lora, check_targets
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Recompute, Schedule, TrainSpec, Zero
@@ -61,14 +62,13 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     missing = [key for key in _NEEDED if not row.get(key)]
     if missing:
         raise RowError(f"the row lacks {', '.join(missing)}")
-    if "lora" in str(row.get("task", "")).lower():
-        raise RowError("LoRA: training with frozen weights is not priced")
     degrees = _degrees(row, assumed)
     system = system_of(row, assumed)
     device = _device(row, assumed)
     model = _model(row, degrees["tp"], system, assumed)
     if named is not None and named.n_kv_heads % degrees["tp"] == 0:
         model = named.model_copy(update={"vocab_size": model.vocab_size, "context": row["seq"]})
+    model = _adapted(row, model, assumed)
     precision, products = precision_of(row, assumed)
     per_node = row.get("gpus_per_node")
     devices = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
@@ -190,6 +190,24 @@ def _model(row: Row, tp: int, system: System, assumed: list[str]) -> ModelSpec:
         return model_spec(**fields)
     except (ValidationError, ConfigError) as error:
         raise RowError(f"model: {error}") from None
+
+
+def _adapted(row: Row, model: ModelSpec, assumed: list[str]) -> ModelSpec:
+    """Return a model with the low-rank adapters that a row trains, if it does."""
+    rank, targets = row.get("lora_rank"), row.get("lora_targets")
+    if not rank:
+        if "lora" in str(row.get("task", "")).lower():
+            raise RowError("the row trains LoRA, but lacks lora_rank")
+        return model
+    if not targets:
+        targets = (ALL_LINEAR,)
+        assumed.append("lora_targets all-linear")
+    try:
+        lora = Lora(rank=rank, alpha=rank, targets=targets)
+        check_targets(lora, model.family, gated=model.gated_mlp, experts=model.experts)
+    except ValueError as error:
+        raise RowError(f"lora: {error}") from None
+    return model.model_copy(update={"lora": lora})
 
 
 def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[str]) -> Layout:

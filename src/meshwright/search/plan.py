@@ -21,6 +21,7 @@ from meshwright.search import questions
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.choices import Chosen, choices
 from meshwright.search.compiling import NOTHING_FITS, CompileChoice, choose, decided, with_compile
+from meshwright.search.fine_tuning import FineTuning, fine_tunings
 from meshwright.search.pins import given, is_given, refuse, words
 from meshwright.search.questions import LargestBatch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
@@ -77,6 +78,11 @@ class Plan:
         """Return the longest sequences that fit: `questions.longest_context`."""
         self._check_free("--longest-context")
         return questions.longest_context(self.setting, self.setting.cluster.devices, self.margin)
+
+    def fine_tunings(self) -> list[FineTuning]:
+        """Return what can be fine-tuned: `fine_tuning.fine_tunings`."""
+        self._check_free("--fine-tune")
+        return fine_tunings(self.setting, self.setting.cluster.devices, self.margin)
 
     def cheapest(self, prices: Mapping[str, float]) -> list[Offer]:
         """Return numbers and kinds of devices by the cost of a token: `questions.cheapest`."""

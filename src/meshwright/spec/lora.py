@@ -87,6 +87,12 @@ def target_names(family: str, *, gated: bool) -> dict[str, str]:
     return {one: modules[one].rsplit(".", 1)[-1] for one in ours}
 
 
+def own_layers(family: str, *, gated: bool) -> list[str]:
+    """Return the names of the layers that a family does not store as one matrix with others."""
+    names = list(target_names(family, gated=gated).values())
+    return [name for name in dict.fromkeys(names) if names.count(name) == 1]
+
+
 def adapted(lora: Lora | None, family: str, *, gated: bool) -> frozenset[str]:
     """Return the linear layers of a block that adapters are for, by our names."""
     if lora is None:
@@ -109,19 +115,17 @@ def check_targets(lora: Lora | None, family: str, *, gated: bool, experts: int) 
             f"lora.rank = {lora.rank} is for models without experts, but model.experts = "
             f"{experts}; train such a model whole"
         )
-    names = target_names(family, gated=gated)
-    every = list(dict.fromkeys(names.values()))
-    fused = {name for name in every if list(names.values()).count(name) > 1}
-    alone = [name for name in every if name not in fused]
+    every = list(dict.fromkeys(target_names(family, gated=gated).values()))
+    free = own_layers(family, gated=gated)
     if not lora.targets:
         raise ValueError(refusal("lora.targets is empty", legal=[*map(repr, (ALL_LINEAR, *every))]))
     for target in lora.targets:
         found = every if target == ALL_LINEAR else [n for n in every if fnmatchcase(n, target)]
         told = f"lora.targets has {target!r}"
         if not found:
-            legal = nearest(target, [*alone, ALL_LINEAR]) or alone
+            legal = nearest(target, [*free, ALL_LINEAR]) or free
             what = f"{told}, which is no linear layer of the {family} family"
             raise ValueError(refusal(what, legal=[*map(repr, legal)]))
-        if joint := [name for name in found if name in fused]:
+        if joint := [name for name in found if name not in free]:
             what = f"{told}, but the {family} family stores {joint[0]} as one matrix of several"
-            raise ValueError(refusal(what, legal=[*map(repr, alone)]))
+            raise ValueError(refusal(what, legal=[*map(repr, free)]))

@@ -1,0 +1,60 @@
+"""What can be fine-tuned on some devices: all weights or adapters, how fast, and how long rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from meshwright.predict.price import Prediction
+from meshwright.predict.setting import Setting
+from meshwright.search.questions import longest_context
+from meshwright.search.rank import MARGIN, Search
+from meshwright.spec.lora import Lora, check_targets, own_layers
+from meshwright.spec.model import ModelSpec
+
+# The rank of adapters where a config has none.
+RANK: Final = 16
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """One way to fine-tune: what is trained, and what of it fits.
+
+    `refused` says why adapters do not go with the model. `found` is the fastest layout at
+    `train.seq_len`, `longest` the longest sequences and the fastest layout for them; None where
+    nothing fits.
+    """
+
+    trained: str
+    found: Prediction | None = None
+    longest: tuple[int, Prediction] | None = None
+    refused: str | None = None
+
+
+def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list[FineTuning]:
+    """Return what training all weights, and adapters alone, take on so many devices.
+
+    Adapters are those of the model where it has some, else of rank `RANK` on every linear layer
+    that can have one of its own.
+    """
+    model = setting.model
+    lora = model.lora or Lora(rank=RANK, alpha=RANK, targets=_targets(model))
+    ways: dict[str, Lora | None] = {"all weights": None, f"adapters of rank {lora.rank}": lora}
+    return [_way(setting, name, one, devices, margin) for name, one in ways.items()]
+
+
+def _targets(model: ModelSpec) -> tuple[str, ...]:
+    return tuple(own_layers(model.family, gated=model.gated_mlp))
+
+
+def _way(
+    setting: Setting, trained: str, lora: Lora | None, devices: int, margin: float
+) -> FineTuning:
+    model = setting.model
+    try:
+        check_targets(lora, model.family, gated=model.gated_mlp, experts=model.experts)
+    except ValueError as error:
+        return FineTuning(trained, refused=str(error))
+    own = replace(setting, model=model.model_copy(update={"lora": lora}))
+    ranked = Search(own, devices, margin).run(1).ranked
+    return FineTuning(trained, ranked[0] if ranked else None, longest_context(own, devices, margin))
