@@ -48,8 +48,9 @@ def axes(layout):
 def test_the_table_is_large_legal_and_the_same_each_time():
     for world in WORLDS:
         cases = legal(world)
-        # A layout comes twice at most: once for models with experts.
-        assert len({(case.layout, case.model.experts > 0) for case in cases}) == len(cases)
+        # A layout comes thrice at most: once for models with experts, once for adapters.
+        kinds = {(c.layout, c.model.experts > 0, c.model.lora is None) for c in cases}
+        assert len(kinds) == len(cases)
         assert all(case.layout.world == world for case in cases)
         assert all(broken(c.model, c.train, c.layout) is None for c in cases)
         assert matrix(world) == matrix(world)

@@ -22,6 +22,7 @@ from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import Case, Optimizer
 from meshwright.prove.refused import refused
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
 
@@ -38,12 +39,16 @@ _ROUNDS: Final = {2: 2, 4: 2, 8: 1, 16: 2}
 
 
 class _Kind(NamedTuple):
-    """A kind of model and of batch; `asked` is what training asks of routers."""
+    """A kind of model and of batch; `asked` is what training asks of routers.
+
+    With `lora` only adapters are trained.
+    """
 
     family: str
     packed: bool = False
     flags: Mapping[str, Any] = MappingProxyType({})
     asked: Mapping[str, float] = MappingProxyType({})
+    lora: Lora | None = None
 
 
 _NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
@@ -162,6 +167,18 @@ _EXPERT_KINDS: Final = (
     _Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
     _Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),
 )
+_ADAPTED_KINDS: Final = (
+    _Kind("llama", lora=Lora(rank=4, alpha=6.0)),
+    _Kind("qwen3", packed=True, lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj"))),
+    _Kind("neox", flags=_NEOX, lora=Lora(rank=4, alpha=6.0, targets=("dense*",), dropout=0.2)),
+    _Kind("mistral", lora=Lora(rank=2, alpha=4.0, rslora=True, dropout=0.1)),
+    _Kind(
+        "llama",
+        packed=True,
+        flags={"tie_embeddings": True, **_ODD},
+        lora=Lora(rank=4, alpha=6.0, targets=("o_proj", "up_proj", "down_proj")),
+    ),
+)
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
     *("fp32", "fp32", "bf16", "fp32", "fp32", "fp16"),
@@ -188,6 +205,8 @@ _BIG_VOCAB: Final = 34768
 _OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
 # How many of them share out the experts, at least: where they are fewer, more layouts are dealt.
 _SHARED_OUT: Final = {2: 0, 4: 45, 8: 50, 16: 0}
+# And to models of which adapters are trained: of few, since test_lora.py has more of their layouts.
+_OF_ADAPTERS: Final = {2: 6, 4: 10, 8: 0, 16: 0}
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -220,23 +239,23 @@ def matrix(world: int) -> tuple[Case, ...]:
             case = _dealt(layout, next(turns), _KINDS)
             if case is not None:
                 cases.setdefault(case.layout, case)
-    of_experts = tuple(_of_experts(world))
-    return (*cases.values(), *of_experts, *(refused(world) if world < 16 else ()))
+    of_experts = _of(_EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
+    of_adapters = _of(_ADAPTED_KINDS, world, _OF_ADAPTERS[world])
+    others = refused(world) if world < 16 else ()
+    return (*cases.values(), *of_experts, *of_adapters, *others)
 
 
-def _of_experts(world: int) -> Iterator[Case]:
-    """Yield the cases of models with experts."""
+def _of(kinds: Sequence[_Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
+    """Yield so many cases of some kinds, and more until enough of them share out experts."""
     turns = count(25 * world)
     layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again)]
     found: dict[Layout, Case] = {}
     for layout in _spread(layouts, len(layouts)):
-        case = _dealt(layout, next(turns), _EXPERT_KINDS)
-        is_one_of_few = len(found) < _OF_EXPERTS[world]
-        if case is not None and (is_one_of_few or case.layout.ep > 1):
-            found.setdefault(case.layout, case)
-        shared_out = sum(one.ep > 1 for one in found)
-        if len(found) >= _OF_EXPERTS[world] and shared_out >= _SHARED_OUT[world]:
+        if len(found) >= number and sum(one.ep > 1 for one in found) >= sharing:
             break
+        case = _dealt(layout, next(turns), kinds)
+        if case is not None and (len(found) < number or case.layout.ep > 1):
+            found.setdefault(case.layout, case)
     yield from found.values()
 
 
@@ -360,6 +379,7 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[_Kind]) -
         head_dim=8,
         **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
+    model = model.model_copy(update={"lora": kind.lora})
     optimizer, train = _turned(_OPTIMIZERS, turn), train.model_copy(update=dict(kind.asked))
     if model.experts:
         most = math.gcd(model.experts, layout.alike_ranks)
