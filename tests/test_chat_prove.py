@@ -17,6 +17,7 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.matrix import matrix
 from meshwright.prove.parity import prove_parity
+from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
@@ -28,13 +29,14 @@ MODEL = model_spec(
 TRAIN = TrainSpec(batch=8, seq_len=32, seed=3)
 
 
-def case_of(label, precision="fp32"):
+def case_of(label, precision="fp32", lora=None):
     train = TRAIN.model_copy(update={"precision": precision})
-    return Case(MODEL, train, Layout.parse(label), packed=True, chat=True)
+    model = MODEL.model_copy(update={"lora": lora})
+    return Case(model, train, Layout.parse(label), packed=True, chat=True)
 
 
-def proven(world, label, precision="fp32"):
-    case = case_of(label, precision)
+def proven(world, label, precision="fp32", lora=None):
+    case = case_of(label, precision, lora)
     return prove_parity(case, open_groups(case.layout, world), world)
 
 
@@ -46,17 +48,18 @@ def test_half_of_the_rows_have_nothing_that_is_trained():
 
 
 @pytest.mark.parametrize(
-    ("label", "precision"),
+    ("label", "precision", "lora"),
     [
-        ("dp2 mb1", "fp32"),
-        ("shard2 zero2 mb2", "bf16"),
-        ("tp2 sp mb2", "fp32"),
-        ("cp2 mb4", "fp32"),
-        ("pp2 1f1b mb1", "fp32"),
+        ("dp2 mb1", "fp32", None),
+        ("shard2 zero2 mb2", "bf16", None),
+        ("tp2 sp mb2", "fp32", None),
+        ("tp2 sp mb2", "fp32", Lora(rank=4, alpha=6.0)),
+        ("cp2 mb4", "fp32", None),
+        ("pp2 1f1b mb1", "fp32", None),
     ],
 )
-def test_turns_are_proven(label, precision):
-    for verdicts in on_ranks(2, proven, label=label, precision=precision):
+def test_turns_are_proven(label, precision, lora):
+    for verdicts in on_ranks(2, proven, label=label, precision=precision, lora=lora):
         assert all(verdict.passed for verdict in verdicts), verdicts
 
 
@@ -154,7 +157,11 @@ def test_the_example_learns_to_answer(tmp_path, monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["text"].startswith("It is ")
     assert told["text"].endswith(", my friend!")
-    assert main(["report", "runs/chat", "--out", "page.html"]) == 0
+    assert (tmp_path / "runs/chat/report/index.html").stat().st_size > 10_000
+    assert main(["checkpoint", "export-hf", "runs/chat", "answers"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "answers", *words[2:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == told["text"]
     assert main([*words, "--system", "Be kind."]) == 0
     assert "my friend!" in capsys.readouterr().out
     assert main(["generate", "runs/chat", "--chat", "--prompt", "a<|im_end|>"]) == 2
