@@ -170,21 +170,29 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return None
 
 
+# What is asked of routers, and the scores that it is for.
+_ROUTERS = {
+    "router_aux_loss": ("softmax", "sigmoid"),
+    "router_z_loss": ("softmax",),
+    "router_bias_rate": ("sigmoid",),
+    "routing": ("softmax", "sigmoid"),
+}
+
+
 def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """What is asked of routers asks for a model with routers."""
-    asked = {
-        "router_aux_loss": train.router_aux_loss,
-        "router_z_loss": train.router_z_loss,
-        "router_bias_rate": train.router_bias_rate,
-        "routing": None if train.routing == "learned" else train.routing,
-    }
-    scores = {"router_z_loss": "softmax", "router_bias_rate": "sigmoid"}
-    for key, value in asked.items():
-        if value and not model.experts:
+    asked = train.router_aux_loss or train.router_z_loss or train.router_bias_rate
+    if not asked and train.routing == "learned":  # soon: the planner asks for thousands of layouts
+        return None
+    for key, scores in _ROUTERS.items():
+        value = getattr(train, key)
+        if not value or value == "learned":
+            continue
+        if not model.experts:
             return f"train.{key} = {value} is of models with experts, but model.experts = 0"
-        if value and scores.get(key, model.router_scores) != model.router_scores:
+        if model.router_scores not in scores:
             return (
-                f"train.{key} = {value} is of routers with a {scores[key]}, but "
+                f"train.{key} = {value} is of routers with a {scores[0]}, but "
                 f"model.router_scores = {model.router_scores}"
             )
     if train.router_bias_rate and model.lora is not None:
