@@ -13,7 +13,6 @@ from meshwright.bench.compiling import compiling
 from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.errors import EXIT_REFUSED, ConfigError
-from meshwright.launch import planned
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.planned import settled
 from meshwright.layout import Layout, Machine
@@ -74,14 +73,6 @@ def test_auto_is_off_and_says_why(measured, words, lacks, why):
     found = chosen("train.steps=1000000", *words, lacks=lacks)
     assert not found.compiled
     assert why in found.why
-
-
-def test_a_gpu_that_is_not_known_trains_uncompiled(measured, monkeypatch):
-    monkeypatch.setattr(planned, "gpu_name", lambda: "Quadro FX")
-    machine = Machine("cuda", 1, 4, "CUDA GPU", is_fixed=True)
-    found = settled(load_config(None, [measured]), machine)
-    assert found.train.compile is False
-    assert "Quadro FX is not in the catalogue" in found.origins["train.compile"]
 
 
 def test_what_slows_down_is_left_out(tmp_path):

@@ -294,7 +294,7 @@ def test_ranks_of_a_cpu_are_as_many_as_the_degrees_ask_for(capsys):
             2048,
             "fp32",
         ),
-        (["cluster.preset=a40"], 16, 256, "fp32"),  # our own small model
+        (["cluster.preset=a40"], 16, 256, "bf16"),  # our own small model
         (["model.preset=llama-3-8b"], 16, 256, "fp32"),  # on the machine at hand
     ],
 )

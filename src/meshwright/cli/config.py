@@ -20,6 +20,7 @@ from meshwright.cli.common import (
 )
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.interop.flat import SYSTEMS
+from meshwright.launch.compiler import lacks_compiler
 from meshwright.launch.machine import detect
 from meshwright.launch.planned import settled
 from meshwright.layout import resolve_layout
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         return _import(args)
     config = read_config(args)
     machine = detect(config.cluster, os.environ)
-    config = settled(config, machine)
+    config = settled(config, machine, lacks_compiler(machine.device, os.environ))
     layout = resolve_layout(config, machine)
     values = config.model_dump(mode="json")
     if args.json:

@@ -1,10 +1,10 @@
-"""fp32 products on a CPU: through oneDNN, where it is faster than the library that torch takes.
+"""fp32 products: on a CPU through oneDNN, where it is faster than the library that torch takes.
 
 torch computes them with MKL, which takes a slower path on processors that are not Intel's: on AMD's
 it was measured at 0.87 of what oneDNN does (Zen 4) down to less than half (Zen 5). Both compute in
 true fp32. The kernels of `aten::mm` and `aten::addmm`, in place too, are replaced, below autograd:
 linear layers, their backwards, recomputation and what counts FLOPs see the operators that they
-know.
+know. GPUs compute them in TF32, as long as nobody asks for torch's own way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from meshwright.execute.processor import processor
-from meshwright.program.target import Matmul, Route, Target, route
+from meshwright.program.target import Matmul, Route, Target, route, takes_tf32
 from meshwright.spec.training import TrainSpec
 
 
 def take_route(matmul: Matmul, device: torch.device) -> Route:
     """Have this process compute the fp32 products of a device so, from now on."""
     if device.type != "cpu":
+        torch.set_float32_matmul_precision("high" if takes_tf32(matmul) else "highest")
         return Route()
     found = route(matmul, processor()) if has_onednn() else Route()
     if found.rows or _router.cache_info().currsize:
@@ -34,7 +35,7 @@ def take_route(matmul: Matmul, device: torch.device) -> Route:
 def target_of(train: TrainSpec, device: torch.device, *, packed: bool = False) -> Target:
     """Return what a program is for that this process performs; `packed` as in `Target`."""
     if device.type != "cpu":
-        return Target("gpu", packed=packed)
+        return Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
     products = route(train.matmul, processor()) if has_onednn() else Route()
     return Target("cpu", products, packed)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from filecmp import cmp
+from operator import attrgetter
 from pathlib import Path
 
 from meshwright.checkpoint.commit import steps
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.accelerators import find_gpus, unused_note
 from meshwright.layout import Layout, Machine, left_over, unsharded
+from meshwright.program.target import takes_tf32
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.schedule import learning_rate
 from meshwright.spec.stored import stored_tokenizer
@@ -31,9 +33,9 @@ def config_notes(config: Config) -> Iterator[str]:
         yield f"optimizer.lr = {rate:g}, {where}"
     if config.origins.get("data.tokenizer", "").startswith("model.init_from"):
         yield f"data.tokenizer = {config.data.tokenizer}, as model.init_from has it"
-    for key in ("batch", "seq_len", "precision"):
-        if (where := config.origins.get(f"train.{key}", "")).startswith("derived"):
-            yield f"train.{key} = {getattr(config.train, key)}, {where}"
+    for key in ("train.batch", "train.seq_len", "train.precision", "layout.microbatch"):
+        if (where := config.origins.get(key, "")).startswith("derived"):
+            yield f"{key} = {attrgetter(key)(config)}, {where}"
     beyond = beyond_context(config.train.seq_len, config.model)
     for text in (preset_note(config), tokenizer_note(config), beyond):
         if text is not None:
@@ -87,6 +89,8 @@ def run_notes(job: Job, environ: Mapping[str, str]) -> Iterator[str]:
     if chosen != config.origins["train.compile"]:
         blocks = "compiled" if config.train.is_compiled else "not compiled"
         yield f"blocks are {blocks}: {chosen}"
+    if machine.device == "cuda" and takes_tf32(config.train.matmul):
+        yield "products in fp32 are computed in TF32; train.matmul=torch has them in full fp32"
     yield from layout_notes(config, layout, machine)
 
 

@@ -9,6 +9,7 @@ from meshwright.execute.processor import processor
 from meshwright.launch.machine import CPU_RANKS, gpu_name
 from meshwright.launch.measured import CALIBRATION
 from meshwright.layout import Layout, Machine, resolve_layout
+from meshwright.spec.defaults import default_precision
 from meshwright.spec.dump import MEASURED_HERE
 from meshwright.spec.loading import Config
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:  # `config show` has no use for what they bring
 def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
     """Return a config whose layout and `train.compile` are decided, by the planner where asked.
 
-    `lacks` is what a compiler lacks here. Raises `ConfigError` where no layout fits, or where the
-    machine's GPUs are not known.
+    On GPUs so are the precision and the microbatch that are left out. `lacks` is what a compiler
+    lacks here. Raises `ConfigError` where no layout fits, or where the planner does not know the
+    machine's GPUs.
     """
+    config = in_precision_of(config, machine)
     if config.layout.auto:
         # Only here and below: `train --help` starts without the planner.
         from meshwright.search.plan import planned
@@ -32,18 +35,52 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
         found = planned(here, lacks, processor(), slower(here, machine))
         changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
         return config.model_copy(update=changes)
-    if config.train.compile == "auto" and config.cluster.calibration is not None:
-        from meshwright.search.compiling import CompileChoice, choose, decided
+    on_gpus = machine.device == "cuda"
+    if config.train.compile == "auto" and (on_gpus or config.cluster.calibration is not None):
+        from meshwright.search.compiling import choose, decided, unmeasured
 
         layout = resolve_layout(config, machine)
         try:
             setting = setting_on(config, machine, layout)
-        except ConfigError as error:  # a run with a layout needs no device that is known
-            return decided(config, CompileChoice(False, str(error)))
-        if setting.compile_gain is None and config.origins[CALIBRATION].startswith(MEASURED_HERE):
+        except ConfigError:  # a run with a layout needs no device that is known
+            return decided(config, unmeasured(config.train, lacks, on_gpus=on_gpus))
+        is_kept = config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE)
+        if not on_gpus and setting.compile_gain is None and is_kept:
             return config  # nobody has asked for what is not measured
-        return decided(config, choose(setting, layout, lacks))
-    return config
+        config = decided(config, choose(setting, layout, lacks))
+    return with_microbatch(config, machine) if on_gpus else config
+
+
+def in_precision_of(config: Config, machine: Machine) -> Config:
+    """Return a config with the precision of this machine's GPUs, where it leaves that out."""
+    is_given = config.origins.get("train.precision", "default") != "default"
+    if is_given or machine.device != "cuda" or config.cluster.preset != "local":
+        return config
+    found = default_precision(gpu_name() or "this GPU")
+    train = config.train.model_copy(update={"precision": found.value})
+    origins = {**config.origins, "train.precision": found.origin}
+    return config.model_copy(update={"train": train, "origins": origins})
+
+
+def with_microbatch(config: Config, machine: Machine) -> Config:
+    """Return a config with the fastest microbatch that fits, by prediction, where it has none.
+
+    Nothing changes where the machine's GPUs are not known, or where none fits.
+    """
+    if config.layout.microbatch is not None:
+        return config
+    from meshwright.search.microbatch import fastest
+
+    layout = resolve_layout(config, machine)
+    try:
+        found = fastest(setting_on(config, machine, layout), layout)
+    except ConfigError:  # a run with a layout needs no device that is known
+        return config
+    if found is None:
+        return config
+    section = config.layout.model_copy(update={"microbatch": found.layout.microbatch})
+    origins = {**config.origins, "layout.microbatch": found.why}
+    return config.model_copy(update={"layout": section, "origins": origins})
 
 
 def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
@@ -81,6 +118,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
     devices = machine.devices
     if not machine.is_fixed:
         devices = max(devices, -(-degree_of(given(config)) // config.cluster.nodes))
+    config = in_precision_of(config, machine)
     changes: dict[str, object] = {"devices_per_node": devices, "device": machine.device}
     if machine.device == "cuda" and config.cluster.preset == "local":
         name = gpu_name()

@@ -64,6 +64,13 @@ class Device:
     source: str
     processor: Processor = _NAMELESS
 
+    def peak(self, products: str, *, tf32: bool = False) -> float:
+        """Return the FLOP/s of products such as "fp8-mx"; those in fp32 may take TF32's units."""
+        dtype = products.partition("-")[0]
+        if tf32 and dtype == "fp32":
+            return self.peaks.get("tf32", self.peaks[dtype])
+        return self.peaks[dtype]
+
 
 def slowed(device: Device, times: float) -> Device:
     """Return a device that computes and moves so many times as slowly, as a rank of many does."""

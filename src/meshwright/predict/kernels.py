@@ -96,9 +96,9 @@ class Kernels:
         self.compile_gain = compile_gain / self.slower
         self.target = target
         share = find(f"products.{products}.{matmul}", *kinds)
-        self.peak = device.peaks[products.split("-")[0]] * share
+        self.peak = device.peak(products, tf32=target.tf32) * share
         share = find(f"products.{precision}.{matmul}", *kinds)
-        self.head_peak = device.peaks[precision] * share
+        self.head_peak = device.peak(precision, tf32=target.tf32) * share
         self.half = find(f"products.half.{precision}.{matmul}", *kinds)
         self.bandwidth = device.bandwidth * find("memory", *kinds)
         self.optimizer_bandwidth = self.bandwidth * find("optimizer", *kinds)

@@ -242,7 +242,7 @@ def _prediction(setting: Setting, layout: Layout, held: RankMemory, time: StepTi
         setting.train.batch * setting.train.seq_len,
         flops_per_token(setting.model, setting.train.seq_len),
         layout.world,
-        setting.cluster.device.peaks[setting.products.split("-")[0]],
+        setting.peak,
         _spread(setting),
     )
 

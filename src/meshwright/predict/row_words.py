@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from meshwright.predict.systems import SYSTEMS, Module, System
+from meshwright.program.target import Matmul
 from meshwright.spec.training import Precision, Recompute
 
 # Our own system: what of a row is said in its words, and not in those of the papers.
@@ -115,6 +116,11 @@ def _with_loss(system: System, row: Mapping[str, Any], assumed: list[str]) -> Sy
     if found[1] is None:
         assumed.append(f"{_CHUNKS} chunks of the loss")
     return replace(system, loss_chunks=max(1, int(found[1] or _CHUNKS)))
+
+
+def matmul_of(row: Mapping[str, Any]) -> Matmul:
+    """Return how a row's system computes what stays in fp32: in TF32 where the row says so."""
+    return "auto" if str(row.get("precision") or "").lower() == "tf32" else "torch"
 
 
 def precision_of(row: Mapping[str, Any], assumed: list[str]) -> tuple[Precision, str]:

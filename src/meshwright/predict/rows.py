@@ -22,6 +22,7 @@ from meshwright.predict.row_models import known, whole
 from meshwright.predict.row_words import (
     OURS,
     UNKNOWN_ATTENTION,
+    matmul_of,
     precision_of,
     recompute_of,
     system_of,
@@ -76,7 +77,8 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
         per_node = device.per_node
     cluster = cluster_of(device, devices, per_node, _links(row, device))
     try:
-        train = TrainSpec(batch=row["gbs"], seq_len=row["seq"], precision=precision)
+        matmul = matmul_of(row)
+        train = TrainSpec(batch=row["gbs"], seq_len=row["seq"], precision=precision, matmul=matmul)
         layout = _layout(row, degrees, system, assumed)
     except ValidationError as error:
         raise RowError(str(error.errors()[0]["msg"])) from None

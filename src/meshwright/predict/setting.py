@@ -16,7 +16,7 @@ from meshwright.program.schedule import stage_ranks
 from meshwright.program.sharing import reduced_bytes
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage, split_stages
-from meshwright.program.target import Target, route
+from meshwright.program.target import Target, route, takes_tf32
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
@@ -56,9 +56,14 @@ class Setting:
     def target(self) -> Target:
         """What a program of the cluster's ranks is for."""
         if not self.on_cpu:
-            return Target("gpu", packed=self.packed)
+            return Target("gpu", packed=self.packed, tf32=takes_tf32(self.train.matmul))
         products = route(self.train.matmul, self.cluster.device.processor)
         return Target("cpu", products, self.packed)
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the device in the dtype of products."""
+        return self.cluster.device.peak(self.products, tf32=self.target.tf32)
 
     @property
     def compile_gain(self) -> float | None:

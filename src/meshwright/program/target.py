@@ -74,17 +74,24 @@ class Target(NamedTuple):
     """What a program runs on, and the rows that it gets.
 
     `device` is where ranks compute; on CPUs gloo carries their messages. `products` is the way of
-    fp32 products on a CPU. `packed`: rows hold several documents, which attention tells apart.
+    fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
+    documents, which attention tells apart.
     """
 
     device: Device = "cpu"
     products: Route = Route()
     packed: bool = False
+    tf32: bool = False
 
     @property
     def on_cpu(self) -> bool:
         """Whether the ranks are processes on CPUs."""
         return self.device == "cpu"
+
+
+def takes_tf32(matmul: Matmul) -> bool:
+    """Whether GPUs compute fp32 products in TF32: 10 bits of mantissa, several times as fast."""
+    return matmul != "torch"
 
 
 def route(matmul: Matmul, processor: Processor) -> Route:

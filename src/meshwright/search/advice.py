@@ -127,7 +127,7 @@ def _precision(found: Prediction, setting: Setting) -> str | None:
     if device.kind == "cpu":
         return None
     best = "bf16" if device.peaks["bf16"] >= device.peaks["fp16"] else "fp16"
-    mine = device.peaks[setting.products.partition("-")[0]]
+    mine = setting.peak
     if mine * 2 > device.peaks[best]:
         return None
     times = device.peaks[best] / mine

@@ -1,4 +1,9 @@
-"""Whether to compile the blocks: where that was measured to gain what it takes, within the run."""
+"""Whether to compile the blocks: on GPUs, and where it was measured to gain what it takes.
+
+On a GPU that is not measured it is the choice of whoever knows them: between its products a block
+reads and writes the memory once an operation, and the compiler joins them. What a compiler cannot
+take stays outside of the graphs, see `execute.apart`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,16 @@ from meshwright.layout import Layout
 from meshwright.predict.price import price
 from meshwright.predict.setting import Setting
 from meshwright.spec.loading import Config
+from meshwright.spec.training import TrainSpec
 from meshwright.units import format_seconds
 
 _UNMEASURED: Final = (
     "its gain is not measured: `meshwright bench device --out FILE` does it, "
     "cluster.calibration = FILE reads it"
+)
+_ON_GPUS: Final = (
+    "on GPUs it joins what lies between products; it takes a minute or so at the start, and "
+    "train.compile = false leaves it out"
 )
 
 
@@ -30,17 +40,14 @@ NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
 def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> CompileChoice:
     """Return what `train.compile` comes to under a layout; `lacks` is what its compiler lacks.
 
-    "auto" compiles where all steps together save more seconds than compiling takes.
+    "auto" compiles where all steps together save more seconds than compiling takes, and where that
+    is not measured, on GPUs.
     """
     train, gain = setting.train, setting.compile_gain
-    if train.compile != "auto":
-        return CompileChoice(train.compile, "as asked for")
-    if train.engine != "native":
-        return CompileChoice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
-    if lacks is not None:
-        return CompileChoice(False, lacks)
     if gain is None:
-        return CompileChoice(False, _UNMEASURED)
+        return unmeasured(train, lacks, on_gpus=not setting.on_cpu)
+    if (choice := _settled(train, lacks)) is not None:
+        return choice
     plain, compiled = (
         price(with_compile(setting, compiles=compiles), layout).time.total
         for compiles in (False, True)
@@ -53,6 +60,21 @@ def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> Compil
     else:
         why += "would save nothing"
     return CompileChoice(saved > needed, why)
+
+
+def unmeasured(train: TrainSpec, lacks: str | None, *, on_gpus: bool) -> CompileChoice:
+    """Return what `train.compile` comes to where nobody has measured what compiling gains."""
+    choice = CompileChoice(on_gpus, _ON_GPUS if on_gpus else _UNMEASURED)
+    return _settled(train, lacks) or choice
+
+
+def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
+    """Return what is decided without a gain; None where it goes by that."""
+    if train.compile != "auto":
+        return CompileChoice(train.compile, "as asked for")
+    if train.engine != "native":
+        return CompileChoice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
+    return None if lacks is None else CompileChoice(False, lacks)
 
 
 def with_compile(setting: Setting, *, compiles: bool) -> Setting:

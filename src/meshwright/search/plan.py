@@ -148,7 +148,8 @@ def plan(
     choice = choose(setting, found.ranked[0].layout, lacks)
     if choice.compiled and not setting.train.is_compiled:
         setting = with_compile(setting, compiles=True)
-        found = Search(setting, setting.cluster.devices, margin, pins).run(top)
+        if setting.compile_gain is not None:  # else nothing is priced otherwise
+            found = Search(setting, setting.cluster.devices, margin, pins).run(top)
     return Plan(decided(config, choice), setting, found, margin, choice)
 
 

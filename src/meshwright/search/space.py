@@ -80,11 +80,16 @@ def _of_degrees(
             continue
         shared_out = divisors(math.gcd(model.experts, dp * cp)) if model.experts else (1,)
         for microbatch in divisors(train.batch // dp):
-            if microbatch > 1 and microbatch * train.seq_len // cp > _MICROBATCH_TOKENS:
+            if not is_worth(microbatch, train, plain):
                 break
             for recompute, ep in product(RECOMPUTES, shared_out):
                 changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute, "ep": ep}
                 yield Core(plain.model_copy(update=changes))
+
+
+def is_worth(microbatch: int, train: TrainSpec, layout: Layout) -> bool:
+    """Whether a microbatch is small enough to be looked at; that of one sequence always is."""
+    return microbatch == 1 or microbatch * train.seq_len // layout.cp <= _MICROBATCH_TOKENS
 
 
 @lru_cache(maxsize=4096)

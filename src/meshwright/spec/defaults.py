@@ -1,9 +1,10 @@
-"""Defaults that follow from the model: learning rate, batch, length, precision, tokenizer."""
+"""Defaults that follow from model and device: rate, batch, length, precision, tokenizer."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +32,8 @@ _RATES: Final = (
 _BATCHES: Final = ((0.0, 1 << 19), (1.3e9, 1 << 20), (6.7e9, 1 << 21), (1e11, 1 << 22))
 # The longest default: pretraining uses longer sequences only towards its end.
 _LONGEST: Final = 8192
-# Devices without bf16 units, by the beginning of their names.
-_HALF: Final = ("v100",)
+# GPUs without bf16 units, Volta and Turing, as the catalogue or their driver calls them.
+_HALF: Final = re.compile(r"v100|titan v\b|\bt4\b|rtx 20\d\d|quadro rtx|gtx 16", re.IGNORECASE)
 # Share of the rate that a model takes which is trained already.
 _TRAINED: Final = 0.1
 
@@ -67,28 +68,35 @@ def default_rate(model: ModelSpec) -> Value | None:
     return Value(rate, f"derived: for {size}")
 
 
-def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
-    """Return the default batch, length and precision of a published model on a cluster.
+def default_precision(device: str) -> Value:
+    """Return the default precision of a GPU, called as by the catalogue or its driver."""
+    name = "fp16" if _HALF.search(device) else "bf16"
+    return Value(name, f"derived: products of {device} are fastest in it")
 
-    `given` is the [train] section, whose keys stay. Nothing for our own small model, nor for the
-    machine at hand, whose defaults are for a first look.
+
+def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
+    """Return the default batch, length and precision on a cluster of the catalogue.
+
+    `given` is the [train] section, whose keys stay. Nothing for the machine at hand, which is not
+    looked at here; of our own small model the precision alone, the others are for a first look.
     """
     device = str(cluster.get("preset", Value(LOCAL, "")).value)
-    is_ours = model.preset in (None, "demo") and model.init_from is None
-    if device in (LOCAL, "cpu") or is_ours:
+    if device in (LOCAL, "cpu"):
         return {}
+    found = {"precision": default_precision(device)}
+    if model.preset not in (None, "demo") or model.init_from is not None:
+        found |= _default_batch(model, given)
+    return {key: value for key, value in found.items() if key not in given}
+
+
+def _default_batch(model: ModelSpec, given: Values) -> Values:
     count = parameter_count(model)
     length = Value(min(model.context, _LONGEST), "derived: model.context, up to 8192")
     tokens = next(size for least, size in reversed(_BATCHES) if count >= least)
     rows = max(1, tokens // int(given.get("seq_len", length).value))
     why = f"derived: {format_count(tokens)} tokens for {format_count(count)} parameters"
-    name = "fp16" if device.startswith(_HALF) else "bf16"
-    found = {
-        "seq_len": length,
-        "batch": Value(1 << (rows.bit_length() - 1), why),  # which devices divide
-        "precision": Value(name, f"derived: products of {device} are fastest in it"),
-    }
-    return {key: value for key, value in found.items() if key not in given}
+    # A power of two, which devices divide.
+    return {"seq_len": length, "batch": Value(1 << (rows.bit_length() - 1), why)}
 
 
 def default_tokenizer(init_from: str) -> Values:

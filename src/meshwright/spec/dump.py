@@ -11,14 +11,18 @@ from meshwright.spec.resolve import Values
 
 # How the origin of a calibration begins that nobody has named.
 MEASURED_HERE: Final = "measured here"
+# And that of a microbatch that nobody has given.
+FASTEST: Final = "derived: the fastest that fits"
 
 
 def portable(config: Config) -> Config:
     """Return a config without what holds for the machine at hand alone."""
-    if not config.origins.get("cluster.calibration", "").startswith(MEASURED_HERE):
-        return config
-    cluster = config.cluster.model_copy(update={"calibration": None})
-    return config.model_copy(update={"cluster": cluster})
+    changes: dict[str, Any] = {}
+    if config.origins.get("cluster.calibration", "").startswith(MEASURED_HERE):
+        changes["cluster"] = config.cluster.model_copy(update={"calibration": None})
+    if config.origins.get("layout.microbatch", "").startswith(FASTEST):
+        changes["layout"] = config.layout.model_copy(update={"microbatch": None})
+    return config.model_copy(update=changes) if changes else config
 
 
 def to_toml(config: Config) -> str:

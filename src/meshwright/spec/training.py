@@ -169,8 +169,9 @@ class TrainSpec(Spec):
     "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
     compares the weights that ranks hold copies of, every n steps; 0 never does. `matmul` is what
     computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
-    to be faster on such a processor. `compile` compiles the blocks: always, never, or where it was
-    measured to pay (`cluster.calibration`) within the run. `engine` does the steps: our own, or
+    to be faster on such a processor; GPUs do so in TF32, unless it is torch's own. `compile`
+    compiles the blocks: always, never, or where it was measured to pay (`cluster.calibration`)
+    within the run; where that is not measured, on GPUs. `engine` does the steps: our own, or
     DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks' linear layers
     in float8. Of models with experts, `router_aux_loss` weighs the loss that has each sequence's
     tokens meet all experts equally often, `router_z_loss` that of large scores; `router_bias_rate`

@@ -1,0 +1,38 @@
+"""The microbatch of a layout that leaves it out: the fastest that fits, by prediction."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.layout import Layout, broken
+from meshwright.layout.candidates import divisors
+from meshwright.predict.setting import Setting
+from meshwright.search.fits import Fits, preference
+from meshwright.search.rank import MARGIN
+from meshwright.search.space import is_worth
+from meshwright.spec.dump import FASTEST
+from meshwright.units import format_bytes
+
+
+class Microbatch(NamedTuple):
+    """A layout with its microbatch, and why it has this one."""
+
+    layout: Layout
+    why: str
+
+
+def fastest(setting: Setting, layout: Layout) -> Microbatch | None:
+    """Return a layout with the microbatch that the planner would give it; None where none fits."""
+    device, train = setting.cluster.device, setting.train
+    fits = Fits(setting, device.memory * (1 - MARGIN))
+    sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]
+    tried = [layout.model_copy(update={"microbatch": size}) for size in sizes]
+    legal = [one for one in tried if broken(setting.model, train, one) is None]
+    light = [one for one in legal if fits.estimate(one).total <= fits.limit]
+    for timed in sorted(map(fits.timed, light), key=preference):
+        found = fits.priced(timed)
+        if found.memory.total <= fits.limit:
+            held = format_bytes(found.memory.total)
+            why = f"{FASTEST}, with {held} of {format_bytes(device.memory)}"
+            return Microbatch(found.layout, f"{why}, as predicted")
+    return None

@@ -1,0 +1,187 @@
+"""What is chosen on GPUs where a config leaves it open: precision, compiling, TF32, microbatch."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshwright.execute import products
+from meshwright.execute.products import take_route, target_of
+from meshwright.launch import notes, planned
+from meshwright.launch.planned import on_machine, setting_on, settled
+from meshwright.layout import Machine, resolve_layout
+from meshwright.predict.calibration import as_toml
+from meshwright.predict.catalogue import catalogue, find_device
+from meshwright.predict.rows import read_row
+from meshwright.program.target import takes_tf32
+from meshwright.prove.case import Case
+from meshwright.prove.suite import _in_full
+from meshwright.search.compiling import unmeasured
+from meshwright.search.microbatch import fastest
+from meshwright.search.plan import setting_of
+from meshwright.spec.dump import portable
+from meshwright.spec.loading import load_config
+from meshwright.train.run_folder import Job
+
+GPUS = Machine("cuda", 8, 32, "CUDA GPU", is_fixed=True)
+CPU = Machine("cpu", 2, 2, "two cores", is_fixed=False)
+H100 = "NVIDIA H100 80GB HBM3"
+BIG = ["model.preset=llama-3-8b", "train.seq_len=4096", "train.batch=64", "layout.zero=3"]
+CUDA = torch.device("cuda")
+
+
+def here(monkeypatch, name=H100):
+    monkeypatch.setattr(planned, "gpu_name", lambda: name)
+
+
+def on_gpus(*words, lacks=None):
+    return settled(load_config(None, list(words)), GPUS, lacks)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        (H100, "bf16"),
+        (None, "bf16"),  # AMD's driver, and WSL2's, say no name
+        ("Tesla V100-SXM2-16GB", "fp16"),
+        ("Tesla T4", "fp16"),
+        ("NVIDIA GeForce RTX 2080 Ti", "fp16"),
+        ("NVIDIA GeForce RTX 4090", "bf16"),
+    ],
+)
+def test_a_gpu_trains_in_the_precision_that_its_units_have(monkeypatch, name, precision):
+    here(monkeypatch, name)
+    found = on_gpus()
+    assert found.train.precision == precision
+    assert found.origins["train.precision"].startswith("derived: products of ")
+    assert (name or "this GPU") in found.origins["train.precision"]
+
+
+def test_what_is_given_stays_and_a_cpu_keeps_fp32(monkeypatch):
+    here(monkeypatch)
+    given = on_gpus("train.precision=fp32", "train.compile=false", "layout.microbatch=2")
+    assert (given.train.precision, given.train.compile) == ("fp32", False)
+    assert given.layout.microbatch == 2
+    assert settled(load_config(None, []), CPU) == load_config(None, [])
+
+
+def test_a_preset_of_gpus_has_it_too_whatever_the_model():
+    assert load_config(None, ["cluster.preset=h100-sxm"]).train.precision == "bf16"
+    assert load_config(None, ["cluster.preset=v100-32gb"]).train.precision == "fp16"
+    assert load_config(None, ["cluster.preset=h100-sxm", *BIG]).train.precision == "bf16"
+    assert load_config(None, ["cluster.preset=cpu"]).train.precision == "fp32"
+
+
+def test_the_planner_plans_for_that_precision(monkeypatch):
+    here(monkeypatch)
+    config = on_machine(load_config(None, []), GPUS)
+    assert config.train.precision == "bf16"
+    assert setting_of(config).products == "bf16"
+
+
+@pytest.mark.parametrize("name", [H100, "Quadro FX"])
+def test_blocks_are_compiled_where_a_compiler_is(monkeypatch, name):
+    here(monkeypatch, name)
+    found = on_gpus()
+    assert found.train.compile is True
+    assert "train.compile = false leaves it out" in found.origins["train.compile"]
+    without = on_gpus(lacks="triton is not installed")
+    assert without.train.compile is False
+    assert without.origins["train.compile"] == "auto: triton is not installed"
+    assert on_gpus("train.engine=deepspeed").train.compile is False
+    cpu = unmeasured(load_config(None, []).train, None, on_gpus=False)
+    assert not cpu.compiled
+    assert "bench device" in cpu.why
+
+
+def test_a_gain_that_was_measured_decides(monkeypatch, tmp_path):
+    here(monkeypatch)
+    path = tmp_path / "here.toml"
+    found = {"compile.gain.bf16": 0.9, "compile.seconds.bf16": 1.0}
+    path.write_text(as_toml({"h100": found}, "2026-11-22", "a test"))
+    slower = on_gpus(f"cluster.calibration={path}")
+    assert slower.train.compile is False
+    assert "would save nothing" in slower.origins["train.compile"]
+
+
+def test_the_microbatch_is_the_fastest_that_fits(monkeypatch):
+    here(monkeypatch)
+    config = on_gpus(*BIG)
+    layout = resolve_layout(config, GPUS)
+    setting = setting_on(config, GPUS, layout)
+    assert config.layout.microbatch == layout.microbatch
+    assert "80.00 GiB, as predicted" in config.origins["layout.microbatch"]
+    assert portable(config).layout.microbatch is None  # another machine has other memory
+    device = setting.cluster.device
+    small = replace(setting.cluster, device=replace(device, memory=device.memory * 2 // 3))
+    less = fastest(replace(setting, cluster=small), layout)
+    assert less is None or less.layout.microbatch < layout.microbatch
+    least = replace(setting.cluster, device=replace(device, memory=1 << 30))
+    assert fastest(replace(setting, cluster=least), layout) is None
+
+
+def test_a_gpu_that_nobody_knows_keeps_the_usual_microbatch(monkeypatch):
+    here(monkeypatch, "Quadro FX")
+    assert on_gpus(*BIG).layout.microbatch is None
+
+
+def test_the_start_says_what_was_chosen(monkeypatch):
+    here(monkeypatch)
+    monkeypatch.setattr(notes, "find_gpus", lambda environ: None)
+    for words, matmul in (([], "TF32"), (["train.matmul=torch"], None)):
+        config = on_gpus(*words)
+        layout = resolve_layout(config, GPUS)
+        job = Job(config, layout, GPUS, Path(), SimpleNamespace(), SimpleNamespace())
+        told = "\n".join(notes.run_notes(job, {}))
+        assert "train.precision = bf16, derived" in told
+        assert f"layout.microbatch = {layout.microbatch}, derived" in told
+        assert "blocks are compiled: on GPUs" in told
+        assert ("train.matmul=torch" in told) == (matmul is not None)
+
+
+def test_what_stays_in_fp32_takes_tf32_unless_asked_not_to(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    train = load_config(None, []).train
+    for matmul in ("auto", "torch"):
+        take_route(matmul, CUDA)
+        target = target_of(train.model_copy(update={"matmul": matmul}), CUDA)
+        assert target.tf32 is takes_tf32(matmul)
+    take_route("torch", torch.device("cpu"))
+    assert asked == ["high", "highest"]
+    assert products.target_of(train, torch.device("cpu")).tf32 is False
+
+
+def test_a_proof_has_its_products_in_full_fp32():
+    config = load_config(None, [])
+    case = Case(config.model, config.train, resolve_layout(config, CPU))
+    assert _in_full(case, CUDA).train.matmul == "torch"
+    assert _in_full(case, torch.device("cpu")) is case
+
+
+def test_tf32_has_a_peak_of_its_own_and_is_priced_by_it():
+    for device in catalogue()[0].values():
+        if "tf32" in device.peaks:
+            assert device.peaks["tf32"] / device.peaks["bf16"] == pytest.approx(0.5, rel=0.02)
+    h100 = find_device("h100-sxm")
+    assert h100.peak("fp32", tf32=True) == h100.peaks["tf32"] > h100.peak("fp32")
+    assert find_device("v100-32gb").peak("fp32", tf32=True) == find_device("v100-32gb").peak("fp32")
+    words = ["cluster.preset=h100-sxm", "train.precision=fp32"]
+    auto, own = (
+        setting_of(load_config(None, [*words, *more])) for more in ([], ["train.matmul=torch"])
+    )
+    assert auto.peak / own.peak == pytest.approx(h100.peaks["tf32"] / h100.peaks["fp32"])
+    assert auto.kernels().peak > own.kernels().peak
+
+
+def test_rows_of_measurements_say_tf32_themselves():
+    row = {"gpu": "A100", "layers": 4, "hidden": 512, "heads": 8, "seq": 512, "gbs": 8, "mbs": 1}
+    row |= {"n_gpus": 8, "vocab": 32000, "framework": "megatron"}
+    calibration = setting_of(load_config(None, [])).calibration
+    peaks = {
+        word: read_row({**row, "precision": word}, calibration).setting.peak
+        for word in ("fp32", "tf32")
+    }
+    assert peaks == {"fp32": 19.5e12, "tf32": 156e12}
