@@ -6,16 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from meshwright.execute import products
 from meshwright.execute.products import take_route, target_of
 from meshwright.launch import notes, planned
 from meshwright.launch.planned import on_machine, setting_on, settled
 from meshwright.layout import Machine, resolve_layout
+from meshwright.models.attention import attend, spread
 from meshwright.predict.calibration import as_toml
 from meshwright.predict.catalogue import catalogue, find_device
 from meshwright.predict.rows import read_row
-from meshwright.program.target import takes_tf32
+from meshwright.program.lower import lower
+from meshwright.program.operations import operations
+from meshwright.program.target import Target, takes_tf32
 from meshwright.prove.case import Case
 from meshwright.prove.suite import _in_full
 from meshwright.search.compiling import unmeasured
@@ -185,3 +190,49 @@ def test_rows_of_measurements_say_tf32_themselves():
         for word in ("fp32", "tf32")
     }
     assert peaks == {"fp32": 19.5e12, "tf32": 156e12}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_masked", "is_spread"),
+    [
+        (torch.float32, False, True),
+        (torch.bfloat16, False, False),  # FlashAttention knows groups
+        (torch.bfloat16, True, True),  # but no masks
+    ],
+)
+def test_a_gpu_never_holds_all_scores_of_grouped_heads(monkeypatch, dtype, is_masked, is_spread):
+    called = []
+
+    def kernel(q, k, v, **how):
+        called.append((k.shape[1], v.shape[1], how["enable_gqa"]))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, 8, 16, 64, dtype=dtype, device="cuda")
+        k, v = (torch.empty(1, 2, 16, 64, dtype=dtype, device="cuda") for _ in range(2))
+        mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device="cuda") if is_masked else None
+        attend(q, k, v, mask)
+    assert called == [(8, 8, False) if is_spread else (2, 2, True)]
+
+
+def test_heads_that_share_keys_get_copies_of_the_same_ones():
+    q, k, v = torch.randn(1, 8, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    one = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    other = F.scaled_dot_product_attention(q, spread(k, 8), spread(v, 8), is_causal=True)
+    assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_the_program_keeps_the_copies():
+    config = load_config(None, ["train.precision=fp32"])
+    layout = resolve_layout(config, CPU)
+    kept = []
+    for device in ("cpu", "gpu"):
+        program = lower(config.model, config.train, layout, Target(device))
+        (stage,) = program.stages
+        found = operations(program, stage)
+        kept.append(sum(one.saved_bytes * one.count for one in found if one.kind == "attention"))
+    spec = config.model
+    tokens = layout.microbatch * config.train.seq_len
+    more = 2 * tokens * (spec.n_heads - spec.n_kv_heads) * spec.head_dim * 4
+    assert kept[1] - kept[0] == spec.n_layers * more

@@ -73,11 +73,30 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scores: ScoreBounds, sinks: Tensor 
         out: Tensor = blockwise.attention(q, k, v, *bounds, sinks)[0]
         return out
     if scores == UNBOUNDED:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _by_kernel(q, k, v, is_causal=True)
     if flex.takes(q):
         return flex.attention(q, k, v, scores, sinks)
     return _masked(q, k, v, band(q, k.shape[-2], scores.window), scores.cap, sinks)
+
+
+def _by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
+) -> Tensor:
+    """Return attention by torch's fastest kernel.
+
+    On a GPU the one that takes fp32, or a mask, wants as many heads of keys as of queries: of
+    fewer torch would hold all scores.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cuda" and (q.dtype == torch.float32 or mask is not None):
+        k, v, grouped = spread(k, q.shape[1]), spread(v, q.shape[1]), False
+    kernel = F.scaled_dot_product_attention
+    return kernel(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+
+
+def spread(x: Tensor, heads: int) -> Tensor:
+    """Return x `[batch, kv_heads, seq, head_dim]` with a copy for each of the heads that share."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _masked(
@@ -90,8 +109,7 @@ def _masked(
 ) -> Tensor:
     """Return attention where `mask` is true, everywhere without one."""
     if cap is None and sinks is None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return _by_kernel(q, k, v, mask)
     return plainly(q, k, v, mask, cap, sinks)
 
 

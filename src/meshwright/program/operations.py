@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.lower import Program
-from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps
+from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps, spreads
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec, ModelSpec
@@ -247,7 +247,8 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
         tables = 2 * program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
         yield _Op("attn.rope", "rotation", saved=tables)
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
-    saved = of_heads + 2 * of_kv_heads + of_heads + sums  # q, k, v, the result
+    of_keys = of_heads if spreads(program, kind) else of_kv_heads
+    saved = of_heads + 2 * of_keys + of_heads + sums  # q, k, v, the result
     if program.target.packed and is_ring(program):
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
     steps = ring_steps(program, kind, cp_rank)

@@ -40,6 +40,13 @@ def is_plain(program: Program) -> bool:
     return is_ring(program) and program.target.packed and program.train.precision == "fp16"
 
 
+def spreads(program: Program, kind: LayerSpec) -> bool:
+    """Whether heads that share keys get copies: a GPU's kernel for fp32 knows no groups."""
+    bounds = ScoreBounds.of(program.model, kind).within(program.train.seq_len)
+    is_fused = bounds == UNBOUNDED and not is_ring(program) and not program.target.on_cpu
+    return is_fused and program.train.precision == "fp32"
+
+
 def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """Return how many results of a block the ring computes, in those of all of its queries."""
     if not is_ring(program):
