@@ -207,7 +207,7 @@ def fail(monkeypatch):
     def arrange(claims_of):
         proven = []
 
-        def prove(cases, environ, show, command):
+        def prove(cases, environ, show, device):
             proven.extend(cases)
             outcomes = [Outcome(case, verdicts(*claims_of(case)), 0.1) for case in cases]
             for outcome in outcomes:
@@ -256,7 +256,7 @@ def test_the_command_shows_the_smallest_failure_and_how_to_repeat_it(capsys, fai
 def test_what_fails_otherwise_is_another_failure(fail):
     case = HUNDRED[0]
     fail(lambda tried: ("gradients",) if tried == case else ("loss",))
-    fails = proof.fails_alike(Outcome(case, verdicts("gradients"), 0.1), {}, lambda folder: [])
+    fails = proof.fails_alike(Outcome(case, verdicts("gradients"), 0.1), {}, "cpu")
     assert fails(case)
     assert not fails(replace(case, steps=1))
 

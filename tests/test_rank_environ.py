@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.launch import benchmark, proof, session
 from meshwright.launch.rank_environ import ALLOCATOR, rank_environ
+from meshwright.layout import Layout, Machine
+from meshwright.prove.case import Case
+from meshwright.spec.loading import load_config
 
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Allocates 64 MiB in blocks of 4, frees them, and does so again: faults of the second time.
@@ -45,6 +49,56 @@ def test_ranks_on_gpus_have_what_the_user_has_not_set():
     bare = rank_environ({}, on_gpus=True)
     assert bare["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert not set(bare) & set(rank_environ({})) & {"TORCH_FR_BUFFER_SIZE"}
+
+
+class Joined(Exception):
+    """The ranks would meet now."""
+
+
+def test_a_rank_that_others_have_started_has_it_before_torch_reads_it(monkeypatch):
+    """By torchrun, Slurm, Ray or a manifest: all of them start `meshwright train` as a rank."""
+    gpus = Machine("cuda", 2, 8, "CUDA GPU", is_fixed=True)
+    at = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ = {**at, "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCH_FR_BUFFER_SIZE": "9"}
+    seen = {}
+
+    def join(*_):
+        seen.update(os.environ)
+        raise Joined
+
+    monkeypatch.setattr(session, "detect", lambda *_: gpus)
+    monkeypatch.setattr(session, "settled", lambda config, _: config)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr("meshwright.execute.world.join", join)
+    monkeypatch.setattr("meshwright.launch.worker.follow_parent", lambda _: None)
+    monkeypatch.setattr("meshwright.launch.worker.StopRequest.listen", lambda _: None)
+    with pytest.raises(Joined):
+        session.train(load_config(None, ["layout.dp_replicate=2"]), environ)
+    assert seen == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # the buffer was asked for otherwise
+    }
+
+
+def test_ranks_of_proofs_and_measurements_on_gpus_have_it(monkeypatch):
+    started = []
+
+    def ranks(command, world, folder, environ, *_):
+        started.append((command, environ.get("TORCH_FR_BUFFER_SIZE")))
+        raise Joined
+
+    config = load_config(None, [])
+    case = Case(config.model, config.train, Layout())
+    for room in (proof, benchmark):
+        monkeypatch.setattr(room, "LocalRanks", ranks)
+    for device, size in (("cpu", None), ("cuda", "2000")):
+        with pytest.raises(Joined):
+            proof.prove_cases([case], {}, print, device=device)
+        with pytest.raises(Joined):
+            benchmark.measure_on_ranks({"device": device}, 1, {}, print)
+        assert [found for _, found in started[-2:]] == [size, size]
+        assert started[-2][0][-1] == device
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +19,7 @@ from meshwright.launch.certificate import certify
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.engine import check_fp8
 from meshwright.launch.machine import detect
-from meshwright.launch.proof import by_world, fails_alike, prove_cases, worker_command
+from meshwright.launch.proof import by_world, fails_alike, prove_cases
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
@@ -271,10 +270,9 @@ def _refuse_without_gpus(cases: Sequence[Case]) -> None:
 
 def _proven(cases: Sequence[Case], out: TextIO, device: str) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    command = partial(worker_command, device=device)
     for some in by_world(cases):
         outcomes += prove_cases(
-            some, os.environ, lambda outcome: _show(outcome, out), command=command
+            some, os.environ, lambda outcome: _show(outcome, out), device=device
         )
     return outcomes
 
@@ -295,7 +293,7 @@ def _smallest(outcome: Outcome, args: argparse.Namespace, out: TextIO) -> dict[s
     """Say which is the smallest case that fails as one did, and return it for JSON."""
     case = outcome.case
     _say(out, f"looking for a smaller layout that fails like {case.label}")
-    on_ranks = fails_alike(outcome, os.environ, partial(worker_command, device=args.device))
+    on_ranks = fails_alike(outcome, os.environ, args.device)
     fails = _cannot_end if args.check_order else on_ranks
     if not fails(case):
         _say(out, "  it does not fail alone: the failure depends on the cases before it")

@@ -42,7 +42,7 @@ def measure_on_ranks(
     `threads` and `keeps_memory` as in `rank_environ`.
     Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
-    timing = Timing()
+    timing, on_gpus = Timing(), request["device"] == "cuda"
     with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="meshwright-bench-") as path:
         folder = Path(path)
         (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
@@ -58,7 +58,7 @@ def measure_on_ranks(
             [sys.executable, "-m", "meshwright.launch.bench_worker", path],
             ranks,
             RunFolder(folder),
-            rank_environ(environ, threads, keeps_memory=keeps_memory),
+            rank_environ(environ, threads, keeps_memory=keeps_memory, on_gpus=on_gpus),
             listen_on_loopback(None),
             timing,
         )

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,30 +67,35 @@ def prove_cases(
     environ: Mapping[str, str],
     show: Callable[[Outcome], None],
     timing: Timing | None = None,
-    command: Callable[[Path], list[str]] = worker_command,
+    command: Callable[[Path], list[str]] | None = None,
+    *,
+    device: str = "cpu",
 ) -> list[Outcome]:
     """Prove cases that all have the same number of ranks; `show` gets each outcome as it comes.
 
+    Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given.
     Where a rank fails, its layout is the one that failed, and the rest goes to fresh ranks. Raises
     `RankFailed` where the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     outcomes: list[Outcome] = []
+    command = command or partial(worker_command, device=device)
+    ranks_environ = rank_environ(environ, on_gpus=device == "cuda")
     with StopSignals() as signals:
         while len(outcomes) < len(cases):
             rest = cases[len(outcomes) :]
             with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as path:
                 proof = _Proof(ProofFolder(Path(path)), rest, signals, show)
-                outcomes += proof.run(environ, timing or Timing(), command)
+                outcomes += proof.run(ranks_environ, timing or Timing(), command)
     return outcomes
 
 
 def fails_alike(
-    outcome: Outcome, environ: Mapping[str, str], command: Callable[[Path], list[str]]
+    outcome: Outcome, environ: Mapping[str, str], device: str
 ) -> Callable[[Case], bool]:
     """Return a test of cases: does one, alone on fresh ranks, fail in a claim that failed here?"""
 
     def fails(case: Case) -> bool:
-        (found,) = prove_cases([case], environ, lambda outcome: None, command=command)
+        (found,) = prove_cases([case], environ, lambda outcome: None, device=device)
         return not found.failed_claims.isdisjoint(outcome.failed_claims)
 
     return fails
@@ -119,7 +125,7 @@ class _Proof:
             command(self._folder.path),
             self._cases[0].layout.world,
             RunFolder(self._folder.path),
-            rank_environ(environ),
+            environ,
             listen_on_loopback(None),
             timing,
         )

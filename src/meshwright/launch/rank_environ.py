@@ -24,6 +24,7 @@ _ON_GPUS: Final = (
     (("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"),
     (("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "2000"),
 )
+_COMPILERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def rank_environ(
@@ -42,11 +43,17 @@ def rank_environ(
     own = environ.get("GLIBC_TUNABLES", "")
     if keeps_memory and sets_allocator(environ):
         found["GLIBC_TUNABLES"] = f"{own}:{ALLOCATOR}" if own else ALLOCATOR
-    for names, value in _ON_GPUS if on_gpus else ():
+    return {**found, **gpu_environ(environ, threads)} if on_gpus else found
+
+
+def gpu_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Return what a rank with a GPU wants in its environment beside what is there."""
+    found: dict[str, str] = {}
+    for names, value in _ON_GPUS:
         if not any(name in environ for name in names):
             found.update(dict.fromkeys(names, value))
-    if on_gpus:  # torch's compiler would take all cores on each rank
-        found.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    if _COMPILERS not in environ:  # torch's compiler would take all cores on each rank
+        found[_COMPILERS] = str(threads)
     return found
 
 

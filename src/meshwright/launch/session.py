@@ -42,6 +42,7 @@ from meshwright.launch.measured import user_cache
 from meshwright.launch.measuring import measured_first
 from meshwright.launch.notes import run_notes
 from meshwright.launch.planned import predicted, settled
+from meshwright.launch.rank_environ import gpu_environ
 from meshwright.launch.restart import append
 from meshwright.launch.resuming import Resume, resumed
 from meshwright.launch.signals import StopSignals
@@ -238,6 +239,10 @@ def _train_joined(
     quiet: bool,
 ) -> Run:
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
+    config = on_nodes(config, at)
+    machine = detect(config.cluster, environ, at)
+    if machine.device == "cuda":  # before torch reads it
+        os.environ.update(gpu_environ(environ, machine.threads(at.local_size)))
     # Only here, where this process is a rank itself: a supervisor never needs torch.
     from meshwright.execute.world import join
     from meshwright.launch.worker import (
@@ -251,8 +256,6 @@ def _train_joined(
     stop = StopRequest()
     stop.listen()
     follow_parent(environ)
-    config = on_nodes(config, at)
-    machine = detect(config.cluster, environ, at)
     # Before the ranks meet: a layout that is not legal. What else is decided, rank 0 decides.
     plain = config.train.model_copy(update={"compile": False})
     resolve_layout(settled(config.model_copy(update={"train": plain}), machine), machine)
