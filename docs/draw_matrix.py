@@ -22,8 +22,10 @@ HEAD = """\
 # Support matrix
 
 [`meshwright prove --matrix`](commands/prove.md) runs each of these layouts on local ranks and
-compares it with one device. `make prove` runs all of them. `docs/draw_matrix.py` generates this page
-and its picture from the same table (`prove/matrix.py`), and a test checks that both are current.
+compares it with one device. `make prove` runs all of them. On CPUs, ranks sum by themselves under
+ZeRO; PyTorch's FSDP2 shards the layouts with `fsdp2`, as it does all of them on GPUs.
+`docs/draw_matrix.py` generates this page and its picture from the same table (`prove/matrix.py`),
+and a test checks that both are current.
 
 ![Number of proven layouts by model family and parallelism, and by pairs of parallelisms](images/support-matrix.svg)
 """
@@ -36,6 +38,8 @@ def parallelisms(case: Case) -> Iterator[str]:
         yield "dp"
     if layout.zero and layout.shard_ranks > 1:
         yield f"ZeRO-{layout.zero}"
+    if case.fsdp2:
+        yield "FSDP2"
     if layout.tp > 1:
         yield "tp + sp" if layout.sp else "tp"
     if layout.cp > 1:
@@ -53,7 +57,7 @@ def parallelisms(case: Case) -> Iterator[str]:
 
 
 NAMES = (
-    *("dp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp", "tp + sp", "ring", "ulysses", "pp", "ep"),
+    *("dp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "tp", "tp + sp", "ring", "ulysses", "pp", "ep"),
     *("full recompute", "selective recompute", "offload optimizer", "offload params"),
     *("bf16", "fp16"),
 )

@@ -1,7 +1,6 @@
 """Low-rank adapters: parity on layouts, faults that proofs catch, memory, what is refused."""
 
-from contextlib import ExitStack
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +19,7 @@ from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token
 from meshwright.prove.case import Case
+from meshwright.prove.compare import program_of
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
 from meshwright.simulate.run import simulate
@@ -51,7 +51,7 @@ def case_of(label, precision="fp32", **more):
 
 
 def proven(world, case):
-    groups = open_groups(case.layout, world)
+    groups = open_groups(case.layout, world, target=program_of(case, world).target)
     return (*prove_parity(case, groups, world), *prove_conformance(case, groups, world))
 
 
@@ -105,20 +105,11 @@ def test_layouts_train_the_same_adapters(case):
         assert "frozen weights, bit for bit" in [verdict.claim for verdict in verdicts]
 
 
-def proven_by_fsdp2(world, case):
-    """As on GPUs: what keeps weights whole on a CPU is switched off."""
-    with ExitStack() as stack:
-        for room in ("execute.build", "program.sharing"):
-            name = f"meshwright.{room}.sums_in_place"
-            stack.enter_context(mock.patch(name, lambda layout, target: layout.zero == 0))
-        return proven(world, case)
-
-
 @pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1", "shard2 zero2 recompute-full", "shard2 zero3"])
 def test_fsdp2_leaves_frozen_weights_alone(label):
-    case = case_of(label, "bf16", targets=("q_proj", "down_proj"))
-    for verdicts in on_ranks(2, proven_by_fsdp2, case=case):
+    case = replace(case_of(label, "bf16", targets=("q_proj", "down_proj")), fsdp2=True)
+    for verdicts in on_ranks(2, proven, case=case):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 

@@ -32,12 +32,14 @@ def take_route(matmul: Matmul, device: torch.device) -> Route:
     return found
 
 
-def target_of(train: TrainSpec, device: torch.device, *, packed: bool = False) -> Target:
-    """Return what a program is for that this process performs; `packed` as in `Target`."""
+def target_of(
+    train: TrainSpec, device: torch.device, *, packed: bool = False, fsdp2: bool = False
+) -> Target:
+    """Return what a program is for that this process performs; `packed`, `fsdp2` as in `Target`."""
     if device.type != "cpu":
         return Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
     products = route(train.matmul, processor()) if has_onednn() else Route()
-    return Target("cpu", products, packed)
+    return Target("cpu", products, packed, fsdp2=fsdp2)
 
 
 def has_onednn() -> bool:

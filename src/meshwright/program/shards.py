@@ -147,9 +147,11 @@ def sums_in_place(layout: Layout, target: Target) -> bool:
     """Whether ranks keep weights whole and sum gradients by themselves, without FSDP2.
 
     Under ZeRO they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
-    and gloo's reduce-scatter is a sum for all; elsewhere it moves half as much.
+    and gloo's reduce-scatter is a sum for all; elsewhere it moves half as much. A target may ask
+    for FSDP2 there, too.
     """
-    return layout.zero == 0 or (target.on_cpu and layout.offload != "params")
+    on_host = layout.offload == "params"
+    return layout.zero == 0 or (target.on_cpu and not target.fsdp2 and not on_host)
 
 
 def unit_of(name: str, *, in_place: bool, ep: int = 1) -> str:

@@ -75,13 +75,14 @@ class Target(NamedTuple):
 
     `device` is where ranks compute; on CPUs gloo carries their messages. `products` is the way of
     fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
-    documents, which attention tells apart.
+    documents, which attention tells apart. `fsdp2`: ZeRO is FSDP2's on CPUs, too, as on GPUs.
     """
 
     device: Device = "cpu"
     products: Route = Route()
     packed: bool = False
     tf32: bool = False
+    fsdp2: bool = False
 
     @property
     def on_cpu(self) -> bool:

@@ -21,7 +21,7 @@ class Case:
     """One layout, and what it is run on; `refused` is the rule that it is expected to break.
 
     `steps` of an optimizer are compared. With `chat` only some turns are trained, and half of the
-    rows have none.
+    rows have none. With `fsdp2` ZeRO is FSDP2's, which GPUs take, on CPUs, too.
     """
 
     model: ModelSpec
@@ -32,6 +32,7 @@ class Case:
     optimizer: Optimizer = "adamw"
     refused: str | None = None
     chat: bool = False
+    fsdp2: bool = False
 
     @property
     def loss_scale(self) -> float:
@@ -65,6 +66,7 @@ class Case:
             "packed": self.packed,
             "chat": self.chat,
             "compiled": self.train.is_compiled,
+            "fsdp2": self.fsdp2,
             f"{model.experts}x{model.top_k}": model.experts > 0,
             "aux": self.train.router_aux_loss > 0,
             "z": self.train.router_z_loss > 0,

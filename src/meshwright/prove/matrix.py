@@ -207,6 +207,8 @@ _OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
 _SHARED_OUT: Final = {2: 0, 4: 45, 8: 50, 16: 0}
 # And to models of which adapters are trained: of few, since test_lora.py has more of their layouts.
 _OF_ADAPTERS: Final = {2: 6, 4: 10, 8: 0, 16: 0}
+# And how many with ZeRO to FSDP2, which GPUs take for it: the others sum by themselves on CPUs.
+_OF_FSDP2: Final = {2: 12, 4: 14, 8: 0, 16: 0}
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -242,7 +244,7 @@ def matrix(world: int) -> tuple[Case, ...]:
     of_experts = _of(_EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
     of_adapters = _of(_ADAPTED_KINDS, world, _OF_ADAPTERS[world])
     others = refused(world) if world < 16 else ()
-    return (*cases.values(), *of_experts, *of_adapters, *others)
+    return (*cases.values(), *of_experts, *of_adapters, *_of_fsdp2(world), *others)
 
 
 def _of(kinds: Sequence[_Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
@@ -256,6 +258,21 @@ def _of(kinds: Sequence[_Kind], world: int, number: int, sharing: int = 0) -> It
         case = _dealt(layout, next(turns), kinds)
         if case is not None and (len(found) < number or case.layout.ep > 1):
             found.setdefault(case.layout, case)
+    yield from found.values()
+
+
+def _of_fsdp2(world: int) -> Iterator[Case]:
+    """Yield the cases in which FSDP2 shards; one in four has experts."""
+    turns = count(25 * world + 1)
+    layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again) if one.zero]
+    found: dict[Layout, Case] = {}
+    for layout in _spread(layouts, len(layouts)):
+        if len(found) == _OF_FSDP2[world]:
+            break
+        turn = next(turns)
+        case = _dealt(layout, turn, _KINDS if turn % 4 else _EXPERT_KINDS)
+        if case is not None and case.layout.offload != "params":  # which FSDP2 shards anyway
+            found.setdefault(case.layout, replace(case, fsdp2=True))
     yield from found.values()
 
 

@@ -73,7 +73,7 @@ class Suite:
         # All but the layout, of which only what is rounded at once matters to one device.
         is_fp32 = case.train.precision == "fp32"
         layout = Layout(microbatch=1 if is_fp32 else case.layout.microbatch)
-        key = replace(case, layout=layout, refused=None)
+        key = replace(case, layout=layout, refused=None, fsdp2=False)
         if key not in self._references:
             self._references[key] = shared_reference(case, self._world)
         return self._references[key]
