@@ -48,9 +48,11 @@ def axes(layout):
 def test_the_table_is_large_legal_and_the_same_each_time():
     for world in WORLDS:
         cases = legal(world)
-        # A layout comes thrice at most: once for models with experts, once for adapters.
-        kinds = {(c.layout, c.model.experts > 0, c.model.lora is None) for c in cases}
+        # A layout comes again for models with experts, for adapters and for FSDP2.
+        kinds = {(c.layout, c.model.experts > 0, c.model.lora is None, c.fsdp2) for c in cases}
         assert len(kinds) == len(cases)
+        by_fsdp2 = [case.layout for case in cases if case.fsdp2]
+        assert {layout.zero for layout in by_fsdp2} == ({1, 2, 3} if world < 8 else set())
         assert all(case.layout.world == world for case in cases)
         assert all(broken(c.model, c.train, c.layout) is None for c in cases)
         assert matrix(world) == matrix(world)

@@ -7,6 +7,7 @@ guard of autograd's or of a dispatch mode's leaves out. Other operations are not
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -29,6 +30,8 @@ _OTHERS: Final = {
     "c10d::barrier": ("barrier", "tensor"),
 }
 _KEY: Final = torch._C.DispatchKey.BackendSelect
+# Seconds between two looks at the device.
+_LOOK_S: Final = 1.0
 _WAIT: Final = "_c10d_functional::wait_tensor"
 
 Kernel = Callable[..., Any]
@@ -37,12 +40,15 @@ Kernel = Callable[..., Any]
 class CollectiveRecorder:
     """A context in which this process's collectives are entered into a flight recorder.
 
-    What the rank waits for at once is entered as waited for, and as ended when it is there; on a
-    GPU, when it is handed to the device. What it waits for later, `flight_recorder.Pending` enters.
+    What the rank waits for at once is entered as waited for, and as ended when it is there. What it
+    waits for later, `flight_recorder.Pending` enters. On a GPU the host hands it over and goes on:
+    a thread looks when the device has come to it, so that a hang shows what is open there.
     """
 
-    def __init__(self, recorder: FlightRecorder) -> None:
+    def __init__(self, recorder: FlightRecorder, device: torch.device | None = None) -> None:
         self._recorder = recorder
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._ended = threading.Event()
         self._numbers: dict[str, int] = {}
         self._libraries: dict[str, Any] = {}
 
@@ -52,9 +58,18 @@ class CollectiveRecorder:
             if schema.name.startswith("c10d::") and "process_group" in names:
                 self._stand_before(schema.name, partial(self._begun, schema.name, names))
         self._stand_before(_WAIT, self._waited)
+        if self._on_gpu:
+            self._recorder.mark = _marked
+            threading.Thread(target=self._look, name="collectives", daemon=True).start()
         return self
 
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self._recorder.look()
+
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._recorder.mark = None
         for library in self._libraries.values():
             library._destroy()
 
@@ -120,6 +135,13 @@ class CollectiveRecorder:
         if name not in self._numbers:
             self._numbers[name] = self._recorder.group(name, dist.get_process_group_ranks(group))
         return self._numbers[name]
+
+
+def _marked() -> Callable[[], bool]:
+    """Mark where the device's stream is; returns what says whether the device has come there."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return lambda: bool(event.query())
 
 
 def _bytes(found: Any) -> int:

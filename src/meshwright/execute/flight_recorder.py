@@ -73,6 +73,9 @@ class FlightRecorder:
         self._waited_s, self._stepped_s, self._step_began = 0.0, 0.0, 0.0
         self._sequences: dict[tuple[int, int, int], int] = {}
         self._groups: list[Group] = []
+        # Makes a mark on a device behind all that it was handed; the result says if it came there.
+        self.mark: Callable[[], Callable[[], bool]] | None = None
+        self._on_device: dict[int, Callable[[], bool]] = {}  # entries, in their order
         self._mine = threading.local()  # entries of each thread: saving has one of its own
         head = (MAGIC, attempt, rank, world, machine_id(), os.getpid(), self._clock())
         HEAD.pack_into(self._memory, 0, *head)
@@ -229,10 +232,27 @@ class FlightRecorder:
             self.tape.wait(*entries)
 
     def end(self, *entries: int) -> None:
-        """Enter that something has ended, or that the rank no longer waits for it."""
-        now = self._clock()
-        since = min((self._stamp(entry, "ended", now) or now for entry in entries), default=now)
+        """Enter that something has ended, or that the rank no longer waits for it.
+
+        With a `mark` it has been handed to the device: `look` enters that it has ended there.
+        """
+        now, field = self._clock(), "ended"
+        if self.mark is not None and entries:
+            there, field = self.mark(), "waiting"
+            self._on_device.update(dict.fromkeys(entries, there))
+        since = min((self._stamp(entry, field, now) or now for entry in entries), default=now)
         self._waited(entries, now - since)
+
+    def look(self) -> None:
+        """Enter what has ended on the device meanwhile; from any thread, also while the rank hangs.
+
+        A device comes to its marks in order. This is nothing that the rank does, so no entry moves.
+        """
+        for entry, there in self._on_device.copy().items():
+            if not there():
+                break
+            self._stamp(entry, "ended", self._clock())
+            self._on_device.pop(entry, None)
 
     def go_on(self, *entries: int) -> None:
         """Enter that the rank no longer waits for something that has not ended."""
@@ -259,7 +279,8 @@ class FlightRecorder:
         """Return the collective that this thread began last, if it has not ended."""
         for entry in self.begun_last(1):
             fields = RECORD.unpack_from(self._memory, RING_AT + entry % SLOTS * RECORD.size)
-            if not fields[3] and KINDS[fields[9]] not in TRANSFERS:
+            is_open = not fields[3] and entry not in self._on_device
+            if is_open and KINDS[fields[9]] not in TRANSFERS:
                 return (entry,)
         return ()
 

@@ -231,7 +231,8 @@ def run_rank(
         go = importlib.import_module("meshwright.train.by_deepspeed").train  # of an extra
     if config.cluster.memory is not None:  # the groups' threads are no part of it
         open_groups(job.layout, world, config.cluster.timeout)
-    with CollectiveRecorder(world.recorder), MemoryLimit(job, world.rank, world.device):
+    recorded = CollectiveRecorder(world.recorder, world.device)
+    with recorded, MemoryLimit(job, world.rank, world.device):
         summary = go(job, world, dataset, emit, lambda: stop.asked, resume)
     for sink in sinks:
         sink.close()

@@ -9,20 +9,19 @@ kinds have no common divisor, so that over the table each kind meets each other 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, product
 from random import Random
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from meshwright.errors import ConfigError, refusal
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import Case, Optimizer
+from meshwright.prove.kinds import ADAPTED_KINDS, EXPERT_KINDS, KINDS, Kind
 from meshwright.prove.refused import refused
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
 
@@ -38,147 +37,6 @@ PER_MESH: Final = 4
 _ROUNDS: Final = {2: 2, 4: 2, 8: 1, 16: 2}
 
 
-class _Kind(NamedTuple):
-    """A kind of model and of batch; `asked` is what training asks of routers.
-
-    With `lora` only adapters are trained.
-    """
-
-    family: str
-    packed: bool = False
-    flags: Mapping[str, Any] = MappingProxyType({})
-    asked: Mapping[str, float] = MappingProxyType({})
-    lora: Lora | None = None
-
-
-_NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
-# Not powers of 2, which would round nothing.
-_MULTIPLIED: Final = {
-    "embedding_scale": 3.0,
-    "residual_scale": 0.7,
-    "attention_scale": 0.6,
-    "logits_divisor": 1.5,
-}
-_BIASED: Final = {"attention_bias": True, "mlp_bias": True}
-# Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty.
-_ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 144}
-# Windows that end in the middle of a rank's share, and tight caps.
-_CAPPED: Final = {
-    "layer_pattern": [{"window": 7}, {}],
-    "attention_softcap": 2.0,
-    "logits_softcap": 4.0,
-}
-_LOCAL: Final = {"layer_pattern": [{"window": 11, "rope_theta": 50.0}, {}]}
-_YARN: Final = {"kind": "yarn", "factor": 4.0, "original_context": 16}
-_KINDS: Final = (
-    _Kind("llama"),
-    _Kind("neox", flags=_NEOX),
-    _Kind("llama", flags={"tie_embeddings": True}),
-    _Kind("llama", packed=True, flags={**_BIASED, **_ODD}),
-    _Kind("neox", packed=True, flags={"rotary_pct": 0.5, "tie_embeddings": True}),
-    _Kind("llama", flags={"dropout": 0.1}),
-    _Kind("neox", flags={**_NEOX, **_ODD, "dropout": 0.1}),
-    _Kind("qwen3"),
-    _Kind("granite", flags=_MULTIPLIED),
-    _Kind("qwen2", packed=True),
-    _Kind("qwen3", packed=True, flags={"tie_embeddings": True, **_ODD}),
-    _Kind("mistral", flags={"dropout": 0.1}),
-    _Kind("granite", packed=True, flags={**_MULTIPLIED, "tie_embeddings": True}),
-    _Kind("phi3", flags={"rotary_pct": 0.5}),
-    _Kind("qwen2", flags={"tie_embeddings": True, "dropout": 0.1}),
-    _Kind("phi3", packed=True, flags=_ODD),
-    _Kind("mistral", packed=True, flags={"tie_embeddings": True}),
-    _Kind("gemma2", flags=_CAPPED),
-    _Kind("olmo2"),
-    _Kind("gemma3", packed=True, flags={**_LOCAL, **_ODD}),
-    _Kind("olmo3", flags={**_LOCAL, "rope_scaling": _YARN}),
-    _Kind("smollm3", flags={"dropout": 0.1}),
-    _Kind("mistral", flags={"layer_pattern": [{"window": 9}]}),
-    _Kind("gemma2", packed=True, flags=_CAPPED),
-    _Kind("olmo2", packed=True, flags={"tie_embeddings": True, **_ODD}),
-    _Kind("gemma3", flags=_LOCAL),
-    _Kind("olmo3", packed=True, flags=_LOCAL),
-    _Kind("smollm3", packed=True, flags=_ODD),
-)
-# Large: the gradients of these losses are as large as the others.
-_EVEN: Final = {"router_aux_loss": 1.0}
-_SMALL: Final = {"router_z_loss": 0.3}
-# A step moves a correction by about as much as scores differ.
-_MOVED: Final = {"router_bias_rate": 0.05}
-# From one expert of a token to all of them. Most numbers of experts divide among ranks.
-_MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
-_SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
-# Values smaller than keys, or larger; one of two groups is picked from. In half precision tokens
-# change experts, and the loss with them: a small scale leaves that within its tolerance.
-_LATENT: Final = {
-    "experts": 8,
-    "top_k": 3,
-    "expert_ffn_dim": 48,
-    "shared_ffn_dim": 48,
-    "dense_layers": 1,
-    "routed_scale": 0.7,
-    "expert_groups": 2,
-    "top_groups": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
-_UNGROUPED: Final = {"experts": 6, "top_k": 2, "expert_groups": 1, "top_groups": 1}
-_LENGTHENED: Final = {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.4}
-# A limit that few values exceed: where rounding takes one across it, its gradient jumps.
-_BOUNDED: Final = {"layer_pattern": [{"window": 7}, {}], "swiglu_limit": 3.0}
-_GPT_OSS: Final = {"experts": 6, "top_k": 1, "dropout": 0.1}
-_EXPERT_KINDS: Final = (
-    _Kind("mixtral", flags={"experts": 4, "top_k": 3}),
-    _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}, asked=_EVEN),
-    _Kind(
-        "qwen2_moe",
-        flags={**_MIXTURE, "shared_ffn_dim": 96, "layer_pattern": [{"dense": True}, {}]},
-        asked={**_EVEN, **_SMALL},
-    ),
-    _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 1}),
-    _Kind("qwen3_moe", flags={"experts": 8, "top_k": 3, "expert_ffn_dim": 64, "dropout": 0.1}),
-    _Kind("mixtral", packed=True, flags={"experts": 4, "top_k": 2}, asked={**_EVEN, **_SMALL}),
-    _Kind("qwen2_moe", packed=True, flags={**_SHARED, "tie_embeddings": True}),
-    _Kind("olmoe", flags={"experts": 4, "top_k": 4}, asked=_SMALL),
-    _Kind(
-        "mixtral",
-        flags={"experts": 3, "top_k": 3, "tie_embeddings": True, "layer_pattern": [{"window": 9}]},
-    ),
-    _Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64}),
-    _Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}, asked=_EVEN),
-    _Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}, asked=_EVEN),
-    _Kind("qwen3_moe", packed=True, flags={**_MIXTURE, "experts": 4, "tie_embeddings": True}),
-    _Kind("deepseek_v3", flags=_LATENT, asked={**_EVEN, **_MOVED}),
-    _Kind(
-        "deepseek_v3",
-        packed=True,
-        flags={**_LATENT, "q_lora_rank": 0, **_UNGROUPED, **_ODD},
-        asked=_MOVED,
-    ),
-    _Kind(
-        "deepseek_v3",
-        flags={**_LATENT, "v_head_dim": 12, "rope_scaling": _LENGTHENED},
-        asked=_EVEN,
-    ),
-    _Kind("gpt_oss", flags={**_BOUNDED, "experts": 4, "top_k": 2}),
-    _Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
-    _Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),
-)
-_ADAPTED_KINDS: Final = (
-    _Kind("llama", lora=Lora(rank=4, alpha=6.0)),
-    _Kind("qwen3", packed=True, lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj"))),
-    _Kind("neox", flags=_NEOX, lora=Lora(rank=4, alpha=6.0, targets=("dense*",), dropout=0.2)),
-    _Kind("mistral", lora=Lora(rank=2, alpha=4.0, rslora=True, dropout=0.1)),
-    _Kind(
-        "llama",
-        packed=True,
-        flags={"tie_embeddings": True, **_ODD},
-        lora=Lora(rank=4, alpha=6.0, targets=("o_proj", "up_proj", "down_proj")),
-    ),
-)
 _RECOMPUTES: Final[tuple[Recompute, ...]] = ("none", "full", "selective")
 _PRECISIONS: Final[tuple[Precision, ...]] = (
     *("fp32", "fp32", "bf16", "fp32", "fp32", "fp16"),
@@ -234,20 +92,20 @@ def matrix(world: int) -> tuple[Case, ...]:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
     cases = {case.layout: case for case in _large(world)}
     for turn, layout in enumerate(map(Layout.parse, _NAMED[world])):
-        cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn, _KINDS)
+        cases[layout] = _case(layout, TrainSpec(batch=16, seq_len=32), turn, KINDS)
     turns = count(25 * world)  # each table deals from another place, so that more of them meet
     for again in range(_ROUNDS[world]):
         for layout in _layouts(world, again):
-            case = _dealt(layout, next(turns), _KINDS)
+            case = _dealt(layout, next(turns), KINDS)
             if case is not None:
                 cases.setdefault(case.layout, case)
-    of_experts = _of(_EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
-    of_adapters = _of(_ADAPTED_KINDS, world, _OF_ADAPTERS[world])
+    of_experts = _of(EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
+    of_adapters = _of(ADAPTED_KINDS, world, _OF_ADAPTERS[world])
     others = refused(world) if world < 16 else ()
     return (*cases.values(), *of_experts, *of_adapters, *_of_fsdp2(world), *others)
 
 
-def _of(kinds: Sequence[_Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
+def _of(kinds: Sequence[Kind], world: int, number: int, sharing: int = 0) -> Iterator[Case]:
     """Yield so many cases of some kinds, and more until enough of them share out experts."""
     turns = count(25 * world)
     layouts = [one for again in range(_ROUNDS[world]) for one in _layouts(world, again)]
@@ -270,7 +128,7 @@ def _of_fsdp2(world: int) -> Iterator[Case]:
         if len(found) == _OF_FSDP2[world]:
             break
         turn = next(turns)
-        case = _dealt(layout, turn, _KINDS if turn % 4 else _EXPERT_KINDS)
+        case = _dealt(layout, turn, KINDS if turn % 4 else EXPERT_KINDS)
         if case is not None and case.layout.offload != "params":  # which FSDP2 shards anyway
             found.setdefault(case.layout, replace(case, fsdp2=True))
     yield from found.values()
@@ -280,8 +138,8 @@ def _large(world: int) -> Iterator[Case]:
     """Yield the cases of so many ranks with much to compute, and with much to exchange."""
     long, big = Layout.parse(_LONG[world]), Layout.parse(_BIG[world])
     train = TrainSpec(batch=3 * long.dp * long.microbatch, seq_len=128)
-    yield _case(long, train, 0, _KINDS)
-    case = _case(big, TrainSpec(batch=3 * big.dp, seq_len=16), 2, _KINDS)  # tied: one such tensor
+    yield _case(long, train, 0, KINDS)
+    case = _case(big, TrainSpec(batch=3 * big.dp, seq_len=16), 2, KINDS)  # tied: one such tensor
     model = case.model.model_copy(update={"vocab_size": _BIG_VOCAB, "n_layers": 2})
     yield replace(case, model=model)
 
@@ -363,7 +221,7 @@ def _spread(choices: Sequence[T], number: int) -> list[T]:
     return [choices[turn * step % total] for turn in range(min(number, total))]
 
 
-def _dealt(layout: Layout, turn: int, kinds: Sequence[_Kind]) -> Case | None:
+def _dealt(layout: Layout, turn: int, kinds: Sequence[Kind]) -> Case | None:
     """Return the case of a layout with what a turn deals it, or None where no size obeys."""
     offload = _turned(_OFFLOADS, turn)
     if offload == "params" and not layout.zero:
@@ -380,7 +238,7 @@ def _dealt(layout: Layout, turn: int, kinds: Sequence[_Kind]) -> Case | None:
     return _turned(found, turn) if found else None
 
 
-def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[_Kind]) -> Case:
+def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) -> Case:
     """Return the case of a layout with a small model that it divides."""
     kind = _turned(kinds, turn)
     layers = max(4, layout.stages)

@@ -102,7 +102,7 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
     @contextmanager
     def watched(recorder: Any) -> Iterator[None]:
         seen.append(DeviceWatch(recorder))
-        with CollectiveRecorder(recorder), seen[0]:
+        with CollectiveRecorder(recorder, device), seen[0]:
             yield
 
     optimizer = OptimizerSpec.model_validate_json(case["optimizer"])

@@ -1,0 +1,152 @@
+"""The kinds of models and batches that the table of layouts deals. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from meshwright.spec.lora import Lora
+
+
+class Kind(NamedTuple):
+    """A kind of model and of batch; `asked` is what training asks of routers.
+
+    With `lora` only adapters are trained.
+    """
+
+    family: str
+    packed: bool = False
+    flags: Mapping[str, Any] = MappingProxyType({})
+    asked: Mapping[str, float] = MappingProxyType({})
+    lora: Lora | None = None
+
+
+_NEOX: Final = {"rotary_pct": 0.25, "parallel_residual": True}
+# Not powers of 2, which would round nothing.
+_MULTIPLIED: Final = {
+    "embedding_scale": 3.0,
+    "residual_scale": 0.7,
+    "attention_scale": 0.6,
+    "logits_divisor": 1.5,
+}
+_BIASED: Final = {"attention_bias": True, "mlp_bias": True}
+# Sizes that sharding does not divide: the ranks' shards differ, and the last ones may be empty.
+_ODD: Final = {"dim": 60, "ffn_dim": 144, "vocab_size": 144}
+# Windows that end in the middle of a rank's share, and tight caps.
+_CAPPED: Final = {
+    "layer_pattern": [{"window": 7}, {}],
+    "attention_softcap": 2.0,
+    "logits_softcap": 4.0,
+}
+_LOCAL: Final = {"layer_pattern": [{"window": 11, "rope_theta": 50.0}, {}]}
+_YARN: Final = {"kind": "yarn", "factor": 4.0, "original_context": 16}
+KINDS: Final = (
+    Kind("llama"),
+    Kind("neox", flags=_NEOX),
+    Kind("llama", flags={"tie_embeddings": True}),
+    Kind("llama", packed=True, flags={**_BIASED, **_ODD}),
+    Kind("neox", packed=True, flags={"rotary_pct": 0.5, "tie_embeddings": True}),
+    Kind("llama", flags={"dropout": 0.1}),
+    Kind("neox", flags={**_NEOX, **_ODD, "dropout": 0.1}),
+    Kind("qwen3"),
+    Kind("granite", flags=_MULTIPLIED),
+    Kind("qwen2", packed=True),
+    Kind("qwen3", packed=True, flags={"tie_embeddings": True, **_ODD}),
+    Kind("mistral", flags={"dropout": 0.1}),
+    Kind("granite", packed=True, flags={**_MULTIPLIED, "tie_embeddings": True}),
+    Kind("phi3", flags={"rotary_pct": 0.5}),
+    Kind("qwen2", flags={"tie_embeddings": True, "dropout": 0.1}),
+    Kind("phi3", packed=True, flags=_ODD),
+    Kind("mistral", packed=True, flags={"tie_embeddings": True}),
+    Kind("gemma2", flags=_CAPPED),
+    Kind("olmo2"),
+    Kind("gemma3", packed=True, flags={**_LOCAL, **_ODD}),
+    Kind("olmo3", flags={**_LOCAL, "rope_scaling": _YARN}),
+    Kind("smollm3", flags={"dropout": 0.1}),
+    Kind("mistral", flags={"layer_pattern": [{"window": 9}]}),
+    Kind("gemma2", packed=True, flags=_CAPPED),
+    Kind("olmo2", packed=True, flags={"tie_embeddings": True, **_ODD}),
+    Kind("gemma3", flags=_LOCAL),
+    Kind("olmo3", packed=True, flags=_LOCAL),
+    Kind("smollm3", packed=True, flags=_ODD),
+)
+# Large: the gradients of these losses are as large as the others.
+_EVEN: Final = {"router_aux_loss": 1.0}
+_SMALL: Final = {"router_z_loss": 0.3}
+# A step moves a correction by about as much as scores differ.
+_MOVED: Final = {"router_bias_rate": 0.05}
+# From one expert of a token to all of them. Most numbers of experts divide among ranks.
+_MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
+_SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
+# Values smaller than keys, or larger; one of two groups is picked from. In half precision tokens
+# change experts, and the loss with them: a small scale leaves that within its tolerance.
+_LATENT: Final = {
+    "experts": 8,
+    "top_k": 3,
+    "expert_ffn_dim": 48,
+    "shared_ffn_dim": 48,
+    "dense_layers": 1,
+    "routed_scale": 0.7,
+    "expert_groups": 2,
+    "top_groups": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+_UNGROUPED: Final = {"experts": 6, "top_k": 2, "expert_groups": 1, "top_groups": 1}
+_LENGTHENED: Final = {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.4}
+# A limit that few values exceed: where rounding takes one across it, its gradient jumps.
+_BOUNDED: Final = {"layer_pattern": [{"window": 7}, {}], "swiglu_limit": 3.0}
+_GPT_OSS: Final = {"experts": 6, "top_k": 1, "dropout": 0.1}
+EXPERT_KINDS: Final = (
+    Kind("mixtral", flags={"experts": 4, "top_k": 3}),
+    Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}, asked=_EVEN),
+    Kind(
+        "qwen2_moe",
+        flags={**_MIXTURE, "shared_ffn_dim": 96, "layer_pattern": [{"dense": True}, {}]},
+        asked={**_EVEN, **_SMALL},
+    ),
+    Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 1}),
+    Kind("qwen3_moe", flags={"experts": 8, "top_k": 3, "expert_ffn_dim": 64, "dropout": 0.1}),
+    Kind("mixtral", packed=True, flags={"experts": 4, "top_k": 2}, asked={**_EVEN, **_SMALL}),
+    Kind("qwen2_moe", packed=True, flags={**_SHARED, "tie_embeddings": True}),
+    Kind("olmoe", flags={"experts": 4, "top_k": 4}, asked=_SMALL),
+    Kind(
+        "mixtral",
+        flags={"experts": 3, "top_k": 3, "tie_embeddings": True, "layer_pattern": [{"window": 9}]},
+    ),
+    Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64}),
+    Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}, asked=_EVEN),
+    Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}, asked=_EVEN),
+    Kind("qwen3_moe", packed=True, flags={**_MIXTURE, "experts": 4, "tie_embeddings": True}),
+    Kind("deepseek_v3", flags=_LATENT, asked={**_EVEN, **_MOVED}),
+    Kind(
+        "deepseek_v3",
+        packed=True,
+        flags={**_LATENT, "q_lora_rank": 0, **_UNGROUPED, **_ODD},
+        asked=_MOVED,
+    ),
+    Kind(
+        "deepseek_v3",
+        flags={**_LATENT, "v_head_dim": 12, "rope_scaling": _LENGTHENED},
+        asked=_EVEN,
+    ),
+    Kind("gpt_oss", flags={**_BOUNDED, "experts": 4, "top_k": 2}),
+    Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
+    Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),
+)
+ADAPTED_KINDS: Final = (
+    Kind("llama", lora=Lora(rank=4, alpha=6.0)),
+    Kind("qwen3", packed=True, lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj"))),
+    Kind("neox", flags=_NEOX, lora=Lora(rank=4, alpha=6.0, targets=("dense*",), dropout=0.2)),
+    Kind("mistral", lora=Lora(rank=2, alpha=4.0, rslora=True, dropout=0.1)),
+    Kind(
+        "llama",
+        packed=True,
+        flags={"tie_embeddings": True, **_ODD},
+        lora=Lora(rank=4, alpha=6.0, targets=("o_proj", "up_proj", "down_proj")),
+    ),
+)
