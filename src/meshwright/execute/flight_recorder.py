@@ -73,7 +73,7 @@ class FlightRecorder:
         self._waited_s, self._stepped_s, self._step_began = 0.0, 0.0, 0.0
         self._sequences: dict[tuple[int, int, int], int] = {}
         self._groups: list[Group] = []
-        # Makes a mark on a device behind all that it was handed; the result says if it came there.
+        # Makes a mark on a device behind all that it was handed; the result says if it is there.
         self.mark: Callable[[], Callable[[], bool]] | None = None
         self._on_device: dict[int, Callable[[], bool]] = {}  # entries, in their order
         self._mine = threading.local()  # entries of each thread: saving has one of its own

@@ -49,7 +49,7 @@ from meshwright.launch.signals import StopSignals
 from meshwright.launch.stopping import cut_short, going_on
 from meshwright.launch.supervisor import Timing, listen_on_loopback, worker_command
 from meshwright.launch.view import Lasting, open_view
-from meshwright.layout import left_over, resolve_layout
+from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.parsing import parse_json
 from meshwright.program.events import Events
 from meshwright.report.run import write_report
@@ -240,9 +240,7 @@ def _train_joined(
 ) -> Run:
     """Train as one of the ranks that torchrun started; rank 0 prepares what all of them use."""
     config = on_nodes(config, at)
-    machine = detect(config.cluster, environ, at)
-    if machine.device == "cuda":  # before torch reads it
-        os.environ.update(gpu_environ(environ, machine.threads(at.local_size)))
+    machine = _as_rank(config, at, environ)
     # Only here, where this process is a rank itself: a supervisor never needs torch.
     from meshwright.execute.world import join
     from meshwright.launch.worker import (
@@ -292,6 +290,14 @@ def _train_joined(
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
+
+
+def _as_rank(config: Config, at: Rendezvous, environ: Mapping[str, str]) -> Machine:
+    """Return the machine of this rank, whose environment has what its GPU wants."""
+    machine = detect(config.cluster, environ, at)
+    if machine.device == "cuda":  # before torch reads it
+        os.environ.update(gpu_environ(environ, machine.threads(at.local_size)))
+    return machine
 
 
 def _taken_up(
