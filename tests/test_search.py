@@ -1,5 +1,6 @@
 """The search: it finds what pricing every layout finds, counts all of them, and says why not."""
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import get_args
@@ -272,15 +273,43 @@ def test_of_layouts_that_are_as_fast_the_simplest_is_best():
     assert "faster, but less simple" in lost_by(taking(long, 0.999), taking(plain, 1.0))
 
 
-def test_why_one_loses_is_its_largest_cause():
-    wide = price(H100, Layout(tp=8, pp=2, schedule="1f1b", microbatch=8, sp=True))
+def test_why_one_loses_adds_up_to_how_much_slower_it_is():
+    wide = price(H100, Layout(tp=4, pp=4, schedule="1f1b", microbatch=4, sp=True))
     plain = price(H100, Layout(dp_shard=16, zero=3, recompute="full"))
+    net, parts = told(lost_by(wide, plain), "s")
+    assert net == pytest.approx(wide.time.total - plain.time.total, abs=0.006)
+    assert sum(parts.values()) == pytest.approx(net, abs=1e-6)
     more = {cause: s - plain.time.causes[cause] for cause, s in wide.time.causes.items()}
-    assert max(more, key=more.get) == "bubble"
-    assert lost_by(wide, plain) == f"an idle pipeline: {more['bubble']:+.2f} s"
+    # What it saves is told as well as what it costs: one alone would be more than the difference.
+    assert list(parts)[:2] == ["bubble", "recompute"]
+    assert parts["bubble"] == pytest.approx(more["bubble"], abs=0.006)
+    assert parts["bubble"] > net
+    assert parts["recompute"] == pytest.approx(more["recompute"], abs=0.006)
+    assert parts["recompute"] < 0
     # Of a step of milliseconds the difference is in these, not +0.00 s.
     short = [replace(one, time=scaled(one.time, 1e-4)) for one in (wide, plain)]
-    assert lost_by(*short) == f"an idle pipeline: {more['bubble'] * 0.1:+.2g} ms"
+    net, parts = told(lost_by(*short), "ms")
+    assert sum(parts.values()) == pytest.approx(net, abs=1e-6)
+    assert net == pytest.approx((wide.time.total - plain.time.total) * 0.1, abs=0.006)
+
+
+def test_every_reason_in_a_ranking_adds_up():
+    best, *others = (
+        Search(setting(EIGHT, 16, "h100-sxm", batch=64, seq_len=2048), 16).run(10).ranked
+    )
+    slower = [one for one in others if one.time.total > best.time.total]
+    assert len(slower) > 3
+    for one in slower:
+        net, parts = told(lost_by(one, best), "m?s")
+        assert sum(parts.values()) == pytest.approx(net, abs=1e-6), lost_by(one, best)
+
+
+def told(text, unit):
+    """Return by how much a layout is said to be slower, and the parts of it by name."""
+    whole, _, rest = text.partition(" slower: ")
+    parts = [re.fullmatch(rf"([a-z ]+) ([+-][0-9.]+){unit}", part) for part in rest.split(", ")]
+    net = re.fullmatch(rf"([0-9.]+){unit}", whole)
+    return float(net[1]), {found[1]: float(found[2]) for found in parts}
 
 
 def scaled(time, by):
@@ -295,6 +324,25 @@ def test_an_idle_pipeline_counts_its_microbatches(batch, said):
     found = price(one, Layout(pp=16, schedule="1f1b", microbatch=16))
     (text,) = [text for text in warnings(found, one) if "pipeline is idle" in text]
     assert f"with {said} 16 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "helps"),
+    [
+        (
+            {"microbatch": 4},
+            "a larger train.batch, a smaller layout.microbatch or virtual stages would fill it",
+        ),
+        ({}, "a larger train.batch or virtual stages would fill it"),
+        ({"schedule": "zbv", "virtual_stages": 2}, "ranks: a larger train.batch would fill it"),
+        ({"pp": 32}, "ranks: a larger train.batch would fill it"),  # a stage of one layer
+    ],
+)
+def test_nobody_is_advised_to_have_what_a_layout_has(layout, helps):
+    layout = Layout(**{"pp": 8, "schedule": "1f1b", "microbatch": 1, **layout})
+    one = setting(EIGHT, 2, "h100-sxm", batch=layout.pp * layout.microbatch, seq_len=2048)
+    (text,) = [text for text in warnings(price(one, layout), one) if "pipeline is idle" in text]
+    assert text.endswith(helps)
 
 
 @pytest.mark.parametrize(

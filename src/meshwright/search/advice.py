@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.search.rank import MARGIN
+from meshwright.spec.kinds import listed
 from meshwright.spec.parts import trained_parameter_count
 from meshwright.spec.words import beyond_context
 from meshwright.units import format_bytes
@@ -13,31 +14,35 @@ from meshwright.units import format_bytes
 _LARGE, _WASTED = 0.35, 0.2
 # What offload keeps on the host of a parameter: weight, gradient and two moments in fp32.
 _HOST_BYTES = 16
+# Of what makes a layout slower, parts of this share of the largest are named; below so many seconds
+# all are told in milliseconds.
+_NAMED, _SHORT = 0.2, 0.01
 
 
 def lost_by(found: Prediction, winner: Prediction) -> str:
-    """Return why a layout loses: the cause that costs it most more, or that it is less simple."""
+    """Return why a layout loses: by how much, and what makes it up; or that it is less simple.
+
+    The parts add up to the difference as printed, which is that of the two steps.
+    """
     if found.time.total < winner.time.total:
         return f"{1 - found.time.total / winner.time.total:.1%} faster, but less simple"
-    causes = winner.time.causes
-    more = {cause: seconds - causes[cause] for cause, seconds in found.time.causes.items()}
-    cause = max(more, key=more.__getitem__)
-    gathers = found.time.gathers - winner.time.gathers > more["data"] / 2
-    names = {
-        "compute": "less efficient products",
-        "tp": "tensor-parallel messages",
-        "cp": "context-parallel messages",
-        "ep": "tokens on their way to experts",
-        "data": "waiting for gathered weights" if gathers else "summing gradients",
-        "bubble": "an idle pipeline",
-        "recompute": "recomputation",
-        "optimizer": "the optimizer's step",
-        "host": "the host",
-    }
-    is_short = abs(more[cause]) < 0.01
-    return f"{names[cause]}: " + (
-        f"{more[cause] * 1e3:+.2g} ms" if is_short else f"{more[cause]:+.2f} s"
-    )
+    theirs, ours = _parts(found), _parts(winner)
+    more = {name: theirs[name] - ours[name] for name in theirs}
+    unit, scale = ("ms", 1e3) if max(map(abs, more.values())) < _SHORT else ("s", 1.0)
+    whole = round((found.time.total - winner.time.total) * scale, 2)
+    least = _NAMED * max(map(abs, more.values()))
+    named = sorted((n for n in more if abs(more[n]) >= least), key=lambda n: -abs(more[n]))
+    parts = {name: round(more[name] * scale, 2) for name in named}
+    parts["the rest"] = round(whole - sum(parts.values()), 2)
+    told = ", ".join(f"{name} {size:+.2f}{unit}" for name, size in parts.items() if size)
+    return f"{whole:.2f}{unit} slower" + (f": {told}" if told else "")
+
+
+def _parts(found: Prediction) -> dict[str, float]:
+    """Return the seconds of a step by cause, data parallelism's messages in two kinds."""
+    causes, gathers = found.time.causes, found.time.gathers
+    parts = {cause: seconds for cause, seconds in causes.items() if cause != "data"}
+    return parts | {"gathers": gathers, "gradients": causes["data"] - gathers}
 
 
 def warnings(found: Prediction, setting: Setting) -> list[str]:
@@ -78,9 +83,14 @@ def _bubble(found: Prediction, setting: Setting) -> str | None:
     layout = found.layout
     count = layout.microbatches(setting.train.batch)
     few = "1 microbatch" if count == 1 else f"{count} microbatches"
+    helps = ["a larger train.batch"]
+    if layout.microbatch > 1:
+        helps.append("a smaller layout.microbatch")
+    if layout.virtual_stages == 1 and 2 * layout.pp <= setting.model.n_layers:
+        helps.append("virtual stages")
     return (
-        f"the pipeline is idle for {share:.0%} of the step, with {few} for {layout.pp} ranks: more "
-        "microbatches or virtual stages help"
+        f"the pipeline is idle for {share:.0%} of the step, with {few} for {layout.pp} ranks: "
+        f"{listed(helps)} would fill it"
     )
 
 
