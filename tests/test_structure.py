@@ -15,6 +15,7 @@ ORDER = [
     "units",
     "errors",
     "parsing",
+    "lines",
     "spec",
     "layout",
     "interop",

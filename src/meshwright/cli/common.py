@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import textwrap
+import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import ConfigError
 from meshwright.launch.measured import as_measured_here
+from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.parsing import parse_json
 from meshwright.spec.loading import Config, load_config
 from meshwright.spec.stored import CONFIG, HF_CONFIG
@@ -64,8 +65,18 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
 
 def say(text: str, indent: str = "") -> None:
     """Print a line, wrapped to the width of the terminal, or to 80 columns where it is none."""
-    width = Console().width
-    print(textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + "  "))
+    print(folded(indent + text, Console().width))
+
+
+def say_line(text: str, out: TextIO | None = None) -> None:
+    """Print a line that is searched for: wrapped in a terminal alone, whole in a file or a pipe."""
+    out = sys.stdout if out is None else out
+    print(fitted(text, out), file=out, flush=True)
+
+
+def say_command(command: str, indent: str = "  ") -> None:
+    """Print a command that can be pasted into a shell, however many lines it takes."""
+    print(folded(indent + command, Console().width, joint=GOES_ON))
 
 
 def table(*columns: str, wraps: Collection[str] = ("layout", "change", "why not")) -> Table:

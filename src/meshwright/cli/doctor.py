@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.common import add_json, print_json, read_config
+from meshwright.cli.common import add_json, print_json, read_config, say_line
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.launch.diagnosis import Diagnosis, diagnose
@@ -92,9 +92,9 @@ def _print_nodes(found: Sequence[tuple[str, Finding]]) -> None:
     Console().print(table)
     bad = sorted({f"{finding.name} on {node}" for node, finding in found if finding.state == "bad"})
     if bad:
-        print(f"meshwright doctor: in the way of a run: {', '.join(bad)}", file=sys.stderr)
+        say_line(f"meshwright doctor: in the way of a run: {', '.join(bad)}", sys.stderr)
     else:
-        print("this config can start on these nodes")
+        say_line("this config can start on these nodes")
 
 
 def _print_findings(found: Sequence[Finding], config: Config | None) -> None:
@@ -105,9 +105,9 @@ def _print_findings(found: Sequence[Finding], config: Config | None) -> None:
     bad = [finding.name for finding in found if finding.state == "bad"]
     what = "this machine can train" if config is None else "this config can start here"
     if bad:
-        print(f"meshwright doctor: in the way of a run: {', '.join(bad)}", file=sys.stderr)
+        say_line(f"meshwright doctor: in the way of a run: {', '.join(bad)}", sys.stderr)
     else:
-        print(what)
+        say_line(what)
 
 
 def _examine_run(path: Path, *, as_json: bool) -> int:
@@ -120,16 +120,16 @@ def _examine_run(path: Path, *, as_json: bool) -> int:
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
-    print(f"{found.run}: {found.state}. {found.why}")
+    say_line(f"{found.run}: {found.state}. {found.why}")
     for one in found.witnesses:
         waits = "" if one.waits_in is None else f", waits in {one.waits_in}"
-        print(f"rank {one.rank}: {one.process}, last in {one.place}{waits}")
+        say_line(f"rank {one.rank}: {one.process}, last in {one.place}{waits}")
     for event in found.slow:
-        print(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
+        say_line(f"rank {event['rank']} was slow from step {event['from_step']} to {event['step']}")
     for cost in found.costs:
         known = {"noticed": cost.detect_s, "ready again": cost.restart_s, "done again": cost.lost_s}
         parts = [f"{name} {format_seconds(s)}" for name, s in known.items() if s is not None]
-        print(f"restart {cost.attempt}: {cost.cause} ({', '.join(parts)})")
-    print(f"last step {found.last_step}; newest checkpoint: {found.good}")
+        say_line(f"restart {cost.attempt}: {cost.cause} ({', '.join(parts)})")
+    say_line(f"last step {found.last_step}; newest checkpoint: {found.good}")
     if not found.is_well:
-        print(f"what the ranks printed is in {found.run}/logs/rank-*.log")
+        say_line(f"what the ranks printed is in {found.run}/logs/rank-*.log")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, cast
 
 from meshwright.errors import EXIT_REFUSED, EXIT_STOPPED, MeshwrightError
+from meshwright.lines import fitted
 from meshwright.parsing import printable
 from meshwright.version import __version__
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return cast(Command, args.module).run(args)
     except MeshwrightError as error:
-        print(printable(f"meshwright {args.command}: {error}"), file=sys.stderr)
+        _complain(args.command, str(error))
         return error.exit_code
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
@@ -100,8 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENAMETOOLONG:
             raise
         # Every command takes paths, and asks the system about them in many places.
-        print(printable(f"meshwright {args.command}: {_too_long(error)}"), file=sys.stderr)
+        _complain(args.command, _too_long(error))
         return EXIT_REFUSED
+
+
+def _complain(command: str, text: str) -> None:
+    """Print what went wrong to stderr, in lines that its terminal shows whole."""
+    print(fitted(printable(f"meshwright {command}: {text}"), sys.stderr), file=sys.stderr)
 
 
 def _too_long(error: OSError) -> str:

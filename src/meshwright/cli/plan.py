@@ -20,6 +20,7 @@ from meshwright.cli.common import (
     print_json,
     read_config,
     say,
+    say_command,
     table,
 )
 from meshwright.cli.measured import add_measured, measured_for, take_measured
@@ -42,6 +43,7 @@ from meshwright.predict.setting import Setting
 from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
+from meshwright.search.command import training_command
 from meshwright.search.pins import given, words
 from meshwright.search.plan import (
     Plan,
@@ -147,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
         slower=shared,
     )
     seconds = time.perf_counter() - started
-    document = as_json(made)
+    command = training_command(args.words, made)
+    document = {**as_json(made), "command": command}
     if measured is not None:
         document["measured"] = measured.document
     more = answers(args, made)
@@ -160,6 +163,9 @@ def run(args: argparse.Namespace) -> int:
             print()
             one.print()
             print(f"  answered in {one.seconds:.2f} s")
+        if command is not None:
+            print("\nto train the best:")
+            say_command(command)
     return EXIT_DONE if made.best else EXIT_CHECK_FAILED
 
 
@@ -275,7 +281,7 @@ def _print_plan(made: Plan, seconds: float, machine: Machine | None) -> None:
     if known is not shipped_calibration():
         told = ", ".join(text for text in (known.source, known.date) if text)
         say(f"calibration: {told or 'a file that states neither source nor date'}")
-    print(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
+    say(f"{found.considered:,} legal layouts considered in {seconds:.2f} s")
     if pins := given(made.config):
         say(f"fixed by the config: {words(pins)}")
     if made.best is None:
@@ -309,7 +315,8 @@ def _table(made: Plan) -> Table:
 
 
 def _print_winner(made: Plan, best: Prediction) -> None:
-    print(f"\nbest: {best.layout.label}")
+    print()
+    say(f"best: {best.layout.label}")
     low, high = map(format_seconds, best.interval)
     say(
         f"step time: {', '.join(_causes(best))}; four of five such steps take {low} to {high}", "  "
@@ -350,7 +357,7 @@ def _print_unfit(made: Plan) -> None:
     held, layout = made.found.unfit, made.found.unfit_layout
     print("no layout fits")
     if held is not None and layout is not None:
-        print(f"  nearest: {layout.label}")
+        say(f"nearest: {layout.label}", "  ")
         say(f"pipeline rank {held.rank}: {_memory(held)}", "  ")
 
 
@@ -359,10 +366,10 @@ def _print_terms(found: Prediction) -> None:
     verdict = "fits" if held.fits else "does not fit"
     at = f", which holds most at {held.at}" if held.at else ""
     say(f"{found.layout.label}: {verdict}; pipeline rank {held.rank}{at}")
-    rows = table("memory", "bytes", "formula", wraps=("memory", "formula"))
+    rows = table("memory", "size", "formula", wraps=("memory", "formula"))
     for term in held.terms:
-        rows.add_row(term.category, f"{term.bytes:,.0f}", term.formula)
-    rows.add_row("total", f"{held.total:,.0f}", f"of {held.limit:,} B")
+        rows.add_row(term.category, format_bytes(term.bytes), term.formula)
+    rows.add_row("total", format_bytes(held.total), f"of {format_bytes(held.limit)}")
     Console().print(rows)
     times = table("time", "seconds", "share")
     for cause, seconds in found.time.causes.items():

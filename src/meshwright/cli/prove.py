@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config, say_line
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.launch.accelerators import check_build, count_gpus, find_gpus, torch_build
 from meshwright.launch.certificate import certify
@@ -129,13 +129,13 @@ def run(args: argparse.Namespace) -> int:
     if args.random is not None:
         more["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
     for told in refusals:
-        _say(out, refusal_line(told))
+        say_line(refusal_line(told), out)
     seconds = time.perf_counter() - started
     world = max((case.layout.world for case in cases), default=args.world or 0)
     found = document(world, outcomes, refusals, seconds) | more
     if args.json:
         print_json(found)
-    _say(out, _summary(found, len(refusals)))
+    say_line(_summary(found, len(refusals)), out)
     return EXIT_CHECK_FAILED if found["failed"] else EXIT_DONE
 
 
@@ -168,7 +168,7 @@ def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[R
     refusals = [refuse(case) for case in chosen if case.refused is not None]
     if args.draw is not None:
         cases = drawn(cases, args.draw, args.seed or 0)
-    _say(out, f"{len(cases)} layouts of {world} ranks, {len(refusals)} to be refused")
+    say_line(f"{len(cases)} layouts of {world} ranks, {len(refusals)} to be refused", out)
     return cases, refusals
 
 
@@ -181,7 +181,7 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
         raise ConfigError(f"no layout of these {args.random} has {only!r} in its label")
     counts = sorted({case.layout.world for case in cases})
     ranks = ", ".join(map(str, counts))
-    _say(out, f"{len(cases)} random layouts, seed {seed}, of {ranks} ranks")
+    say_line(f"{len(cases)} random layouts, seed {seed}, of {ranks} ranks", out)
     return cases, {"seed": seed}
 
 
@@ -211,7 +211,7 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
         "parameters": parameter_count(config.model),
     }
     count = format_count(parameter_count(config.model))
-    _say(out, f"asked: {layout.label} on {layout.world} ranks, {count} parameters")
+    say_line(f"asked: {layout.label} on {layout.world} ranks, {count} parameters", out)
     if args.check_order:
         return [Case(config.model, config.train, layout)], {"asked": asked}
     packed, chat = config.data.packing == "documents", config.data.format == "chat"
@@ -219,7 +219,7 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     for case in cases:
         size = format_count(parameter_count(case.model))
         ranks = f"{case.layout.world} local {'GPU' if args.device == 'cuda' else 'CPU'} ranks"
-        _say(out, f"run:   {case.label} on {ranks}, {size} parameters")
+        say_line(f"run:   {case.label} on {ranks}, {size} parameters", out)
     return cases, {"asked": asked}
 
 
@@ -251,7 +251,7 @@ def _certified(config: Config, cases: Sequence[Case], out: TextIO) -> list[Outco
         started = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="meshwright-resume-") as folder:
             verdicts = tuple(
-                certify(config, case, Path(folder), os.environ, lambda text: _say(out, text))
+                certify(config, case, Path(folder), os.environ, lambda text: say_line(text, out))
             )
         outcomes.append(Outcome(case, verdicts, time.perf_counter() - started))
         _show(outcomes[-1], out)
@@ -281,7 +281,8 @@ def _failed(outcomes: Sequence[Outcome], out: TextIO) -> list[Outcome]:
     """Return the first failures, to be reduced, and say of all how to repeat them."""
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
-        _say(out, f"failed: {outcome.case.label}\n  repeat: {_command(outcome.case)}")
+        say_line(f"failed: {outcome.case.label}", out)
+        _say_repeat(out, _command(outcome.case))
     return failed[:MOST_SHRUNK]
 
 
@@ -292,20 +293,21 @@ def _command(case: Case) -> str:
 def _smallest(outcome: Outcome, args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
     """Say which is the smallest case that fails as one did, and return it for JSON."""
     case = outcome.case
-    _say(out, f"looking for a smaller layout that fails like {case.label}")
+    say_line(f"looking for a smaller layout that fails like {case.label}", out)
     on_ranks = fails_alike(outcome, os.environ, args.device)
     fails = _cannot_end if args.check_order else on_ranks
     if not fails(case):
-        _say(out, "  it does not fail alone: the failure depends on the cases before it")
+        say_line("  it does not fail alone: the failure depends on the cases before it", out)
         return {"of": case.label, "case": None, "repeat": None}
     found = smallest(case, fails)
-    _say(out, f"  smallest: {found.label}\n  repeat: {_command(found)}")
+    say_line(f"  smallest: {found.label}", out)
+    _say_repeat(out, _command(found))
     return {"of": case.label, "case": found.label, "repeat": _command(found)}
 
 
 def _show(outcome: Outcome, out: TextIO) -> None:
     for line in outcome.lines():
-        _say(out, line)
+        say_line(line, out)
 
 
 def _summary(found: dict[str, Any], refusals: int) -> str:
@@ -319,5 +321,6 @@ def _summary(found: dict[str, Any], refusals: int) -> str:
     return f"{text}; (%): the error as a share of what is tolerated" if has_errors else text
 
 
-def _say(out: TextIO, text: str) -> None:
-    print(text, file=out, flush=True)
+def _say_repeat(out: TextIO, command: str) -> None:
+    # As it is: a line that ended within the quotes of its JSON could not be pasted.
+    print(f"  repeat: {command}", file=out, flush=True)

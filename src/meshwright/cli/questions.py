@@ -129,7 +129,7 @@ def _fewest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
 
     def show() -> None:
         text = f"more than {devices}" if found is None else str(found[0])
-        print(f"fewest devices that fit without offload: {text}")
+        say(f"fewest devices that fit without offload: {text}")
         if found is not None:
             label, memory, rate = _row(found[1])
             step = format_seconds(found[1].time.total)
@@ -149,7 +149,7 @@ def _largest(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
     def show() -> None:
         if not found:
             length = made.setting.train.seq_len
-            print(f"largest batch: not even one sequence of {length} tokens fits")
+            say(f"largest batch: not even one sequence of {length} tokens fits")
             return
         say(
             "largest batch at once, by what is recomputed; larger ones accumulate these without "
@@ -174,10 +174,10 @@ def _longest(made: Plan) -> tuple[dict[str, Any] | None, Callable[[], None]]:
 
     def show() -> None:
         if found is None:
-            print("longest context: not even the shortest sequences fit")
+            say("longest context: not even the shortest sequences fit")
             return
         label, memory, rate = _row(found[1])
-        print(f"longest context with train.batch = {made.setting.train.batch}: {found[0]:,} tokens")
+        say(f"longest context with train.batch = {made.setting.train.batch}: {found[0]:,} tokens")
         say(f"{label}: {memory}, {rate} tokens/s", "  ")
 
     return None if found is None else {"seq_len": found[0], **prediction_json(found[1])}, show
@@ -222,9 +222,9 @@ def _cheapest(
 
     def show() -> None:
         if not found:
-            print(f"cheapest: nothing fits on up to {devices} devices")
+            say(f"cheapest: nothing fits on up to {devices} devices")
             return
-        print("cost of a million tokens, in the currency of the prices:")
+        say("cost of a million tokens, in the currency of the prices:")
         rows = table("devices", "cost", "layout", "memory", "tokens/s")
         for one in found:
             rows.add_row(f"{one.devices} {one.device}", f"{one.cost:.4g}", *_row(one.found))
@@ -265,7 +265,7 @@ def print_ways_to_fit(now: Prediction, found: list[WayToFit], seconds: float) ->
     if not found:
         say("no change, and no pair of changes, of this layout fits: see `meshwright plan`")
         return
-    print(f"what fits, the cheapest in time first ({seconds:.2f} s):")
+    say(f"what fits, the cheapest in time first ({seconds:.2f} s):")
     rows = table("change", "saves", "needs", "time a token")
     for one in found:
         saved, needed = format_bytes(one.saved), format_bytes(one.found.memory.total)

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
+from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config, say
 from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
@@ -136,15 +136,16 @@ def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_docu
     if as_document:
         print_json({"label": layout.label, "ranks": [one._asdict() for one in found]})
     for one in () if as_document else found:
-        print(f"rank {one.rank} of {layout.label}, on a stand-in for a GPU")
+        say(f"rank {one.rank} of {layout.label}, on a stand-in for a GPU")
         for faults, fine in (
             (one.messages, "collectives are the program's, every one"),
             (one.syncs, "no wait of the host in a step but those named"),
             (one.order, "streams wait for what they use, and memory lasts until then"),
         ):
-            print("\n".join(f"  FAILED: {text}" for text in faults) or f"  {fine}")
+            for text in [f"FAILED: {text}" for text in faults] or [fine]:
+                say(text, "  ")
         for text in one.named:
-            print(f"  the host waits: {text}")
+            say(f"the host waits: {text}", "  ")
     return EXIT_DONE if all(one.passed for one in found) else EXIT_CHECK_FAILED
 
 
@@ -159,7 +160,7 @@ def _page(found: Simulation) -> Page:
 
 def _print(found: Simulation, seconds: float) -> None:
     program = found.program
-    print(
+    say(
         f"{format_count(parameter_count(program.model))} parameters, {program.layout.label}: "
         f"{program.layout.world} ranks, {program.microbatches} microbatches of "
         f"{program.layout.microbatch} x {program.train.seq_len} tokens, {program.train.precision}"
@@ -168,15 +169,16 @@ def _print(found: Simulation, seconds: float) -> None:
         _print_rank(one)
     for one in found.ranks:
         if one.breach is not None:
-            print(_breach(one, found.setting.cluster.device.name))
+            say(_breach(one, found.setting.cluster.device.name))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"simulated in {format_seconds(seconds)} with {format_bytes(peak)} of memory")
+    say(f"simulated in {format_seconds(seconds)} with {format_bytes(peak)} of memory")
 
 
 def _print_rank(one: Simulated) -> None:
     mine = one.rehearsal
     stages = " ".join(map(str, mine.stages))
-    print(f"\nrank {mine.rank}, stage {stages}: most memory at {mine.worst.name}")
+    print()
+    say(f"rank {mine.rank}, stage {stages}: most memory at {mine.worst.name}")
     memory, predicted = one.memory, one.predicted_memory()
     held = Table("memory", "simulated", "predicted", box=None, pad_edge=False)
     for name in [*dict.fromkeys((*memory, *predicted)), "all"]:
@@ -185,9 +187,9 @@ def _print_rank(one: Simulated) -> None:
             sizes = [sum(side.values()) for side in (memory, predicted)]
         held.add_row(name, *(format_bytes(size) if size else "-" for size in sizes))
     Console().print(held)
-    table = Table("collective", "axis", "bytes", "count", "program", box=None, pad_edge=False)
+    table = Table("collective", "axis", "size", "count", "program", box=None, pad_edge=False)
     tensors = format_bytes(mine.worst.total)
-    print(
+    say(
         f"tensors {tensors}; the program's timeline has {format_bytes(one.timeline.total)}, "
         f"at {one.timeline.action}"
     )
@@ -195,16 +197,16 @@ def _print_rank(one: Simulated) -> None:
     largest = sorted(volumes, key=lambda message: -volumes[message])
     for message in largest[:SHOWN]:
         counts = (mine.messages[message], mine.expected[message])
-        table.add_row(message.kind, message.axis, f"{message.bytes:,}", *map(str, counts))
+        table.add_row(message.kind, message.axis, format_bytes(message.bytes), *map(str, counts))
     Console().print(table)
     if len(largest) > SHOWN:
-        print(f"and {len(largest) - SHOWN} smaller ones")
+        say(f"and {len(largest) - SHOWN} smaller ones")
     flops = ", ".join(f"stage {at} {size:.4g}" for at, size in sorted(mine.stage_flops.items()))
-    print(f"FLOPs: {mine.products:.6g} of products, {mine.attention:.6g} of attention; {flops}")
+    say(f"FLOPs: {mine.products:.6g} of products, {mine.attention:.6g} of attention; {flops}")
     for difference in one.differences[:SHOWN]:
-        print(f"  not the program's: {difference}")
+        say(f"not the program's: {difference}", "  ")
     if not one.differences:
-        print("collectives and FLOPs are the program's, every one")
+        say("collectives and FLOPs are the program's, every one")
 
 
 def _breach(one: Simulated, device: str) -> str:

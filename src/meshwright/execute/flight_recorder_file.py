@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from meshwright.parsing import parse_json
+from meshwright.units import KIB, format_bytes
 
 PHASES: Final = (
     "start",
@@ -107,7 +108,9 @@ class Record(NamedTuple):
         text = f"{self.kind} #{self.sequence} of {self.group.label}"
         if self.is_transfer:
             text += f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
-        return f"{text} ({self.bytes} bytes)"
+        # To the byte, since ranks may disagree on a few of many.
+        size = f"{self.bytes:,} bytes"
+        return f"{text} ({size if self.bytes < KIB else f'{format_bytes(self.bytes)}, {size}'})"
 
 
 class Reading(NamedTuple):

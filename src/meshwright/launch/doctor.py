@@ -33,6 +33,7 @@ from meshwright.launch.session import cache_folder
 from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.launch.system import examine_system
 from meshwright.layout import Layout, Machine, resolve_layout
+from meshwright.lines import fitted
 from meshwright.predict.price import worst_memory
 from meshwright.spec.loading import Config
 from meshwright.spec.parts import parameter_count, trained_parameter_count
@@ -182,7 +183,7 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
         config.data,
         cache_folder(config, environ),
         vocab_size=config.model.vocab_size,
-        progress=lambda text: print(text, file=sys.stderr),
+        progress=lambda text: print(fitted(text, sys.stderr), file=sys.stderr),
     )
     dataset.check(config.train)
     if isinstance(dataset, StreamedDataset):

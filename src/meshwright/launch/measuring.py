@@ -23,6 +23,7 @@ from meshwright.launch.measured import (
     source_of,
 )
 from meshwright.layout import Machine, resolve_layout
+from meshwright.lines import fitted
 from meshwright.predict.calibration import SHIPPED, as_toml, blocks_of, parse_calibration
 from meshwright.prove.case import Case
 from meshwright.spec.loading import Config
@@ -126,4 +127,4 @@ def _on_ranks(case: str, ranks: int, threads: int, environ: Mapping[str, str]) -
 
 
 def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(fitted(text, sys.stderr), file=sys.stderr, flush=True)

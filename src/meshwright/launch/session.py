@@ -50,6 +50,7 @@ from meshwright.launch.stopping import cut_short, going_on
 from meshwright.launch.supervisor import Timing, listen_on_loopback, worker_command
 from meshwright.launch.view import Lasting, open_view
 from meshwright.layout import Machine, left_over, resolve_layout
+from meshwright.lines import GOES_ON, fitted
 from meshwright.parsing import parse_json
 from meshwright.program.events import Events
 from meshwright.report.run import write_report
@@ -136,7 +137,7 @@ def train(
             if not any(lock.is_lost for lock in locks):
                 _write_report(job, shown)
         if code == EXIT_STOPPED:
-            _say(Lasting(sys.stderr) if shown.is_lost else shown, going_on(job))
+            _say(Lasting(sys.stderr) if shown.is_lost else shown, going_on(job), GOES_ON)
         return Run(job.folder.path, code)
 
 
@@ -286,7 +287,7 @@ def _train_joined(
                     _say(out, f"note: rank {rank} on {world.node(rank)} has sent no log")
                 _write_report(job, out)
         if at.rank == 0 and code == EXIT_STOPPED:
-            _say(out, going_on(job, at))
+            _say(out, going_on(job, at), GOES_ON)
         if at.rank == 0 and code == EXIT_DONE:  # a job that was stopped comes back
             forget(job, at)
     return Run(job.folder.path, code)
@@ -345,13 +346,13 @@ def _create(job: Job) -> None:
         put_step(job.folder, found)
 
 
-def _say(out: TextIO | Lasting, text: str) -> None:
-    out.write(f"{text}\n")
+def _say(out: TextIO | Lasting, text: str, joint: str = "") -> None:
+    out.write(f"{fitted(text, out, joint=joint)}\n")
     out.flush()
 
 
 def _progress_to(out: TextIO) -> Progress:
-    return lambda text: print(text, file=out, flush=True)
+    return lambda text: _say(out, text)
 
 
 def summarise(run: Run) -> Mapping[str, Any]:

@@ -17,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.data.files import is_full
+from meshwright.launch.trend import Trend
 from meshwright.layout import Layout
+from meshwright.lines import folded
 from meshwright.parsing import parse_json
 from meshwright.units import counted, format_bytes, format_count, format_seconds
 
@@ -126,6 +128,8 @@ class View:
         """Let go of the terminal."""
 
     def _print(self, text: str) -> None:
+        if self._console.is_terminal:  # a file has a line for each event
+            text = folded(text, self._console.width)
         self._console.print(text, soft_wrap=True, markup=False)
 
     def _step(self, event: Mapping[str, Any]) -> None:
@@ -178,9 +182,18 @@ class LiveView(View):
         # Redrawn on events alone: a timer would take time from ranks that share the cores.
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
+        self._trend = Trend(is_ascii=console.options.ascii_only)
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Show one event; a run that starts again has a trend of its own."""
+        if event["event"] == "start":
+            self._trend.clear()
+        super().write(event)
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        self._live.update(step_block(event, self._start, self._remaining_s(event)), refresh=True)
+        self._trend.add(event["step"], event["loss"])
+        block = step_block(event, self._start, self._remaining_s(event), self._trend.text)
+        self._live.update(block, refresh=True)
 
     def _end(self, event: Mapping[str, Any]) -> None:
         self._live.stop()
@@ -235,8 +248,10 @@ def step_line(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float)
     )
 
 
-def step_block(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float) -> Group:
-    """Return one step as a block of at most 80 columns."""
+def step_block(
+    event: Mapping[str, Any], start: Mapping[str, Any], left_s: float, trend: str = ""
+) -> Group:
+    """Return one step as a block of at most 80 columns, with the trend of its loss."""
     steps = start.get("steps", event["step"])
     table = Table.grid(padding=(0, 2))
     peak_rank, peak = max(event["peak_memory_bytes"].items(), key=lambda item: item[1])
@@ -269,9 +284,10 @@ def step_block(event: Mapping[str, Any], start: Mapping[str, Any], left_s: float
     bar = Table.grid(padding=(0, 1))
     eta = f"eta {format_seconds(left_s)}"
     bar.add_row(ProgressBar(total=steps, completed=event["step"], width=50), Text(eta))
-    if event["mfu"] is None:  # the device's peak is not stated
-        return Group(table, bar)
-    return Group(table, Text.assemble(("MFU  ", "dim"), f"{event['mfu']:.1%}"), bar)
+    lines = [Text.assemble(("loss  ", "dim"), trend)] if trend else []
+    if event["mfu"] is not None:  # the device's peak is stated
+        lines.append(Text.assemble(("MFU  ", "dim"), f"{event['mfu']:.1%}"))
+    return Group(table, *lines, bar)
 
 
 class Room:

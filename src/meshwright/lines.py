@@ -1,0 +1,49 @@
+"""Text in lines that a terminal shows whole, cut between words alone."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from typing import Any, Final
+
+# Of what is no terminal, or a terminal that does not say.
+WIDTH: Final = 80
+# Ends a line of a command that goes on in the next one.
+GOES_ON: Final = " \\"
+
+
+def folded(text: str, width: int, *, joint: str = "") -> str:
+    """Return a text with lines of at most `width` columns; a word that is longer stays whole.
+
+    A line goes on two columns further in than it began. `joint` ends each line that goes on:
+    `GOES_ON` where the text is a command that is to be pasted into a shell.
+    """
+    found: list[str] = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        parts = textwrap.wrap(
+            line,
+            width - len(joint),
+            subsequent_indent=indent + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        found += [part + joint for part in parts[:-1]] + (parts[-1:] or [""])
+    return "\n".join(found)
+
+
+def fitted(text: str, out: Any, *, joint: str = "") -> str:
+    """Return a text for a stream: `folded` where it is a terminal, as it is for a file or a pipe.
+
+    Logs are searched line by line.
+    """
+    width = _width(out)
+    return text if width is None else folded(text, width, joint=joint)
+
+
+def _width(out: Any) -> int | None:
+    """Return the columns of a terminal, None where a stream is none."""
+    try:
+        return os.get_terminal_size(out.fileno()).columns or WIDTH if out.isatty() else None
+    except (OSError, ValueError):  # it is closed, or has no file
+        return None
