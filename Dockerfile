@@ -12,7 +12,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)" \
-    && pip install --no-cache-dir --constraint constraints.txt .
+    && pip install --no-cache-dir --constraint constraints.txt ".[train]"
 
 WORKDIR /work
 CMD ["meshwright", "doctor"]

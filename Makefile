@@ -108,7 +108,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@echo "setting up $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(INDEX) "$(PINNED_TORCH)"
-	$(PIP) --constraint constraints.txt --editable .
+	$(PIP) --constraint constraints.txt --editable ".[train]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base

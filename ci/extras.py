@@ -55,6 +55,7 @@ EXTRAS: Final = {
         2,
         ("skypilot", "jsonschema", "kubeflow-training", "kubernetes", "kubernetes-validate"),
     ),
+    "package": Extra(("tests/test_package_install.py",), 5, ("build",)),
     "chromium": Extra(
         (
             *("tests/test_report_browser.py", "tests/test_site.py"),

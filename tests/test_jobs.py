@@ -199,7 +199,7 @@ def test_a_skypilot_task_meets_on_its_first_node(written):
     there = "/tmp/meshwright/meshwright-0.2.0-py3-none-any.whl"
     assert task["file_mounts"][there] == "dist/meshwright-0.2.0-py3-none-any.whl"
     assert task["file_mounts"]["~/sky_workdir/runs"]["source"] == "s3://here/runs"
-    assert task["setup"] == f"pip install {there}\n"
+    assert task["setup"] == f"pip install '{there}[train]'\n"
     assert task["num_nodes"] == 2
     assert task["resources"] == {"accelerators": "H100:8"}
     assert '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":29500' in task["run"]

@@ -76,6 +76,11 @@ class StoppedOnRequest(MeshwrightError):
     exit_code = EXIT_STOPPED
 
 
+def lacks_training(what: str) -> ConfigError:
+    """Return the refusal of what needs torch, which the planner does without."""
+    return ConfigError(f'{what} needs PyTorch, which is not here: pip install "meshwright[train]"')
+
+
 def _cut(word: re.Match[str]) -> str:
     return f"{word[0][:100]}... ({len(word[0])} characters)"
 

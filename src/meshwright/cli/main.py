@@ -9,12 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, cast
 
-from meshwright.errors import EXIT_REFUSED, EXIT_STOPPED, MeshwrightError
+from meshwright.errors import EXIT_REFUSED, EXIT_STOPPED, MeshwrightError, lacks_training
 from meshwright.lines import fitted
 from meshwright.parsing import printable
 from meshwright.version import __version__
 
 _SHOWN: Final = 100  # characters of a path that is too long
+# What the extra `train` brings, and commands that compute import.
+_OF_TRAINING: Final = ("torch", "safetensors")
 
 # A command's module is imported when it is called, so that `--help` answers at once.
 COMMANDS: Final[Mapping[str, str]] = {
@@ -62,6 +64,33 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the message of an error goes to stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else ""
+    try:
+        return _run(words)
+    except MeshwrightError as error:
+        _complain(command, str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return EXIT_STOPPED
+    except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
+        sys.stderr.close()
+        return 0
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _OF_TRAINING:
+            raise
+        _complain(command, str(lacks_training("it")))
+        return EXIT_REFUSED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # Every command takes paths, and asks the system about them in many places.
+        _complain(command, _too_long(error))
+        return EXIT_REFUSED
+
+
+def _run(words: Sequence[str]) -> int:
+    """Parse a command line and run its command."""
     parser = argparse.ArgumentParser(
         prog="meshwright",
         description="Plan, prove, train and explain the parallel training of language models.",
@@ -86,23 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.words += more
     if any("\0" in word for word in words):  # from Python: a shell's words have none
         parser.error("an argument has a NUL character, which no file's name may have")
-    try:
-        return cast(Command, args.module).run(args)
-    except MeshwrightError as error:
-        _complain(args.command, str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("meshwright: interrupted", file=sys.stderr)
-        return EXIT_STOPPED
-    except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
-        sys.stderr.close()
-        return 0
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        # Every command takes paths, and asks the system about them in many places.
-        _complain(args.command, _too_long(error))
-        return EXIT_REFUSED
+    return cast(Command, args.module).run(args)
 
 
 def _complain(command: str, text: str) -> None:

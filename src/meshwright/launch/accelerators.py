@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from meshwright.errors import ConfigError, refusal
+from meshwright.errors import ConfigError, lacks_training, refusal
 
 ROOT: Final = Path("/")
 _INTEL: Final = "0x8086"
@@ -56,6 +56,12 @@ def torch_build(file: Path | None = None) -> Build | None:
     pairs = re.findall(r"^(\w+)[^=\n]*= '([^']*)'", file.read_text(encoding="utf-8"), re.MULTILINE)
     found = dict(pairs)
     return Build(found.get("__version__", "?"), found.get("cuda"), found.get("hip"))
+
+
+def check_torch(what: str) -> None:
+    """Refuse what computes where torch is not installed."""
+    if torch_build() is None:
+        raise lacks_training(what)
 
 
 def find_gpus(environ: Mapping[str, str], root: Path = ROOT) -> Gpus | None:

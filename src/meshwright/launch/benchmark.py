@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import StoppedOnRequest
+from meshwright.launch.accelerators import check_torch
 from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.signals import StopSignals
 from meshwright.launch.supervisor import (
@@ -40,8 +41,10 @@ def measure_on_ranks(
     """Have local ranks measure what a request asks for; `show` gets each line of rank 0.
 
     `threads` and `keeps_memory` as in `rank_environ`.
-    Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM.
+    Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError`
+    where torch is not installed.
     """
+    check_torch("measuring")
     timing, on_gpus = Timing(), request["device"] == "cuda"
     with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="meshwright-bench-") as path:
         folder = Path(path)

@@ -10,7 +10,7 @@ from typing import Final
 
 from meshwright.data.store import is_store
 from meshwright.errors import ConfigError, refusal
-from meshwright.launch.accelerators import check_build, find_gpus, torch_build
+from meshwright.launch.accelerators import check_build, check_torch, find_gpus, torch_build
 from meshwright.launch.machine import gpu_name, memory_of_machine
 from meshwright.launch.planned import setting_on
 from meshwright.layout import Layout, Machine
@@ -40,6 +40,7 @@ def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -
 
     The cluster is one of the catalogue.
     """
+    check_torch("training")
     check_build(machine.device, find_gpus(environ), torch_build())
     preset = config.cluster.preset
     if preset == "local":

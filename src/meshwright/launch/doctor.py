@@ -56,7 +56,9 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
     """Yield what there is to say of this machine, for runs under `log_dir`."""
     yield Finding("meshwright", f"{__version__}, Python {platform.python_version()}")
     torch = _version("torch")
-    yield Finding("torch", torch or "not installed", "ok" if torch else "bad")
+    yield Finding(
+        "torch", torch or "not installed: pip install 'meshwright[train]'", "ok" if torch else "bad"
+    )
     for package, extra in _EXTRAS.items():
         found = _version(package)
         text = found or f"not installed: pip install 'meshwright[{extra}]'"

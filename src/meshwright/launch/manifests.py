@@ -105,7 +105,7 @@ def skypilot(job: JobSpec) -> str:
     if job.wheel is not None:
         there = f"{_WHEELS}/{PurePosixPath(job.wheel).name}"
         mounts[there] = job.wheel
-        setup.append(f"pip install {shell([there])}")
+        setup.append(f"pip install {shell([f'{there}[train]'])}")
     if job.volume is not None:
         mounts[f"{_WORKDIR}/{job.log_dir}"] = {"source": job.volume, "mode": "MOUNT_CACHED"}
     if mounts:

@@ -73,7 +73,7 @@ def _measured(
     began = time.monotonic()
     try:
         found = measure(case, machine.devices, machine.threads(machine.devices), environ)
-    except RankFailed as error:
+    except (ConfigError, RankFailed) as error:
         say(f"note: this CPU could not be measured: {_WITHOUT}: {error}")
         return None
     took, date = time.monotonic() - began, datetime.datetime.now(datetime.UTC).date()

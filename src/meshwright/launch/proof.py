@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import RankFailed, StoppedOnRequest
+from meshwright.launch.accelerators import check_torch
 from meshwright.launch.rank_environ import rank_environ
 from meshwright.launch.signals import StopSignals
 from meshwright.launch.supervisor import (
@@ -77,6 +78,7 @@ def prove_cases(
     Where a rank fails, its layout is the one that failed, and the rest goes to fresh ranks. Raises
     `RankFailed` where the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
+    check_torch("proving")
     outcomes: list[Outcome] = []
     command = command or partial(worker_command, device=device)
     ranks_environ = rank_environ(environ, on_gpus=device == "cuda")

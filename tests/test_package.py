@@ -1,0 +1,130 @@
+"""The package: one version everywhere, planning without torch, a workflow that releases it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from ci.release import ROOT, expected, newest, problems, version
+
+from meshwright.errors import EXIT_REFUSED
+from meshwright.version import __version__
+from runs import TINY
+
+# Has Python know nothing of what the extra `train` brings.
+HIDES = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+from meshwright.launch import accelerators
+accelerators.torch_build = lambda file=None: None
+from meshwright.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+H100 = [*TINY[:4], "model.n_kv_heads=2", "cluster.preset=h100-sxm"]
+
+
+def without_torch(*words, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", HIDES, *words], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", *H100, "--json"),
+        ("config", "show"),
+        ("predict", "--help"),
+        ("launch", "torchrun", *H100, "cluster.nodes=2"),
+    ],
+    ids=" ".join,
+)
+def test_planning_needs_no_torch(words, tmp_path):
+    done = without_torch(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", *TINY),
+        ("prove", *TINY, "layout.pp=2"),
+        ("simulate", "layout.tp=2"),
+        ("bench", "device"),
+        ("generate", "runs/latest"),
+        ("eval", "runs/latest"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_computes_says_in_one_sentence_what_to_install(words, tmp_path):
+    done = without_torch(*words, cwd=tmp_path)
+    assert done.returncode == EXIT_REFUSED, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"meshwright {words[0]}: ")
+    assert line.endswith('needs PyTorch, which is not here: pip install "meshwright[train]"')
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_package_that_is_missing_is_no_matter_of_the_extra(tmp_path):
+    code = HIDES.replace('("torch", "safetensors")', '("yaml",)')
+    words = [sys.executable, "-c", code, "launch", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "ModuleNotFoundError: No module named 'yaml'" in done.stderr
+
+
+def test_the_version_is_that_of_the_newest_heading():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert __version__ == expected(newest(changelog))
+    assert version((ROOT / "src/meshwright/version.py").read_text()) == __version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dynamic"] == ["version"]
+
+
+def test_a_tag_is_released_only_as_the_version_that_it_names():
+    of = {day: f"# Changelog\n\n## [0.3.0] - {day}\n" for day in ("unreleased", "2026-01-02")}
+    ours = '__version__ = "0.3.0"\n'
+    assert problems("v0.3.0", of["2026-01-02"], ours) == []
+    assert problems("v0.3.1", of["2026-01-02"], ours) == ["the tag is v0.3.1, the version 0.3.0"]
+    assert len(problems("v0.3.0", of["unreleased"], ours)) == 2
+    assert len(problems("v0.3.0", of["2026-01-02"], ours.replace("3.0", "2.9"))) == 2
+
+
+def test_what_trains_is_an_extra_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert not any(one.startswith(("torch", "safetensors")) for one in project["dependencies"])
+    assert [one.partition(">")[0] for one in extras["train"]] == ["torch", "safetensors"]
+    for name in ("dev", "fp8", "deepspeed", "lm-eval", "ray"):
+        assert any(one.startswith("meshwright[train") for one in extras[name]), name
+    assert "Typing :: Typed" in project["classifiers"]
+    assert (ROOT / "src/meshwright/py.typed").is_file()
+    assert {"Documentation", "Issues", "Changelog"} <= set(project["urls"])
+    table = (ROOT / "docs/install.md").read_text()
+    assert all(f"`{name}`" in table for name in extras)
+
+
+def test_a_release_builds_checks_and_publishes_without_a_token():
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    run = [step.get("run", "") for step in jobs["build"]["steps"]]
+    for command in ("ci.release", "-m build", "twine check --strict", "ci.extras package"):
+        assert any(command in one for one in run), command
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "password" not in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=str)
+def test_an_issue_template_asks_for_something(path: Path):
+    form = yaml.safe_load(path.read_text())
+    if path.name == "config.yml":
+        return
+    assert {"name", "description", "body"} <= set(form)
+    assert any(one.get("validations", {}).get("required") for one in form["body"])
