@@ -105,7 +105,6 @@ def test_what_trains_is_an_extra_of_the_package():
         assert any(one.startswith("meshwright[train") for one in extras[name]), name
     assert "Typing :: Typed" in project["classifiers"]
     assert (ROOT / "src/meshwright/py.typed").is_file()
-    assert {"Documentation", "Issues", "Changelog"} <= set(project["urls"])
     table = (ROOT / "docs/install.md").read_text()
     assert all(f"`{name}`" in table for name in extras)
 

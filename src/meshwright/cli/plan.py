@@ -24,7 +24,13 @@ from meshwright.cli.common import (
     table,
 )
 from meshwright.cli.measured import add_measured, measured_for, take_measured
-from meshwright.cli.questions import add_questions, answers, print_ways_to_fit, ways_to_fit_json
+from meshwright.cli.questions import (
+    add_questions,
+    answers,
+    print_answers,
+    print_ways_to_fit,
+    ways_to_fit_json,
+)
 from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, serve_page
 from meshwright.data.files import write_atomic
@@ -159,10 +165,7 @@ def run(args: argparse.Namespace) -> int:
     _write(args, made, document)
     if not args.json:
         _print_plan(made, seconds, machine)
-        for one in more:
-            print()
-            one.print()
-            print(f"  answered in {one.seconds:.2f} s")
+        print_answers(more)
         if command is not None:
             print("\nto train the best:")
             say_command(command)

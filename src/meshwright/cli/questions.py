@@ -238,6 +238,14 @@ def _offer(one: Offer) -> dict[str, Any]:
     return {**of, "cost_of_a_million_tokens": one.cost, **prediction_json(one.found)}
 
 
+def print_answers(found: Sequence[Answer]) -> None:
+    """Print answers, each with the seconds that it took."""
+    for one in found:
+        print()
+        one.print()
+        print(f"  answered in {one.seconds:.2f} s")
+
+
 def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
     """Return what helps after an out-of-memory as JSON."""
     return {
