@@ -8,7 +8,7 @@
 #   make fault-table  what each fault case comes to, measured, into docs/fault-cases.md
 #   make mutants  puts faults into the code that trains; each must be caught: docs/mutants.md
 #   make docs   the site, into build/site
-#   make gpu    checks and benchmarks on one GPU, in nine minutes
+#   make gpu    checks and benchmarks on one GPU, in one minute or in ten
 #   make prove  every layout of the support matrix against one device
 # The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
 # serves torch with several GB of CUDA libraries.
@@ -86,16 +86,15 @@ bench: $(VENV)/.dev
 # On a machine with a GPU and a PyTorch of its own, which is used as it is. Where that machine reaches no
 # index, `make gpu-wheels GPU_PYTHON=3.12` beforehand on one that does, and build/gpu goes along.
 GPU_PYTHON ?= 3.12
-# Where `make gpu` leaves gpu.json, gpu.md and the GPU's calibrations; more arguments of it, such as
-# "--only checks" or "--minutes 20".
+# Where `make gpu` leaves gpu.jsonl, gpu.md and the GPU's calibrations, and where a second call goes on; more
+# arguments of it, such as "--minutes 1", "--only checks" or "--plan".
 GPU_OUT ?= docs/benchmarks
 GPU_ARGS ?=
 GPU_WHEELS := annotated-types markdown-it-py mdurl pydantic pygments pyyaml rich safetensors \
 	tokenizers typing-extensions typing-inspection
 
 gpu:
-	PYTHONPATH=src:build/gpu:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT)/gpu.json \
-		--page $(GPU_OUT)/gpu.md $(GPU_ARGS)
+	PYTHONPATH=src:build/gpu:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
 gpu-wheels:
 	$(PYTHON) -m pip install --quiet --target build/gpu --upgrade --no-deps --only-binary :all: \

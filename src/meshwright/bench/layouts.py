@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,18 +88,31 @@ class Timed(NamedTuple):
     peak_bytes: list[int]
 
 
-def timed(world: World, case: Case, steps: int) -> Timed:
-    """Return what some steps of training take after a first one; on GPUs no memory stays taken."""
-    step = Stepper(world, case)
+def timed(
+    world: World,
+    case: Case,
+    steps: int,
+    then: Callable[[Stepper, Timed], object] = lambda step, found: None,
+) -> Timed:
+    """Return what some steps of training take after a first one; on GPUs no memory stays taken.
+
+    `then` may do more with the model and its optimizer, once all that is measured is there.
+    """
+    step, is_cpu = Stepper(world, case), world.device.type == "cpu"
     _seconds(world, step)  # compiles, and makes the optimizer's state
-    if world.device.type == "cpu":
-        return Timed(_slowest(world, [_seconds(world, step) for _ in range(steps)]), [])
-    torch.cuda.reset_peak_memory_stats(world.device)
-    found = _slowest(world, [_seconds(world, step) for _ in range(steps)])
-    peak = float(torch.cuda.max_memory_allocated(world.device))
+    if not is_cpu:
+        torch.cuda.reset_peak_memory_stats(world.device)
+    seconds = _slowest(world, [_seconds(world, step) for _ in range(steps)])
+    peaks: list[int] = []
+    if not is_cpu:
+        peak = float(torch.cuda.max_memory_allocated(world.device))
+        peaks = [int(row[0]) for row in world.gather_on_host([peak])]
+    found = Timed(seconds, peaks)
+    then(step, found)
     del step
-    release()
-    return Timed(found, [int(row[0]) for row in world.gather_on_host([peak])])
+    if not is_cpu:
+        release()
+    return found
 
 
 def release() -> None:

@@ -159,6 +159,11 @@ def read_calibration(path: Path) -> Calibration:
         own = parse_calibration(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"calibration {path} cannot be read: {error}") from None
+    return over_shipped(own)
+
+
+def over_shipped(own: Calibration) -> Calibration:
+    """Return a calibration with the shipped constants where it has none of its own."""
     known, shipped = own.constants, dict(shipped_calibration().constants)
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
         # Where links were measured and no channels, there are none.

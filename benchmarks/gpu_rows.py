@@ -1,0 +1,164 @@
+"""What `benchmarks.gpu` measures, in the order of its worth, and what a time is enough for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+Part = Literal["train", "device", "checks"]
+PARTS: Final[tuple[Part, ...]] = ("train", "device", "checks")
+# What it takes until the first row begins: torch is imported, and the device looked at.
+LOOK_S: Final = 15.0
+# What is left to write the files and to end.
+MARGIN_S: Final = 3.0
+
+
+class Shape(NamedTuple):
+    """A model with so many layers at most, and microbatches of so many rows of so many tokens."""
+
+    name: str
+    layers: int
+    length: int
+    rows: int
+
+    def words(self, layers: int) -> list[str]:
+        """Return the overrides that make a config of it, with so many layers."""
+        sizes = {"vocab_size": 128, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 128}
+        model = {"preset": self.name} if self.name != TINY.name else sizes
+        words = [f"model.{key}={value}" for key, value in {**model, "n_layers": layers}.items()]
+        return [*words, f"train.seq_len={self.length}", f"train.batch={MICROBATCHES * self.rows}"]
+
+
+TINY: Final = Shape("tiny", 2, 64, 4)
+SMALL_4K: Final = Shape("llama-3.2-1b", 16, 4096, 4)
+SMALL_8K: Final = Shape("llama-3.2-1b", 16, 8192, 2)
+LARGE_4K: Final = Shape("llama-3-8b", 32, 4096, 2)
+LARGE_8K: Final = Shape("llama-3-8b", 32, 8192, 1)
+# Of a step: an update moves as much memory as a microbatch of a large model takes time.
+MICROBATCHES: Final = 4
+ALONE: Final = ("layout.dp_replicate=1", "layout.dp_shard=1")
+
+
+class Row(NamedTuple):
+    """One thing to measure, of about so many seconds; `key` tells it from all others.
+
+    The seconds are guesses from a shape's FLOPs and of the compiler; no GPU has taken them yet.
+    """
+
+    key: str
+    part: Part
+    work: str
+    seconds: float
+    shape: Shape = TINY
+    words: tuple[str, ...] = ()
+    label: str = ""
+    compiles: bool = False
+    profiles: bool = False
+
+
+def training(shape: Shape, mode: str, seconds: float) -> Row:
+    """Return the row of a shape's step, "eager" or "compiled", maybe with a recomputation."""
+    how, _, recompute = mode.partition(", ")
+    compiles = how == "compiled"
+    label = " ".join(filter(None, (f"mb{shape.rows}", recompute)))
+    words = (f"train.compile={'true' if compiles else 'false'}",)
+    key = f"train {shape.name}, {shape.length} tokens, {mode}"
+    profiles = shape.length <= 4096
+    return Row(key, "train", "train", seconds, shape, words, label, compiles, profiles)
+
+
+def calibrating(shape: Shape, seconds: float) -> Row:
+    """Return the row that measures the device with the blocks of a shape, one row at a time."""
+    key = f"calibrate, {shape.name}, {shape.length} tokens"
+    return Row(key, "device", "calibrate", seconds, shape, ("layout.microbatch=1",))
+
+
+def proving(*words: str) -> Row:
+    """Return the row that holds a layout of one rank on the device against one CPU."""
+    compiles = "train.compile=true" in words
+    key = f"prove {' '.join(words)}"
+    found = (*ALONE, *words)
+    return Row(key, "checks", "prove", 30 if compiles else 8, TINY, found, "", compiles)
+
+
+BF16: Final = "train.precision=bf16"
+FP32: Final = "train.precision=fp32"
+PACKED: Final = "data.packing=documents"
+COMPILED: Final = "train.compile=true"
+EAGER: Final = "train.compile=false"
+# In one minute the eager rows, in five also the compiled ones, a calibration and the first proofs.
+ROWS: Final = (
+    training(LARGE_4K, "eager", 22),
+    training(SMALL_4K, "eager", 15),
+    training(LARGE_4K, "compiled", 60),
+    training(SMALL_4K, "compiled", 50),
+    calibrating(LARGE_4K, 75),
+    proving(FP32, EAGER),
+    proving(BF16, EAGER, "layout.zero=3"),
+    proving(BF16, COMPILED),
+    Row("syncs", "checks", "syncs", 60),
+    training(LARGE_8K, "compiled", 55),
+    training(SMALL_8K, "compiled", 50),
+    calibrating(SMALL_4K, 75),
+    proving(BF16, EAGER, "layout.zero=2"),
+    proving(BF16, EAGER, "layout.recompute=selective"),
+    proving(BF16, EAGER, PACKED),
+    proving(FP32, EAGER, PACKED),
+    proving(BF16, EAGER, "layout.recompute=full"),
+    proving(FP32, EAGER, "layout.offload=optimizer"),
+    proving(BF16, EAGER, "layout.zero=3", "layout.offload=params"),
+    proving(BF16, COMPILED, "layout.zero=3"),
+    proving(BF16, COMPILED, PACKED),
+    Row("tests", "checks", "tests", 45),
+    training(SMALL_8K, "compiled, recompute-selective", 55),
+    training(SMALL_8K, "eager", 20),
+    training(LARGE_8K, "eager", 25),
+)
+TINY_ROWS: Final = (
+    training(TINY, "eager", 10),
+    calibrating(TINY, 30),
+    proving(FP32, EAGER),
+    proving(BF16, EAGER, "layout.zero=3"),
+)
+
+
+def rows(only: Collection[str] = PARTS, *, tiny: bool = False, compiles: bool = True) -> list[Row]:
+    """Return the rows of some parts, in the order of their worth; without a compiler, eager ones.
+
+    Where a compiled row would have told what a shape does, its eager one takes its place.
+    """
+    asked = [row for row in (TINY_ROWS if tiny else ROWS) if row.part in only]
+    if compiles:
+        return asked
+    by_shape = {row.shape: row for row in asked if row.work == "train" and not row.compiles}
+    found: dict[str, Row] = {}
+    for row in asked:
+        instead = by_shape.get(row.shape) if row.compiles and row.work == "train" else None
+        taken = row if not row.compiles else instead
+        if taken is not None:
+            found.setdefault(taken.key, taken)
+    return list(found.values())
+
+
+def next_row(left: Sequence[Row], seconds: float) -> Row | None:
+    """Return the first row that so many seconds are enough for, None where it is none."""
+    return next((row for row in left if row.seconds <= seconds), None)
+
+
+class Planned(NamedTuple):
+    """A row, and so many seconds after the start it should begin."""
+
+    begins: float
+    row: Row
+
+
+def plan(seconds: float, asked: Sequence[Row], done: Collection[str] = ()) -> Iterator[Planned]:
+    """Yield which rows a time is enough for, in their order, if each takes what it should.
+
+    `done` are the keys of those that an earlier call has measured.
+    """
+    left, begins = [row for row in asked if row.key not in done], LOOK_S
+    while (row := next_row(left, seconds - MARGIN_S - begins)) is not None:
+        yield Planned(begins, row)
+        begins += row.seconds
+        left.remove(row)
