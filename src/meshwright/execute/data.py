@@ -8,6 +8,7 @@ weights stay whole and ranks sum by themselves, `Replicas` does without FSDP2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -63,14 +64,16 @@ def distribute_data(
     shards: str = "shard",
     of_experts: DeviceMesh | None = None,
     *,
+    embed: nn.Module | None = None,
     keeps_frozen: bool = False,
 ) -> None:
-    """Replicate or shard a model over data, block by block and then the rest.
+    """Replicate or shard a model over data: its embedding, block by block, and then the rest.
 
     `replicas` and `shards` name the axes of the mesh, and of that on which experts lie where they
-    are shared out. With `keeps_frozen` weights that are not trained have the dtype of products, and
-    may stay whole. Gradients are summed, not averaged: the loss is already divided by the global
-    number of target tokens, which stays right for uneven batches.
+    are shared out. An `embed` of its own is gathered for its forward alone. With `keeps_frozen`
+    weights that are not trained have the dtype of products, and may stay whole. Gradients are
+    summed, not averaged: the loss is already divided by the global number of target tokens, which
+    stays right for uneven batches.
     """
     if not needs_wrapping(layout, train):
         return
@@ -92,26 +95,41 @@ def distribute_data(
             ignored_params=_whole(model, layout) if keeps_frozen else None,
         )
 
-    units: list[nn.Module] = []
+    turns: list[list[nn.Module]] = []  # blocks, each with what it takes up after itself
     for block in blocks:
+        turns.append([block])
         experts = getattr(getattr(block, "mlp", None), "experts", None)
         if of_experts is not None and isinstance(experts, nn.Module):
             wrap(experts, of_experts)
-            units.append(experts)
+            turns[-1].append(experts)
         wrap(block, mesh)
-        units.append(block)
+    if embed is not None:
+        wrap(embed, mesh)
     wrap(model, mesh)
-    units.append(model)
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
         managed.set_gradient_divide_factor(1.0)
-    # By itself FSDP2 takes the order from the forward, last in first out: with several microbatches
-    # under way it gathers a unit again that it has just dropped.
-    for before, unit in zip((units[0], *units), units, strict=False):
-        assert isinstance(unit, FSDPModule)
-        assert isinstance(before, FSDPModule)
-        unit.set_modules_to_backward_prefetch([before])
+    _prefetch(model, embed, turns)
+
+
+def _prefetch(model: Any, embed: Any, turns: Sequence[Sequence[Any]]) -> None:
+    """Have each unit gather the one that is taken up after it, in forwards and in backwards.
+
+    By itself FSDP2 takes the order of backwards from the forward, last in first out: with several
+    microbatches under way it gathers a unit again that it has just dropped. The last of a backward
+    gathers itself, which is nothing. The weights of an embedding are not needed there.
+    """
+    forward = [model, *chain.from_iterable(turns)]
+    backward = [model, *chain.from_iterable(reversed(turns))]
+    if embed is not None:
+        forward.insert(1, embed)
+        embed.set_unshard_in_backward(False)
+        embed.set_modules_to_backward_prefetch([embed])
+    for unit, after in pairwise(forward):
+        unit.set_modules_to_forward_prefetch([after])
+    for unit, after in zip_longest(backward, backward[1:], fillvalue=backward[-1]):
+        unit.set_modules_to_backward_prefetch([after])
 
 
 def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:

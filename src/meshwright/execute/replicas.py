@@ -129,7 +129,7 @@ class Replicas:
         ep = 1 if groups.experts is None else groups.experts.ep.size
         found: dict[str, list[Weight]] = {}
         for name, weight in self.weights.items():
-            found.setdefault(unit_of(name, in_place=True, ep=ep), []).append(weight)
+            found.setdefault(unit_of(name, ep=ep), []).append(weight)
         # What is in no block stays for a step.
         self.units = [
             Unit(weights, peers(name), reshards=self._zero == 3 and name.startswith("layers."))

@@ -150,6 +150,7 @@ class Walk:
         units.enter_root()
         ops = self._of_ends(stage)
         self._keep(kept(op for op in ops if op.kind in ("embedding", "mask")))
+        units.leave_embedding()
         for index, layer in enumerate(stage.layers):
             units.enter(index)
             self._keep(self.layers[self.program.model.layer(layer)].kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -69,6 +69,21 @@ class UnitSizes:
             return self.whole + self.frozen.whole * self.cuts_frozen
         return self.padded + self.frozen.padded * self.cuts_frozen
 
+    @property
+    def grown_bytes(self) -> int:
+        """The bytes of the gradients that are there, before they are widened all at once."""
+        return sum(self.numels[name] * each for name, each in self.grown.items())
+
+    def last_gradient(self, reduced: int) -> int:
+        """Return the bytes of the last gradient, of so many `reduced` an element where widened.
+
+        A loop of torch's `foreach_reduce` leaves it in a variable until the reduction is done.
+        """
+        if self.accumulated:
+            return next(reversed(self.numels.values())) * reduced
+        there = [self.numels[name] * self.grown[name] for name in self.numels if name in self.grown]
+        return there[-1] if there else 0
+
     def another(self) -> UnitSizes:
         """Return a unit of the same sizes, of which nothing is held."""
         made = copy(self)
@@ -83,6 +98,23 @@ class UnitsState(NamedTuple):
     ahead: tuple[tuple[int, int], ...]
     kept: int
     input: int
+
+    @classmethod
+    def of(
+        cls, units: Sequence[UnitSizes], ahead: Mapping[int, int], kept: int, input: int
+    ) -> UnitsState:
+        """Return the state of some units, and of what their last messages work with."""
+        found = tuple(
+            (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.has_shard_gradient)
+            for one in units
+        )
+        return cls(found, tuple(ahead.items()), kept, input)
+
+    def restore(self, units: Sequence[UnitSizes]) -> None:
+        """Bring the units that it is of into it."""
+        for one, (grown, *flags) in zip(units, self.units, strict=True):
+            one.grown = dict(grown)
+            one.is_gathered, one.accumulated, one.has_shard_gradient = flags
 
 
 def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple[UnitSizes, ...]]:

@@ -1,7 +1,7 @@
 """`Units`: weights and gradients of a stage, as data parallelism gathers and reduces them.
 
-A unit is a block, or what is left of the stage: the embedding, the last norm and the head. Where
-ranks sum by themselves, see `program.shards.sums_in_place`, the embedding is one of its own.
+A unit is a block, the embedding, or what is left of the stage: the last norm and the head, to which
+FSDP2 adds an embedding that is tied to the head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Final
 from meshwright.predict.byte_count import ByteCount
 from meshwright.predict.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
-from meshwright.program.shards import Sharding, data_rank, sums_in_place, unit_of
+from meshwright.program.shards import EMBED, Sharding, data_rank, sums_in_place
+from meshwright.program.sharing import unit_in
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 
@@ -48,12 +49,12 @@ class Units:
         ends: dict[str, dict[str, Sharding]] = {}
         for name in program.parameters(stage):
             if not name.startswith("layers."):
-                of_unit = ends.setdefault(unit_of(name, in_place=self.in_place), {})
+                of_unit = ends.setdefault(unit_in(program, name), {})
                 of_unit[name] = program.shardings[name]
         self.blocks = blocks_of(program, stage, tp, place)
         # Without an embedding of its own it is a unit of nothing.
         self.embed, self.root = (
-            UnitSizes(ends.get(name, {}), tp, place) for name in ("embed", "rest")
+            UnitSizes(ends.get(name, {}), tp, place) for name in (EMBED, "rest")
         )
         self.is_last = self.defers = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
@@ -63,23 +64,12 @@ class Units:
     @property
     def state(self) -> UnitsState:
         """What of them is held, and what the last messages still work with."""
-        return UnitsState(
-            tuple(
-                (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.has_shard_gradient)
-                for one in self.all
-            ),
-            tuple(self._ahead.items()),
-            self._kept,
-            self._input,
-        )
+        return UnitsState.of(self.all, self._ahead, self._kept, self._input)
 
     @state.setter
     def state(self, state: UnitsState) -> None:
-        for one, (grown, *flags) in zip(self.all, state.units, strict=True):
-            one.grown = dict(grown)
-            one.is_gathered, one.accumulated, one.has_shard_gradient = flags
-        self._ahead = dict(state.ahead)
-        self._kept, self._input = state.kept, state.input
+        state.restore(self.all)
+        self._ahead, self._kept, self._input = dict(state.ahead), state.kept, state.input
 
     @property
     def all(self) -> list[UnitSizes]:
@@ -121,15 +111,28 @@ class Units:
             self.bytes_held.add(OPTIMIZER, states * (self.offload == "none"))
 
     def enter_root(self) -> None:
-        """Gather the root for the forward; where ranks sum by themselves, the embedding."""
+        """Gather what is in no block for the forward; in place, the embedding alone."""
         self._need(0)
-        self._gather(self.root, forward=True)
+        self._take((self.root, self.embed))
+
+    def leave_embedding(self) -> None:
+        """Drop the embedding after its forward, where ZeRO-3 of FSDP2 does."""
+        if self.layout.zero == 3 and not self.in_place:
+            self._reshard(self.embed)
 
     def enter(self, index: int) -> None:
         """Gather a block for its forward."""
         self._need(index + 1)
-        for unit in self.blocks[index]:
+        self._take(self.blocks[index])
+
+    def _take(self, units: Sequence[UnitSizes]) -> None:
+        """Gather units for their forward, each with the one after it ahead."""
+        *first, _ = self._turns
+        order = [unit for turn in ((self.root,), *first) for unit in turn if unit.is_there]
+        for unit in units:
             self._gather(unit, forward=True)
+            for after in order[order.index(unit) + 1 :][:1] if unit.is_there else ():
+                self._gather_ahead(after)
 
     def enter_head(self) -> None:
         """Have the last norm and the head, where they are a unit of their own."""
@@ -145,9 +148,8 @@ class Units:
         later = [units for units in turns[turn:] if units]
         if len(later) == 1:
             self._settle()
-        for units in later[:2]:
-            for unit in units:
-                self._begin(unit)
+        for unit in (unit for units in later[:2] for unit in units):
+            self._begin(unit)
 
     def _begin(self, unit: UnitSizes) -> None:
         """Begin to gather a unit, where ranks sum by themselves."""
@@ -173,10 +175,9 @@ class Units:
     def begin_backward(self, is_last: bool, defers: bool) -> None:
         """Gather the root for the backward, and the last block ahead."""
         self.is_last, self.defers = is_last, defers
-        if self.blocks:
-            self._begin_again(len(self.blocks) - 1)
         self._gather(self.root)
         if self.blocks:
+            self._begin_again(len(self.blocks) - 1)
             self._gather_ahead(self.blocks[-1][0])
 
     def _begin_again(self, index: int) -> None:
@@ -194,11 +195,10 @@ class Units:
         if index + 1 < len(self.blocks):
             self._drop(index + 1)
         self._begin_again(index)
-        if index:
-            self._begin_again(index - 1)
         for unit in self.blocks[index]:
             self._gather(unit)
         if index:
+            self._begin_again(index - 1)
             self._gather_ahead(self.blocks[index - 1][0])
 
     def leave_head_backward(self) -> None:
@@ -215,10 +215,12 @@ class Units:
         """Do so with what is left; the last reduction's input stays until the next one."""
         if self.blocks:
             self._drop(0)
-        last = self.embed if self.in_place else self.root
-        names = [name for name in last.numels if name not in last.grown]
-        self._grow(last, [name for name in names if "embed" in name])
-        self._close(last)
+        last = (self.embed,) if self.in_place else (self.root, self.embed)
+        for unit in last:
+            names = [name for name in unit.numels if EMBED in name and name not in unit.grown]
+            self._grow(unit, names)
+        for unit in last:
+            self._close(unit)
         self._let_go()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
@@ -289,8 +291,7 @@ class Units:
             bytes_held.drop(BUFFERS, size)
 
     def _gather_ahead(self, unit: UnitSizes) -> None:
-        has_to = not (self.in_place or unit.is_gathered or id(unit) in self._ahead)
-        if has_to and unit.ranks > 1:
+        if not (self.in_place or unit.is_gathered or id(unit) in self._ahead) and unit.ranks > 1:
             self._begin_gather(unit)
 
     def _begin_gather(self, unit: UnitSizes) -> None:
@@ -325,8 +326,7 @@ class Units:
 
     def _is_sent_at_once(self, unit: UnitSizes) -> bool:
         """Whether the gradients of this backward are exchanged as soon as they are there."""
-        is_due = self.is_last or self.layout.zero >= 2
-        return is_due and not self.defers and self._exchanges(unit)
+        return (self.is_last or self.layout.zero >= 2) and not self.defers and self._exchanges(unit)
 
     def _close(self, unit: UnitSizes) -> None:
         if self.in_place:
@@ -369,8 +369,7 @@ class Units:
         self._drop_grown(unit)
 
     def _drop_grown(self, unit: UnitSizes) -> None:
-        size = sum(unit.numels[name] * each for name, each in unit.grown.items())
-        self.bytes_held.drop(GRADIENTS, size)
+        self.bytes_held.drop(GRADIENTS, unit.grown_bytes)
         unit.grown.clear()
 
     def _reduce(self, unit: UnitSizes) -> None:
@@ -383,13 +382,14 @@ class Units:
         bytes_held.add(BUFFERS, size)
         bytes_held.note("reduce")
         self._input = size
+        last = unit.last_gradient(self.reduced)
         if unit.accumulated:
             bytes_held.drop(GRADIENTS, unit.whole * self.reduced)
             unit.accumulated = False
         else:
             self._drop_grown(unit)
         out = unit.shard * self.reduced
-        with bytes_held.spike(BUFFERS, out):
+        with bytes_held.spike(BUFFERS, out), bytes_held.spike(GRADIENTS, last):
             with bytes_held.spike(BUFFERS, size):
                 bytes_held.note("reduce")
             if self.reduced < _FP32:

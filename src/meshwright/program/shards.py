@@ -23,6 +23,7 @@ Region = tuple[tuple[int, int], ...]
 TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 # What the unit of a layer's experts is called, after the layer.
 EXPERTS: Final = ".mlp.experts"
+EMBED: Final = "embed"
 # Whole on each rank of tp, which uses it for a part of what it is for: some of the heads, a part
 # of each expert's width, or of an adapter's inputs or outputs; or only one of the ranks uses it, as
 # it is added once.
@@ -154,18 +155,18 @@ def sums_in_place(layout: Layout, target: Target) -> bool:
     return layout.zero == 0 or (target.on_cpu and not target.fsdp2 and not on_host)
 
 
-def unit_of(name: str, *, in_place: bool, ep: int = 1) -> str:
+def unit_of(name: str, *, ep: int = 1, joins_head: bool = False) -> str:
     """Return the unit that a parameter is gathered and summed with, of a stage.
 
     A block, or the rest of the stage. Experts that ranks share out are one of their own: others
-    have them. So is the embedding where ranks sum by themselves: its gradient comes last, the
-    others of the rest come first.
+    have them. So is the embedding: its gradient comes last, the others of the rest come first, and
+    its backward has no use for its weights; unless it `joins_head`, in the rest.
     """
     room, _, rest = name.partition(".")
     if room == "layers":
         block, _, inner = rest.partition(".")
         return f"layers.{block}{EXPERTS if ep > 1 and inner.startswith(EXPERTS[1:]) else ''}"
-    return "embed" if in_place and room == "embed" else "rest"
+    return EMBED if room == EMBED and not joins_head else "rest"
 
 
 def data_rank(layout: Layout, at: Mapping[str, int]) -> int:

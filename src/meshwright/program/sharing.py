@@ -11,7 +11,14 @@ from typing import Final, NamedTuple
 from meshwright.layout import Layout
 from meshwright.program.lower import Program
 from meshwright.program.messages import Axis, Collective, CollectiveKind, Phase
-from meshwright.program.shards import EXPERTS, Sharding, data_rank, sums_in_place, unit_of
+from meshwright.program.shards import (
+    EMBED,
+    EXPERTS,
+    Sharding,
+    data_rank,
+    sums_in_place,
+    unit_of,
+)
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
 from meshwright.spec.training import TrainSpec
@@ -49,6 +56,13 @@ def _axes(layout: Layout, sharding: Sharding) -> _Axes:
     return _Axes("shard", sharding.shard_ranks, "replicate", layout.replica_ranks)
 
 
+def unit_in(program: Program, name: str) -> str:
+    """Return the unit of a parameter of a program: FSDP2 has a tied embedding with the rest."""
+    layout, is_tied = program.layout, program.model.tie_embeddings
+    joins_head = is_tied and not sums_in_place(layout, program.target)
+    return unit_of(name, ep=layout.ep, joins_head=joins_head)
+
+
 def _is_cut(sharding: Sharding) -> bool:
     return sharding.shard_ranks > 1
 
@@ -62,8 +76,6 @@ def _units(
     stage: Stage,
     elements: Callable[[Sharding], int],
     which: Callable[[Sharding], bool],
-    *,
-    in_place: bool,
 ) -> list[_MessageUnit]:
     """Return the units of a stage; `elements` says what a parameter has in the message.
 
@@ -72,7 +84,7 @@ def _units(
     sums: dict[str, list[int]] = {}
     axes: dict[str, _Axes] = {}
     for name in program.parameters(stage):
-        unit = unit_of(name, in_place=in_place, ep=program.layout.ep)
+        unit = unit_in(program, name)
         sharding = program.shardings[name]
         if not which(sharding):
             continue
@@ -101,10 +113,12 @@ def gathers(
     element = ELEMENT_BYTES[program.train.precision]
     for stage in stages:
         padded = attrgetter("padded_elements")
-        for unit in _units(program, stage, padded, _is_cut, in_place=False):
+        for unit in _units(program, stage, padded, _is_cut):
             size = (unit.deferred + unit.prompt) * element
             reason = f"ZeRO: the weights of {_what(unit.name)}"
             for phase, times in _passes(program, layout.zero == 3):
+                if unit.name == EMBED and phase == "backward":
+                    continue  # sums gradients by the ids of tokens alone
                 axis = unit.axes.shard
                 yield Collective("all_gather", axis, size, times, phase, "weights", reason)
 
@@ -113,6 +127,8 @@ def _what(unit: str) -> str:
     """Return what a unit is, in words."""
     if unit.endswith(EXPERTS):
         return "a block's experts"
+    if unit == EMBED:
+        return "the embedding"
     return "a block" if unit.startswith("layers.") else "the rest of the stage"
 
 
@@ -141,7 +157,7 @@ def _rows_gathered(
             axis, ranks = _axes(layout, sharding)[:2]
             if ranks == 1:
                 continue
-            what = _what(unit_of(name, in_place=True, ep=layout.ep))
+            what = _what(unit_in(program, name))
             mine = math.prod(sharding.shape(at["tp"], place))
             each = sharding.rows_each
             full, left = divmod(sharding.tp_shape[0], each)
@@ -175,7 +191,7 @@ def reductions(
     phase = _summed_in(each)
     for stage in stages:
         padded = attrgetter("padded_elements")
-        units = _units(program, stage, padded, _is_trained, in_place=in_place)
+        units = _units(program, stage, padded, _is_trained)
         rounds = list(_rounds(program, at["pp"], stage, each))
         met = _summed_in(sum(meets for *_, meets in rounds) > 1)
         for has_deferred, has_prompt, meets in rounds:
@@ -225,7 +241,7 @@ def _exchanges(
         return math.prod(sharding.tp_shape) - own(sharding)
 
     for stage in stages:
-        sent = _units(program, stage, others, _is_trained, in_place=True)
+        sent = _units(program, stage, others, _is_trained)
         for has_deferred, has_prompt, _ in _rounds(program, at["pp"], stage, each):
             for unit in sent:
                 count = has_deferred * unit.deferred + has_prompt * unit.prompt
@@ -233,7 +249,7 @@ def _exchanges(
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
                     size, axis = count * reduced_bytes(program.train), unit.axes.shard
                     yield Collective("all_to_all", axis, size, 1, phase, "gradients", reason)
-        for unit in _units(program, stage, own, _is_trained, in_place=True):
+        for unit in _units(program, stage, own, _is_trained):
             size, axes = (unit.deferred + unit.prompt) * _FP32, unit.axes
             if size and axes.shards > 1 and axes.replicas > 1:
                 yield Collective(

@@ -1,0 +1,134 @@
+"""FSDP2, which GPUs take for ZeRO: proven on gloo, its units, what they gather ahead, its peak."""
+
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from conformance_cases import make
+from meshwright.bench.memory import measure
+from meshwright.execute.build import describe
+from meshwright.execute.data import _state
+from meshwright.execute.deferred import Deferral
+from meshwright.execute.groups import open_groups
+from meshwright.layout import Layout
+from meshwright.predict.timeline import timeline
+from meshwright.program.collectives import collectives
+from meshwright.program.lower import lower
+from meshwright.program.target import Target
+from meshwright.prove.case import Case
+from meshwright.prove.suite import Suite
+from meshwright.spec.parts import parts
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+from ranks import on_ranks
+
+CASES = [make("shard2 zero3 mb2")]
+SLOW = [
+    make("shard2 zero3 mb1", "tied", "bf16"),
+    make("shard2 zero1 mb2 recompute-selective", "biased", "bf16"),
+    make("zero3 pp2 1f1b mb1", "tied", "bf16"),
+    make("zero3 tp2 sp mb2 recompute-selective", "llama", "bf16"),
+    make("zero3 pp2 interleaved_zero_bubble v2 mb1", "biased"),
+    make("shard2 zero2 ep2 tp2 sp mb2", "qwen2_moe"),
+]
+
+
+@contextmanager
+def as_on_gpus():
+    """Have FSDP2 shard on CPUs, too."""
+    rooms = "execute.build", "execute.groups", "program.sharing", "predict.units"
+    with ExitStack() as stack:
+        for room in rooms:
+            name = f"meshwright.{room}.sums_in_place"
+            stack.enter_context(mock.patch(name, lambda layout, target: layout.zero == 0))
+        yield
+
+
+def proven(world, case):
+    with as_on_gpus():
+        return Suite(world).prove(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda c: c.label,
+)
+def test_fsdp2_computes_and_sends_what_the_program_says(case):
+    for verdicts in on_ranks(case.layout.world, proven, case=case):
+        assert [verdict for verdict in verdicts if not verdict.passed] == []
+        assert "collectives" in [verdict.claim for verdict in verdicts]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_embedding_is_gathered_for_its_forward_alone(is_tied):
+    model = model_spec(dim=64, n_layers=2, n_heads=2, vocab_size=256, tie_embeddings=is_tied)
+    train = TrainSpec(batch=4, seq_len=32)
+    program = lower(model, train, Layout.parse("shard2 zero3 mb1"), Target("gpu"))
+    sizes = {part.name: part.numel * 4 for part in parts(model)}
+    gathered = {"forward": 0, "backward": 0}
+    for one in collectives(program, 0):
+        if one.kind == "all_gather" and one.phase in gathered:
+            gathered[one.phase] += one.bytes * one.count
+    every = sum(sizes.values())
+    times = program.microbatches
+    assert gathered["forward"] == times * every
+    assert gathered["backward"] == times * (every - (0 if is_tied else sizes["embed.weight"]))
+
+
+def chain_of(world, label, model):
+    """The units that each gathers ahead in forwards and in backwards, by name."""
+    case = make(label, model)
+    with as_on_gpus():
+        program = lower(case.model, case.train, case.layout)
+        (stage,) = describe(program, open_groups(case.layout, world), Deferral()).values()
+    names = {id(_state(module)): name for name, module in stage.named_modules() if _is_unit(module)}
+    found = {}
+    for name, module in stage.named_modules():
+        if _is_unit(module):
+            state = _state(module)
+            ahead = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+            found[name] = [[names[id(one)] for one in some] for some in ahead]
+    return found
+
+
+def _is_unit(module):
+    return isinstance(module, FSDPModule)
+
+
+@pytest.mark.parametrize("model", ["llama", "tied"])
+def test_units_gather_ahead_both_ways(model):
+    (found, _) = on_ranks(2, chain_of, label="shard2 zero3 mb2", model=model)
+    layers = [f"layers.{layer}" for layer in range(4)]
+    embed = [] if model == "tied" else ["embed"]
+    forward, backward = ["", *embed, *layers], ["", *reversed(layers)]
+    assert set(found) == set(forward)
+    for unit, after in pairwise(forward):
+        assert found[unit][0] == [after]
+    assert found[forward[-1]][0] == []
+    for unit, after in pairwise(backward):
+        assert found[unit][1] == [after]
+    # By itself torch would take what it thinks comes next: gathering themselves is nothing.
+    for unit in (*embed, backward[-1]):
+        assert found[unit][1] == [unit]
+
+
+def peak(world, case):
+    with as_on_gpus():
+        program = lower(case.model, case.train, case.layout)
+        return measure(world, case).peak.total, timeline(program, world.rank).peak.total
+
+
+WIDE = model_spec(
+    dim=64, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=128, vocab_size=4096, context=32
+)
+
+
+@pytest.mark.parametrize("label", ["shard2 zero3 mb1", "shard2 zero2 mb1"])
+def test_the_peak_is_that_of_its_units(label):
+    case = Case(WIDE, TrainSpec(batch=4, seq_len=32), Layout.parse(label))
+    for measured, predicted in on_ranks(2, peak, case=case):
+        assert predicted == pytest.approx(measured, rel=0.01)
