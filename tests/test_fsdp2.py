@@ -1,8 +1,7 @@
 """FSDP2, which GPUs take for ZeRO: proven on gloo, its units, what they gather ahead, its peak."""
 
-from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
@@ -19,37 +18,32 @@ from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.target import Target
 from meshwright.prove.case import Case
+from meshwright.prove.compare import program_of
 from meshwright.prove.suite import Suite
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
 
-CASES = [make("shard2 zero3 mb2")]
+
+def by_fsdp2(label, *kind):
+    """A case in which FSDP2 shards on CPUs, too."""
+    return replace(make(label, *kind), fsdp2=True)
+
+
+CASES = [by_fsdp2("shard2 zero3 mb2")]
 SLOW = [
-    make("shard2 zero3 mb1", "tied", "bf16"),
-    make("shard2 zero1 mb2 recompute-selective", "biased", "bf16"),
-    make("zero3 pp2 1f1b mb1", "tied", "bf16"),
-    make("zero3 tp2 sp mb2 recompute-selective", "llama", "bf16"),
-    make("zero3 pp2 interleaved_zero_bubble v2 mb1", "biased"),
-    make("shard2 zero2 ep2 tp2 sp mb2", "qwen2_moe"),
+    by_fsdp2("shard2 zero3 mb1", "tied", "bf16"),
+    by_fsdp2("shard2 zero1 mb2 recompute-selective", "biased", "bf16"),
+    by_fsdp2("zero3 pp2 1f1b mb1", "tied", "bf16"),
+    by_fsdp2("zero3 tp2 sp mb2 recompute-selective", "llama", "bf16"),
+    by_fsdp2("zero3 pp2 interleaved_zero_bubble v2 mb1", "biased"),
+    by_fsdp2("shard2 zero2 ep2 tp2 sp mb2", "qwen2_moe"),
 ]
 
 
-@contextmanager
-def as_on_gpus():
-    """Have FSDP2 shard on CPUs, too."""
-    rooms = "execute.build", "execute.groups", "program.sharing", "predict.units"
-    with ExitStack() as stack:
-        for room in rooms:
-            name = f"meshwright.{room}.sums_in_place"
-            stack.enter_context(mock.patch(name, lambda layout, target: layout.zero == 0))
-        yield
-
-
 def proven(world, case):
-    with as_on_gpus():
-        return Suite(world).prove(case)
+    return Suite(world).prove(case)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +75,8 @@ def test_the_embedding_is_gathered_for_its_forward_alone(is_tied):
 
 def chain_of(world, label, model):
     """The units that each gathers ahead in forwards and in backwards, by name."""
-    case = make(label, model)
-    with as_on_gpus():
-        program = lower(case.model, case.train, case.layout)
-        (stage,) = describe(program, open_groups(case.layout, world), Deferral()).values()
+    program = program_of(by_fsdp2(label, model), world)
+    (stage,) = describe(program, open_groups(program.layout, world), Deferral()).values()
     names = {id(_state(module)): name for name, module in stage.named_modules() if _is_unit(module)}
     found = {}
     for name, module in stage.named_modules():
@@ -117,9 +109,8 @@ def test_units_gather_ahead_both_ways(model):
 
 
 def peak(world, case):
-    with as_on_gpus():
-        program = lower(case.model, case.train, case.layout)
-        return measure(world, case).peak.total, timeline(program, world.rank).peak.total
+    program = program_of(case, world)
+    return measure(world, case).peak.total, timeline(program, world.rank).peak.total
 
 
 WIDE = model_spec(
@@ -129,6 +120,6 @@ WIDE = model_spec(
 
 @pytest.mark.parametrize("label", ["shard2 zero3 mb1", "shard2 zero2 mb1"])
 def test_the_peak_is_that_of_its_units(label):
-    case = Case(WIDE, TrainSpec(batch=4, seq_len=32), Layout.parse(label))
+    case = Case(WIDE, TrainSpec(batch=4, seq_len=32), Layout.parse(label), fsdp2=True)
     for measured, predicted in on_ranks(2, peak, case=case):
         assert predicted == pytest.approx(measured, rel=0.01)
