@@ -171,7 +171,7 @@ def test_the_document_is_in_order(config):
     steps = zip(outline.levels, outline.levels[1:], strict=False)
     assert all(after - before <= 1 for before, after in steps)
     assert len(set(outline.ids)) == len(outline.ids)
-    assert len(html) < 6 * 2**20
+    assert len(html) < 2**20
     assert not re.search(r'(src|href)="(https?:)?//', html)
     assert "<script>" in html
     packed = re.search(r'id="figures">([^<]+)<', html)[1]

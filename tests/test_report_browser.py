@@ -161,7 +161,7 @@ def test_a_page_opens_quietly_offline_and_whole(show, page_of, kind):
     assert page.evaluate(EMPTY) == []
     assert page.evaluate(CLIPPED) == []
     assert page.evaluate(OVERLAPS) == []
-    assert page_of(kind).stat().st_size < 6 * 2**20
+    assert page_of(kind).stat().st_size < 2**20
 
 
 @pytest.mark.parametrize("kind", some_slow(("plan",)))
@@ -245,6 +245,32 @@ def test_keys_reach_the_controls(show):
     assert high - low == pytest.approx((whole[1] - whole[0]) / 2)
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"
+
+
+SEEN = """() => {
+  const one = document.activeElement;
+  const box = one.getBoundingClientRect();
+  const ways = [];
+  for (let up = one; up; up = up.parentElement) ways.push(Number(getComputedStyle(up).opacity));
+  return { name: one.outerHTML.slice(0, 120), is_body: one === document.body,
+    is_seen: box.width > 0 && box.right > 0 && Math.min(...ways) > 0.4 };
+}"""
+
+
+@pytest.mark.parametrize("kind", some_slow(("run",)))
+def test_every_stop_of_the_tab_key_is_seen(show, kind):
+    page, _, _ = show(kind)
+    page.mouse.move(1, 1)
+    stops = 0
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        at = page.evaluate(SEEN)
+        if at["is_body"]:
+            break
+        stops += 1
+        assert at["is_seen"], at["name"]
+    assert at["is_body"]
+    assert 4 < stops < 80
 
 
 def test_a_rank_can_be_chosen(show):

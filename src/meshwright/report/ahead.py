@@ -11,7 +11,7 @@ from meshwright.predict.setting import Setting
 from meshwright.program.lower import Program, lower
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, stacked
-from meshwright.report.colours import BLUE, CAUSE_COLOURS, GREY, HAPPENED, PREDICTED
+from meshwright.report.colours import CAUSE_LOOKS, INK, MEASURED, PREDICTED, SOFT
 from meshwright.report.curves import line, lines
 from meshwright.report.figure import byte_unit, seconds, time_unit
 from meshwright.report.page import Page, facts, folded, grid, key_of, notices, prose, table
@@ -100,8 +100,8 @@ def _curve(page: Page, points: Sequence[Mapping[str, Any]]) -> str:
     ideal = [fitting[0]["tokens_per_s"] * at / xs[0] for at in xs]
     drawn = lines(
         [
-            line("in step with the first", xs, ideal, GREY, line={"dash": "dot"}),
-            line("tokens/s", xs, [one["tokens_per_s"] for one in fitting], BLUE),
+            line("in step with the first", xs, ideal, SOFT, line={"dash": "dot"}),
+            line("tokens/s", xs, [one["tokens_per_s"] for one in fitting], INK),
         ],
         "tokens/s",
         280,
@@ -169,7 +169,7 @@ def _ranked(page: Page, made: Plan) -> list[str]:
                 for label, found in causes.items()
             ],
         ),
-        key=key_of([(CAUSE_NAMES[cause], CAUSE_COLOURS[cause]) for cause in used]),
+        key=key_of([(CAUSE_NAMES[cause], CAUSE_LOOKS[cause]) for cause in used]),
     )
     return [chart, listed, reasons]
 
@@ -250,7 +250,7 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         ),
         (
             "measured",
-            HAPPENED,
+            MEASURED,
             [row["step_time_s"] * scale for row in rows],
             [f"{seconds(row['step_time_s'])} ± {_spread(row):.0%}" for row in rows],
         ),
@@ -285,7 +285,7 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
             "Medians of steps that took turns, so that the machine's noise hits all alike; ± is "
             "half of the distance between the fastest step and the slowest.",
             listed,
-            key=key_of([(name, colour) for name, colour, _, _ in sides]),
+            key=key_of([(name, look) for name, look, _, _ in sides]),
         ),
         listed,
     )
@@ -306,10 +306,10 @@ def _peaks(page: Page, rows: Sequence[Mapping[str, Any]]) -> str:
     expected = [max(row["predicted_peak_bytes"]) for row in known]
     unit, size = byte_unit(max(*measured, *expected))
     sides = [
-        (name, colour, [value / size for value in values], [format_bytes(v) for v in values])
-        for name, colour, values in (
+        (name, look, [value / size for value in values], [format_bytes(v) for v in values])
+        for name, look, values in (
             ("predicted", PREDICTED, expected),
-            ("measured", HAPPENED, measured),
+            ("measured", MEASURED, measured),
         )
     ]
     names = [row["layout"] for row in known]
@@ -323,5 +323,5 @@ def _peaks(page: Page, rows: Sequence[Mapping[str, Any]]) -> str:
         bars(names, sides, f"peak, {unit}", row=46),
         "Bytes of tensors alone.",
         table(("layout", "predicted", "measured", "off by"), found),
-        key=key_of([(name, colour) for name, colour, _, _ in sides]),
+        key=key_of([(name, look) for name, look, _, _ in sides]),
     )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from meshwright.layout import Layout
 from meshwright.predict.catalogue import Cluster
 from meshwright.program.profile import CAUSES, RankProfile, StepProfile
-from meshwright.report.colours import CAUSE_COLOURS, HAPPENED, PREDICTED
+from meshwright.report.colours import CAUSE_LOOKS, MEASURED, PREDICTED, Look
 from meshwright.report.figure import Figure, axis, byte_unit, figure, seconds, time_unit
 from meshwright.report.markup import escape, joined
 from meshwright.report.page import Page, key_of, table
@@ -57,13 +57,13 @@ def mean_causes(profile: StepProfile | None) -> dict[str, float]:
 
 def bars(
     names: Sequence[str],
-    sides: Sequence[tuple[str, str, Sequence[float | None], Sequence[str]]],
+    sides: Sequence[tuple[str, Look, Sequence[float | None], Sequence[str]]],
     title: str,
     row: int = 40,
 ) -> Figure:
     """Return bars that lie beside each other by name, each with its value at the end.
 
-    `sides` are a name, a colour, the values and how they are printed.
+    `sides` are a name, a look, the values and how they are printed.
     """
     count = len(sides)
     known = [value for _, _, values, _ in sides for value in values if value is not None]
@@ -78,7 +78,7 @@ def bars(
             "x": list(values),
             "y": [at + (number - (count - 1) / 2) * width for at in range(len(names))],
             "width": width * 0.92,
-            "marker": {"color": colour, "line": {"width": 0}},
+            "marker": look.marker(),
             "text": list(printed),
             "textposition": "outside",
             "cliponaxis": False,
@@ -87,7 +87,7 @@ def bars(
             "customdata": [escape(one) for one in names],
             "hovertemplate": f"%{{customdata}}<br>{escape(name)}: %{{text}}<extra></extra>",
         }
-        for number, (name, colour, values, printed) in enumerate(sides)
+        for number, (name, look, values, printed) in enumerate(sides)
     ]
     return figure(
         data,
@@ -120,7 +120,7 @@ def stacked(
     totals = [sum(found.values()) for found in rows.values()]
     unit, scale = time_unit(max(totals))
     ends = [total * scale for total in totals]
-    drawn = bars(list(rows), [("step", HAPPENED, ends, printed)], f"time of a step, {unit}", row=28)
+    drawn = bars(list(rows), [("step", MEASURED, ends, printed)], f"time of a step, {unit}", row=28)
     (whole,) = drawn["data"]
     whole["marker"] = {"color": "rgba(0,0,0,0)"}
     bases = [0.0] * len(rows)
@@ -128,7 +128,7 @@ def stacked(
         values = [found.get(cause, 0.0) * scale for found in rows.values()]
         texts = [f"{CAUSE_NAMES[cause]}: {seconds(value / scale)}" for value in values]
         part = {**whole, "name": cause, "x": values, "base": list(bases), "customdata": texts}
-        part |= {"marker": {"color": CAUSE_COLOURS[cause]}, "text": None}
+        part |= {"marker": CAUSE_LOOKS[cause].marker(), "text": None}
         drawn["data"].append({**part, "hovertemplate": "%{customdata}<extra></extra>"})
         bases = [base + value for base, value in zip(bases, values, strict=True)]
     return drawn, used
@@ -144,18 +144,18 @@ def causes_chart(
         return ""
     unit, scale = time_unit(max([*ours.values(), *theirs.values()]))
     word = happened.source if happened else ""
-    sides = [("predicted", PREDICTED if theirs else HAPPENED, ours)] if ours else []
-    sides += [(word, HAPPENED, theirs)] if theirs else []
+    sides = [("predicted", PREDICTED, ours)] if ours else []
+    sides += [(word, MEASURED, theirs)] if theirs else []
     drawn = bars(
         [CAUSE_NAMES[cause] for cause in causes],
         [
             (
                 each,
-                colour,
+                look,
                 [found.get(cause, 0.0) * scale for cause in causes],
                 [_told(found, cause) for cause in causes],
             )
-            for each, colour, found in sides
+            for each, look, found in sides
         ],
         f"time of a step, {unit}",
     )
@@ -172,7 +172,7 @@ def causes_chart(
         drawn,
         told,
         table(("cause", *(each for each, _, _ in sides)), rows),
-        key=key_of([(each, colour) for each, colour, _ in sides]),
+        key=key_of([(each, look) for each, look, _ in sides]),
     )
 
 
@@ -216,7 +216,7 @@ def traffic_chart(
         [
             (
                 base.source,
-                HAPPENED,
+                PREDICTED if base is planned else MEASURED,
                 [each[0] / size for each in found[:12]],
                 [_said(each) for each in found[:12]],
             )

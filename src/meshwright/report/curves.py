@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from meshwright.report.colours import BLUE, HATCH, ORANGE, SERIES, SOFT
+from meshwright.report.colours import HATCH, HELD_OUT, INK, SERIES, SOFT, Look
 from meshwright.report.figure import (
     Figure,
     axis,
@@ -123,14 +123,14 @@ def _loss_chart(
         raw = line("each step", xs, ys, HATCH, line={"width": 1}, hoverinfo="skip")
         traces = [{key: value for key, value in raw.items() if key != "hovertemplate"}]
         ys = smooth(ys)
-    traces.append(line("training", xs, ys, BLUE))
+    traces.append(line("training", xs, ys, INK))
     held_x, held_y = series(evals, "loss")
     if held_x:
-        traces.append(line("held out", held_x, held_y, ORANGE, mode="lines+markers"))
+        traces.append(line("held out", held_x, held_y, HELD_OUT, mode="lines+markers"))
     entropy = finite(run.start.get("unigram_entropy"))
     told = "Nats for each target token."
     if len(traces) > 1 and traces[0]["name"] == "each step":
-        told += f" Grey: each logged step; blue: the median of {_WINDOW}."
+        told += f" Grey: each logged step; dark: the median of {_WINDOW}."
     if entropy is not None:
         ends = [xs[0], max([xs[-1], *held_x])]
         dashed = {"dash": "dash", "width": 1.5}
@@ -156,7 +156,7 @@ def _small(
         more = {"tickformat": ".0%", "range": [0, max(0.05, *ys) * 1.1]}
     elif key in ("tokens_per_s", "lr"):
         more = {"range": [0, max(ys) * 1.1 or 1.0]}
-    drawn = lines([line(title, xs, ys, BLUE)], unit, _LOW, labels=False, **more)
+    drawn = lines([line(title, xs, ys, INK)], unit, _LOW, labels=False, **more)
     last, usual = ys[-1], statistics.median(ys)
     told = f"Last {_short(last)}, median {_short(usual)}."
     rows = [(e["step"], _short(e.get(key))) for e in thin(steps, 60)]
@@ -172,23 +172,24 @@ def _short(value: Any) -> str | None:
 
 def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
     """Return loss by step and by time and the throughput of several runs, laid over each other."""
-    by_step, by_time, speed, rows = [], [], [], []
+    by_step, by_time, speed, rows, looks = [], [], [], [], []
     for at, (run, name) in enumerate(zip(runs, names, strict=True)):
-        steps, colour = run.steps, SERIES[at % len(SERIES)]
+        steps, look = run.steps, SERIES[at % len(SERIES)]
         xs, ys = series(steps, "loss")
         if not xs:
             continue
         shown = smooth(ys) if len(ys) > 3 * _WINDOW else ys
-        by_step.append(line(name, xs, shown, colour))
-        by_time.append(line(name, _elapsed(steps, xs), shown, colour))
-        speed.append(line(name, *series(steps, "tokens_per_s"), colour))
+        by_step.append(_run_line(name, xs, shown, look))
+        by_time.append(_run_line(name, _elapsed(steps, xs), shown, look))
+        speed.append(_run_line(name, *series(steps, "tokens_per_s"), look))
         rates = series(steps, "tokens_per_s")[1]
         median = format_count(statistics.median(rates)) if rates else None
+        looks.append((name, look))
         rows.append((name, int(xs[-1]), _short(ys[-1]), median))
     if not by_step:
         return []
     numbers = table(("run", "last step", "last loss", "median tokens/s"), rows)
-    key = key_of([(t["name"], t["line"]["color"]) for t in by_step])
+    key = key_of(looks, is_lines=True)
     highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
     told = "Nats a token. Runs that compute the same lie on each other: the last one is seen."
     unit = "tokens/s"
@@ -220,6 +221,10 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
             key=key,
         ),
     ]
+
+
+def _run_line(name: str, xs: Sequence[float], ys: Sequence[float], look: Look) -> Any:
+    return line(name, xs, ys, look.colour, line={"dash": look.dash})
 
 
 def _elapsed(steps: Sequence[Mapping[str, Any]], wanted: Sequence[float]) -> list[float]:

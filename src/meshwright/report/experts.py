@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import mean_causes
-from meshwright.report.colours import BLUE, ORANGE, SHADE
+from meshwright.report.colours import INK, TOKENS
 from meshwright.report.curves import line, lines, series
 from meshwright.report.figure import Figure, axis, figure, finite, thin
 from meshwright.report.page import Page, grid, prose, table
@@ -28,8 +28,8 @@ def experts_section(page: Page, run: RunRecord) -> None:
     charts = [
         _curve(page, events, key, *texts)
         for key, texts in {
-            "excess": ("Busiest rank above the mean", BLUE, "excess"),
-            "expert_excess": ("Busiest expert above the mean", ORANGE, "busiest-expert"),
+            "excess": ("Busiest rank above the mean", "excess"),
+            "expert_excess": ("Busiest expert above the mean", "busiest-expert"),
         }.items()
         if key == "expert_excess" or (run.layout is not None and run.layout.ep > 1)
     ]
@@ -139,7 +139,7 @@ def _heat(
         "z": [list(row) for row in shares],
         "zmin": 0,
         "zmax": most,
-        "colorscale": [[0, ORANGE], [1e-6, SHADE], [1, BLUE]],
+        "colorscale": [[0, TOKENS[0]], [1e-6, TOKENS[1]], [1, TOKENS[2]]],
         "colorbar": {"thickness": 10, "outlinewidth": 0},
         "hovertemplate": f"{along} %{{x}}, {down} %{{customdata}}: %{{z:.2f}} of an equal share"
         "<extra></extra>",
@@ -161,14 +161,12 @@ def _heat(
     )
 
 
-def _curve(
-    page: Page, events: Sequence[Mapping[str, Any]], key: str, title: str, colour: str, name: str
-) -> str:
+def _curve(page: Page, events: Sequence[Mapping[str, Any]], key: str, title: str, name: str) -> str:
     xs, ys = series(events, key)
     if not xs:
         return ""
     more: dict[str, Any] = {"tickformat": ".0%", "range": [0, max(0.1, *ys) * 1.1]}
-    drawn = lines([line(title, xs, ys, colour)], "above the mean", _HIGH, labels=False, **more)
+    drawn = lines([line(title, xs, ys, INK)], "above the mean", _HIGH, labels=False, **more)
     rows = [(event["step"], f"{finite(event.get(key)) or 0:.1%}") for event in thin(events, 60)]
     told = f"Last {ys[-1]:.0%}."
     return page.chart(name, title, drawn, told, table(("step", "above the mean"), rows))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from meshwright.program.profile import MEMORY, MemoryPoint, RankProfile, StepProfile
-from meshwright.report.colours import INK, MEMORY_COLOURS, RED
+from meshwright.report.colours import INK, MEMORY_LOOKS, RED
 from meshwright.report.figure import (
     Figure,
     axis,
@@ -19,7 +19,7 @@ from meshwright.report.figure import (
     time_unit,
 )
 from meshwright.report.markup import escape
-from meshwright.report.page import Page, table
+from meshwright.report.page import Page, key_of, table
 from meshwright.units import format_bytes
 
 _HEIGHT: Final = 340
@@ -57,7 +57,9 @@ def memory_chart(
     headers = ("rank", "highest at", "peak", "predicted", "of the limit", *MEMORY)
     title = f"Memory of a rank over one step, {word.lower()}"
     numbers = table(headers, rows, caption="Peak of each rank")
-    return page.chart(name, title, figures, told, numbers, choose="Rank")
+    held = {kind for one in shown for point in one.memory for kind in point.bytes}
+    key = key_of([(kind, MEMORY_LOOKS[kind]) for kind in MEMORY if kind in held])
+    return page.chart(name, title, figures, told, numbers, key=key, choose="Rank")
 
 
 def _about(limit: int | None, highest: int) -> str:
@@ -114,14 +116,14 @@ def _places(points: Sequence[MemoryPoint]) -> tuple[list[float], str, float]:
 def _area(
     kind: str, points: Sequence[MemoryPoint], xs: Sequence[float], size: float
 ) -> dict[str, Any]:
-    colour = MEMORY_COLOURS[kind]
+    look = MEMORY_LOOKS[kind]
     return {
         "type": "scatter",
         "mode": "lines",
         "name": kind,
         "stackgroup": "held",
-        "line": {"shape": "hv", "width": 0, "color": colour},
-        "fillcolor": colour,
+        "line": {"shape": "hv", "width": 0, "color": look.colour},
+        **look.area(),
         "x": list(xs),
         "y": [point.bytes.get(kind, 0) / size for point in points],
         "text": [escape(point.at) for point in points],
@@ -145,9 +147,7 @@ def _names(
         below += here
     room = _HEIGHT - 60
     places = spread(middles, roof * 15 / room, roof * 0.02, roof * 0.98)
-    return [
-        end_label(kind, at, MEMORY_COLOURS[kind]) for kind, at in zip(used, places, strict=True)
-    ]
+    return [end_label(kind, at, INK) for kind, at in zip(used, places, strict=True)]
 
 
 def _line(twin: RankProfile, length: float, size: float, in_order: bool) -> dict[str, Any]:

@@ -38,7 +38,7 @@
     showSendToCloud: false, plotlyServerURL: "",
   };
 
-  const draw = (plot, width, dark = isDark()) => {
+  const draw = async (plot, width, dark = isDark()) => {
     const all = figures[plot.dataset.figure];
     const { data, layout } = themed(structuredClone(all[Number(plot.dataset.chosen ?? 0)]), dark);
     const back = getComputedStyle(root).getPropertyValue("--panel").trim();
@@ -54,15 +54,22 @@
       layout.xaxis.nticks = Math.max(2, Math.round(bar / 90));
     }
     plot.style.height = layout.height + "px";
-    // Between the bars of a narrow picture there is no room for lines.
-    if (narrow()) for (const one of data) if (one.marker?.line) one.marker.line.width = 0;
+    // Between the many bars of a narrow picture there is no room for lines.
+    if (narrow()) for (const one of data) if (one.marker?.line?.width < 1) one.marker.line.width = 0;
     layout.uirevision = "kept"; // what was zoomed into stays in sight
-    return Plotly.react(plot, data, layout, config);
+    const soft = getComputedStyle(root).getPropertyValue("--soft").trim();
+    layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: layout.hoverlabel.font.color };
+    await Plotly.react(plot, data, layout, config);
+    // Buttons that show under the mouse alone are no stops for keys, which have the page's buttons;
+    // the drawing is told by its label and its table.
+    for (const one of plot.querySelectorAll(".modebar-btn")) one.tabIndex = -1;
+    for (const one of plot.querySelectorAll("svg.main-svg")) one.setAttribute("aria-hidden", "true");
   };
 
   const keys = () => {
-    for (const one of document.querySelectorAll("[data-colour]")) {
-      one.style.background = themed(one.dataset.colour, isDark());
+    for (const one of document.querySelectorAll("[data-fill]")) {
+      one.style.setProperty("--fill", themed(one.dataset.fill, isDark()));
+      one.style.setProperty("--stripe", themed(one.dataset.stripe, isDark()));
     }
   };
   const drawAll = async (width, dark) => {

@@ -14,13 +14,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources, util
-from pathlib import Path
+from importlib import resources
 from string import Template
 from typing import Any
 
-from meshwright.errors import MeshwrightError
-from meshwright.report.colours import DARK
+from meshwright.report.colours import DARK, Look
 from meshwright.report.figure import Figure, rounded
 from meshwright.report.markup import Html, escape, joined, markup
 from meshwright.version import __version__
@@ -86,7 +84,7 @@ class Page:
         return markup(
             '<figure class="chart" aria-labelledby="{name}-caption">'
             '<figcaption id="{name}-caption"><h3>{title}</h3>{key}<p>{told}</p></figcaption>{bar}'
-            '<div class="plot" id="{name}" data-figure="{name}" role="img" '
+            '<div class="plot" id="{name}" data-figure="{name}" role="group" '
             'aria-label="{title}. The numbers are in the table that follows." '
             'style="height:{height}px"></div>'
             "<details><summary>Numbers of this chart</summary>{table}</details></figure>",
@@ -175,11 +173,24 @@ def _text(text: str) -> Html:
     return Html(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
-def key_of(pairs: Sequence[tuple[str, str]]) -> Html:
-    """Return what colours mean, each beside its colour."""
-    form = '<li><i data-colour="{0}" style="background:{0}"></i>{1}</li>'
-    items = joined(markup(form, colour, name) for name, colour in pairs)
+def key_of(pairs: Sequence[tuple[str, Look]], *, is_lines: bool = False) -> Html:
+    """Return what looks mean, each beside a piece of it: of a bar, or of a line."""
+    fill = 'data-fill="{look.colour}" data-stripe="{look.stripe}"'
+    bar = f'<i {fill} data-pattern="{{look.pattern}}"></i>'
+    dashed = f'<svg {fill} aria-hidden="true"><path d="M0 6H28" stroke-dasharray="{{dash}}"/></svg>'
+    items = joined(
+        markup(
+            "<li>{}{}</li>",
+            Html((dashed if is_lines else bar).format(look=look, dash=_dashes(look.dash))),
+            name,
+        )
+        for name, look in pairs
+    )
     return markup('<ul class="key">{}</ul>', items)
+
+
+def _dashes(dash: str) -> str:
+    return "none" if dash == "solid" else dash.replace("px", "")
 
 
 def grid(*parts: str) -> Html:
@@ -242,10 +253,6 @@ def _packed(data: bytes) -> str:
 
 @cache
 def _plotly() -> tuple[bytes, str]:
-    """Return plotly.js, plain and packed; to import its package would take a second."""
-    found = util.find_spec("plotly")
-    if found is None or not found.submodule_search_locations:
-        raise MeshwrightError("plotly is not installed: pip install plotly")
-    root = Path(next(iter(found.submodule_search_locations)))
-    code = (root / "package_data" / "plotly.min.js").read_bytes()
+    """Return plotly.js, plain and packed: its bundle of cartesian charts, all that pages have."""
+    code = _asset("plotly.min.js").encode()
     return code, _packed(code)

@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.layout.mesh import AXES
 from meshwright.program.lower import Program
 from meshwright.program.shards import Sharding, data_rank
-from meshwright.report.colours import BLUE, GREEN, ORANGE, PURPLE, SKY, SOFT, YELLOW, blend
+from meshwright.report.colours import BLACK, PAPER, PLACES, SOFT, blend
 from meshwright.report.figure import Figure, axis, figure, note
 from meshwright.report.page import Page, prose, table
 from meshwright.units import format_bytes, format_count
@@ -25,7 +25,6 @@ MOST_ROWS: Final = 32
 _ROOMY: Final = 12
 # Pixels of the cells on a telephone.
 _NARROW: Final = 250
-_HUES: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
 _AXIS_NAMES: Final = {
     "pp": "pipeline",
     "dp_replicate": "replicas",
@@ -181,7 +180,7 @@ def _mesh(
     layout = program.layout
     kinds = sorted({cell.part for row in cells for cell in row})
     colours = [
-        blend(_HUES[row % len(_HUES)], "#ffffff", 0.62 * kind / max(len(kinds), 2))
+        blend(PLACES[row % len(PLACES)], PAPER, 0.7 * kind / max(len(kinds), 2))
         for row in range(len(cells))
         for kind in range(len(kinds))
     ]
@@ -203,7 +202,7 @@ def _mesh(
         "ygap": 2,
         "text": [[str(cell.rank) for cell in line] for line in cells],
         "texttemplate": "%{text}",
-        "textfont": {"size": 11 if len(columns) <= 16 else 9.5},
+        "textfont": {"size": 11 if len(columns) <= 16 else 9.5, "color": BLACK},
         "customdata": [[cell.hover for cell in line] for line in cells],
         "hovertemplate": "%{customdata}<extra></extra>",
     }

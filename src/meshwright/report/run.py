@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.parsing import foreign
 from meshwright.program.profile import CAUSES, StepProfile
 from meshwright.report.causes import CAUSE_NAMES, bars, mean_causes
-from meshwright.report.colours import HAPPENED, PREDICTED, SERIES
+from meshwright.report.colours import MEASURED, PREDICTED, SERIES
 from meshwright.report.curves import compared_curves, run_curves
 from meshwright.report.ended import banner
 from meshwright.report.experts import experts_section
@@ -222,13 +222,13 @@ def compared_causes(
         drawn,
         "Of the recorded step, the mean of the ranks.",
         table(("cause", *(run for run, _ in known)), rows),
-        key=key_of([(run, colour) for run, colour, _, _ in sides]),
+        key=key_of([(run, look) for run, look, _, _ in sides]),
     )
 
 
 def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """Return the chart of each run's peak: of tensors where a profile says, else as events do."""
-    sides = [("predicted", PREDICTED), ("measured", HAPPENED)]
+    sides = [("predicted", PREDICTED), ("measured", MEASURED)]
     profiles = [(run.planned, run.measured) for run in runs]
     values = [
         [one.worst.peak.total if one and one.worst and one.worst.peak else None for one in each]
@@ -243,11 +243,11 @@ def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     shown = [
         (
             side,
-            colour,
+            look,
             [value / size if value else None for value in each],
             [format_bytes(value) if value else "" for value in each],
         )
-        for (side, colour), each in zip(sides, values, strict=True)
+        for (side, look), each in zip(sides, values, strict=True)
     ]
     texts = [printed for _, _, _, printed in shown]
     rows = [(name, *(each[at] for each in texts)) for at, name in enumerate(names)]

@@ -7,7 +7,17 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from meshwright.program.profile import RankProfile, Span, StepProfile
-from meshwright.report.colours import ACTIONS, GREY, HATCH, PHASES, PURPLE, SHADE, SOFT, WAIT
+from meshwright.report.colours import (
+    ACTIONS,
+    HOST,
+    IDLE,
+    INK,
+    OTHER_STAGE,
+    PHASES,
+    SOFT,
+    WAIT,
+    Look,
+)
 from meshwright.report.figure import Figure, axis, figure, note, seconds, time_unit
 from meshwright.report.markup import escape
 from meshwright.report.page import Page, folded, key_of, table
@@ -137,13 +147,13 @@ def _end_of_step(at: float, suffix: str, domain: Sequence[float]) -> dict[str, A
 def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]:
     """Return the bars of a panel: idle time below, work over it, waits at the foot of each row."""
     found = _idle(panel, y, scale, unit)
-    groups: dict[tuple[str, str, bool], list[tuple[int, Span]]] = {}
+    groups: dict[tuple[str, Look, bool], list[tuple[int, Span]]] = {}
     for row, one in enumerate(panel.ranks):
         for span in one.spans:
             is_wait = span.track == "messages"
             name = "wait" if is_wait else span.name
-            groups.setdefault((name, _colour(span, one), is_wait), []).append((row, span))
-    for (name, colour, is_wait), spans in sorted(groups.items(), key=lambda each: each[0][2]):
+            groups.setdefault((name, _look(span, one), is_wait), []).append((row, span))
+    for (name, look, is_wait), spans in sorted(groups.items(), key=lambda each: each[0][2]):
         is_action = name in ACTIONS and not is_wait
         trace: dict[str, Any] = {
             "type": "bar",
@@ -154,15 +164,15 @@ def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any
             "x": [max(span.seconds, 0.0) * scale for _, span in spans],
             "y": [row + (0.4 if is_wait else -0.05) for row, _ in spans],
             "width": 0.12 if is_wait else 0.74,
-            "marker": {"color": colour, "line": {"width": 0}},
+            "marker": look.marker(INK, 0.5 if is_action else 0),
             "hovertext": [_hover(span, panel.ranks[row], scale, unit) for row, span in spans],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
         if is_action:
-            trace["marker"]["line"] = {"width": 0.5, "color": SHADE}
             trace["text"] = [str(span.microbatch) for _, span in spans]
             trace |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-            trace |= {"constraintext": "inside", "insidetextfont": {"size": 10, "color": "#ffffff"}}
+            font = {"size": 10, "color": look.text}
+            trace |= {"constraintext": "inside", "insidetextfont": font}
         found.append(trace)
     return found
 
@@ -180,7 +190,6 @@ def _idle(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]
         for (_, end), (start, _) in pairwise(edges):
             if start - end > (last - first) * 1e-4:
                 gaps.append((row, end, start))
-    pattern = {"shape": "/", "fgcolor": HATCH, "bgcolor": SHADE, "size": 6, "solidity": 0.25}
     return [
         {
             "type": "bar",
@@ -191,7 +200,7 @@ def _idle(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]
             "x": [(end - start) * scale for _, start, end in gaps],
             "y": [row - 0.05 for row, _, _ in gaps],
             "width": 0.74,
-            "marker": {"color": SHADE, "pattern": pattern, "line": {"width": 0}},
+            "marker": IDLE.marker(width=0),
             "hovertext": [
                 f"rank {panel.ranks[row].rank} is idle for {seconds(end - start)} (bubble)"
                 for row, start, end in gaps
@@ -205,15 +214,13 @@ def _work(one: RankProfile) -> list[Span]:
     return sorted((span for span in one.spans if span.track == "compute"), key=lambda s: s.start)
 
 
-def _colour(span: Span, one: RankProfile) -> str:
+def _look(span: Span, one: RankProfile) -> Look:
     if span.track == "messages":
         return WAIT
     if span.name in ACTIONS:
         place = one.stages.index(span.stage) if span.stage in one.stages else 0
-        return ACTIONS[span.name][place % 2]
-    if span.track == "compute":
-        return PURPLE
-    return PHASES.get(span.name, GREY)
+        return (OTHER_STAGE if place % 2 else ACTIONS)[span.name]
+    return PHASES.get(span.name, HOST)
 
 
 def _hover(span: Span, one: RankProfile, scale: float, unit: str) -> str:
@@ -245,16 +252,16 @@ def timeline_chart(
         return ""
     used = {span.name for panel in shown for one in panel.ranks for span in one.spans}
     has_waits = any(s.track == "messages" for p in shown for one in p.ranks for s in one.spans)
-    pairs = [(f"{kind} {NAMES[kind]}", ACTIONS[kind][0]) for kind in ACTIONS if kind in used]
+    pairs = [(f"{kind} {NAMES[kind]}", ACTIONS[kind]) for kind in ACTIONS if kind in used]
     two = any(len(one.stages) > 1 for panel in shown for one in panel.ranks)
-    pairs += [("a rank's other stage", ACTIONS["F"][1])] if two else []
+    pairs += [("a rank's other stage", OTHER_STAGE["F"])] if two else []
     pairs += [(NAMES[kind], PHASES[kind]) for kind in PHASES if kind in used]
     others = sorted(
         {s.name for p in shown for o in p.ranks for s in o.spans if s.track == "host"} - set(PHASES)
     )
-    pairs += [(", ".join(NAMES.get(kind, kind) for kind in others), GREY)] if others else []
+    pairs += [(", ".join(NAMES.get(kind, kind) for kind in others), HOST)] if others else []
     pairs += [("waits for a message", WAIT)] if has_waits else []
-    pairs += [("idle: the bubble", HATCH)] if any(p.profile.idle is not None for p in shown) else []
+    pairs += [("idle: the bubble", IDLE)] if any(p.profile.idle is not None for p in shown) else []
     told = (
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     )
