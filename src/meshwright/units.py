@@ -6,6 +6,8 @@ import re
 from typing import Final
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
+# Units that bytes are printed in, the largest first.
+BINARY: Final = (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _BYTES: Final[dict[str, int]] = {
     "": 1,
     "B": 1,
@@ -26,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(count: float) -> str:
     """Print bytes in binary units, as `1.50 GiB`."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, size in BINARY:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"
@@ -65,6 +67,12 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f}s"
     is_short = 0.05 <= seconds * 1e3 < 9.95
     return f"{seconds * 1e3:.1f}ms" if is_short else f"{seconds * 1e3:.0f}ms"
+
+
+def format_ratio(ratio: float) -> str:
+    """Print how many times one thing is another to three digits, as `2.51` or `1,100`."""
+    short = float(f"{ratio:.3g}")
+    return f"{short:,.0f}" if short >= 100 else f"{short:.3g}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -21,7 +21,7 @@ from meshwright.report.words import profile_warnings
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import Plan
 from meshwright.spec.parts import parameter_count
-from meshwright.units import format_bytes, format_count
+from meshwright.units import format_bytes, format_count, format_ratio
 
 
 def plan_page(made: Plan, curve: Sequence[Mapping[str, Any]] = ()) -> Page:
@@ -275,7 +275,7 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         "headline",
         "At a glance",
         prose(
-            f"Fastest is `{names[0]}`, {times:.2f} times as fast as the slowest. Predictions are "
+            f"Fastest is `{names[0]}`, {format_ratio(times)} times as fast as the slowest. Predictions are "
             f"off by {sum(map(abs, off)) / len(off):.0%} on average, by {worst:+.0%} at most."
         ),
         page.chart(

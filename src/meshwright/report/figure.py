@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from meshwright.report.colours import GRID, INK, SOFT
-from meshwright.units import GIB, KIB, MIB
+from meshwright.units import BINARY
 
 Figure = dict[str, Any]
 
@@ -112,8 +112,7 @@ def time_unit(longest: float) -> tuple[str, float]:
 
 def byte_unit(largest: float) -> tuple[str, float]:
     """Return the unit in which so many bytes read well, and its bytes."""
-    sizes = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
-    return next(((name, float(size)) for name, size in sizes if largest >= size), ("B", 1.0))
+    return next(((name, float(size)) for name, size in BINARY if largest >= size), ("B", 1.0))
 
 
 def seconds(value: float) -> str:

@@ -20,7 +20,7 @@ from meshwright.report.figure import (
 )
 from meshwright.report.markup import escape
 from meshwright.report.page import Page, key_of, table
-from meshwright.units import format_bytes
+from meshwright.units import format_bytes, format_ratio
 
 _HEIGHT: Final = 340
 # Ranks that can be chosen, those with the highest peaks; a limit this much above the peak is not
@@ -68,7 +68,7 @@ def _about(limit: int | None, highest: int) -> str:
         return " The device's limit is not known."
     if limit <= max(highest, 1) * _FAR:
         return ""
-    times = f"{limit / max(highest, 1):.3g} times the highest peak"
+    times = f"{format_ratio(limit / max(highest, 1))} times the highest peak"
     return f" The device's limit, {format_bytes(limit)}, is {times}, and not drawn."
 
 
