@@ -11,16 +11,14 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.program.profile import RankProfile, StepProfile
 from meshwright.report.ahead import layouts_page, plan_page
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
 from meshwright.report.timelines import timeline
-from meshwright.report.words import profile_warnings, run_warnings
+from meshwright.search.command import training_command
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
-from meshwright.spec.words import busy
 from run_folders import step_event, write_run
 
 PIPELINE = ("layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4")
@@ -75,39 +73,6 @@ def test_a_run_with_a_pipeline_shows_every_part(config):
     off = run.planned.step_time_s / run.measured.step_time_s - 1
     assert off < -0.1
     assert f"The predicted step time is off by {off:+.0%}." in text
-
-
-@pytest.mark.parametrize(("load", "slower"), [(0.1, 1.5), (9.0, 1.5), (9.0, 0.5)])
-def test_a_slow_step_on_a_busy_machine_is_not_the_calibrations_fault(config, load, slower):
-    """`doctor` has the same finding; a busy machine makes no step faster than predicted."""
-    path = write_run(config(*PIPELINE, "layout.dp_replicate=1"), slower=slower)
-    plan = json.loads((path / "plan.json").read_text())
-    plan["machine"] |= {"load": load, "cores": 2}
-    (path / "plan.json").write_text(json.dumps(plan))
-    ((_, todo),) = [one for one in run_warnings(read_run(path)) if "step time is off" in one[0]]
-    if load > 1 and slower > 1:
-        found = "9.0 on 2 cores; other processes take time from the ranks"
-        assert todo == f"The load of the machine was {found}. Compare once it is idle."
-        assert busy(load, 2) == found
-    else:
-        assert "meshwright bench device" in todo
-
-
-@pytest.mark.parametrize(
-    ("cause", "layout", "advice"),
-    [
-        ("data", {"zero": 0}, "A larger train.batch."),
-        ("data", {"zero": 3}, "A larger train.batch, or a smaller layout.zero where memory"),
-        ("tp", {"sp": True}, "A smaller layout.tp."),
-        ("tp", {"sp": False}, "A smaller layout.tp, or layout.sp=true."),
-    ],
-)
-def test_nobody_is_advised_to_do_what_is_done(cause, layout, advice):
-    rank = RankProfile(0, {}, (), causes={"compute": 1.0, cause: 1.0})
-    one = StepProfile("measured", layout, "", "", (rank,))
-    ((said, todo),) = profile_warnings(None, one)
-    assert "takes 50% of the step" in said
-    assert todo.startswith(advice)
 
 
 def test_the_timeline_has_every_action_and_marks_the_bubble(config):
@@ -307,10 +272,15 @@ def test_a_plan_for_many_devices():
         *("train.batch=1024", "train.seq_len=8192", "train.precision=bf16"),
     ]
     made = plan(load_config(None, overrides), 6)
-    page = plan_page(made)
+    page = plan_page(made, command=training_command(overrides, made))
     valid(page)
     text = text_of(page)
     assert made.best.layout.label in text
+    # What has run is said before the last thing, the command that trains.
+    assert "Nothing has run on a GPU yet" in text
+    command = text.rpartition("This trains the best layout: ")[2]
+    assert command.startswith("meshwright launch torchrun model.preset=llama-3-70b cluster.pre")
+    assert command.split()[-1].startswith("layout.")
     assert all(one.layout.label in text for one in made.found.ranked)
     assert all(reason in text for reason in made.found.reasons)
     assert len(page.figures["timeline"][0]["layout"]["annotations"]) == 1

@@ -58,7 +58,7 @@ def test_causes_stand_beside_each_other():
 
 def test_memory_stands_against_the_limit():
     chart = memory_chart([drawn()], 60).plain.splitlines()
-    assert chart[0] == "peak memory; 4.00 GiB is the limit"
+    assert chart[0] == "tensor peak; 4.00 GiB is the limit"
     first, second = (line[line.index("[") + 1 : line.index("]")] for line in chart[1:])
     assert first.count("#") == pytest.approx(len(first) / 2, abs=1)
     assert second.count("#") == pytest.approx(len(second) * 3 / 4, abs=1)

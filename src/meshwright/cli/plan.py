@@ -185,7 +185,7 @@ def _write(args: argparse.Namespace, made: Plan, document: dict[str, Any]) -> No
         write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
     if args.html:
         curve = document.get("answers", {}).get("devices", ())
-        write_atomic(args.html, plan_page(made, curve).html().encode())
+        write_atomic(args.html, plan_page(made, curve, document["command"]).html().encode())
     if args.json:
         print_json(document)
 

@@ -14,20 +14,35 @@ from meshwright.report.causes import CAUSE_NAMES, bars, stacked
 from meshwright.report.colours import CAUSE_LOOKS, INK, MEASURED, PREDICTED, SOFT
 from meshwright.report.curves import line, lines
 from meshwright.report.figure import byte_unit, seconds, time_unit
-from meshwright.report.page import Page, facts, folded, grid, key_of, notices, prose, table
+from meshwright.report.page import (
+    Page,
+    commands,
+    facts,
+    folded,
+    grid,
+    key_of,
+    notices,
+    prose,
+    table,
+)
+from meshwright.report.peaks import PROCESS, TENSORS, peak_name
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
 from meshwright.report.steps import step_sections
 from meshwright.report.words import profile_warnings
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import Plan
 from meshwright.spec.parts import parameter_count
-from meshwright.units import format_bytes, format_count, format_ratio
+from meshwright.spec.words import HAS_RUN
+from meshwright.units import format_bytes, format_count
 
 
-def plan_page(made: Plan, curve: Sequence[Mapping[str, Any]] = ()) -> Page:
-    """Return the page of a plan: a step of its winner, and why the others lost.
+def plan_page(
+    made: Plan, curve: Sequence[Mapping[str, Any]] = (), command: str | None = None
+) -> Page:
+    """Return the page of a plan: a step of its winner, why the others lost, how to train it.
 
-    `curve` has the best layout of other numbers of devices, as `Point.as_json` says it.
+    `curve` has the best layout of other numbers of devices, as `Point.as_json` says it; `command`
+    is what trains the winner.
     """
     setting, best = made.setting, made.best
     predicted = predicted_profile(setting, best.layout) if best else None
@@ -36,7 +51,7 @@ def plan_page(made: Plan, curve: Sequence[Mapping[str, Any]] = ()) -> Page:
     page.section(
         "headline",
         "At a glance",
-        facts(_winner(made, best)) if best else "",
+        facts(_winner(made, best, predicted)) if best else "",
         prose(f"Best: `{best.layout.label}`: {mesh_words(best.layout)}.") if best else _unfit(made),
         notices([(text[0].upper() + text[1:] + ".", "") for text in warnings(best, setting)])
         if best
@@ -50,7 +65,9 @@ def plan_page(made: Plan, curve: Sequence[Mapping[str, Any]] = ()) -> Page:
         _layout(page, program)
         step_sections(page, predicted, None, best.layout, setting.cluster)
     source = setting.calibration.source
-    page.section("source", "What it rests on", prose(f"Calibration: {source}."))
+    page.section("source", "What it rests on", prose(f"Calibration: {source}.", HAS_RUN))
+    if command is not None:
+        page.section("train", "Train it", prose("This trains the best layout:"), commands(command))
     return page
 
 
@@ -64,10 +81,14 @@ def _asked(setting: Setting) -> str:
     )
 
 
-def _winner(made: Plan, best: Prediction) -> list[tuple[str, str, str]]:
+def _winner(
+    made: Plan, best: Prediction, predicted: StepProfile | None
+) -> list[tuple[str, str, str]]:
     held = best.memory
     share = f"of {format_bytes(held.limit)} on the worst rank, {held.total / held.limit:.0%}"
     each = format_count(best.tokens_per_s / best.layout.world)
+    worst = predicted.worst if predicted else None
+    name = peak_name(worst.peak) if worst and worst.peak else PROCESS
     return [
         (
             "Parameters",
@@ -78,7 +99,7 @@ def _winner(made: Plan, best: Prediction) -> list[tuple[str, str, str]]:
         ("Step", seconds(best.time.total), "predicted"),
         ("Tokens a second", format_count(best.tokens_per_s), f"{each} a device"),
         ("MFU", f"{best.mfu:.1%}", f"{best.tflops_per_device:.0f} TFLOP/s a device"),
-        ("Peak memory", format_bytes(held.total), share),
+        (name.capitalize(), format_bytes(held.total), share),
     ]
 
 
@@ -161,7 +182,8 @@ def _ranked(page: Page, made: Plan) -> list[str]:
         "ranking",
         "Predicted time of a step",
         drawn,
-        "The best layout of each division of the devices; the shortest step comes first.",
+        "The best layout of each division of the devices. The first is the one to take: where "
+        "another is a little faster, the first is simpler.",
         table(
             ("layout", *(CAUSE_NAMES[cause] for cause in used)),
             [
@@ -216,7 +238,7 @@ def simulation_page(
         limit = simulated.memory_limit
         of_limit = f", {peak.total / limit:.0%} of the limit" if limit else ""
         beside = f"rank {worst.rank} at {peak.at}{of_limit}"
-        numbers.append(("Peak memory", format_bytes(peak.total), beside))
+        numbers.append((peak_name(peak).capitalize(), format_bytes(peak.total), beside))
     page.section(
         "headline",
         "At a glance",
@@ -275,7 +297,7 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         "headline",
         "At a glance",
         prose(
-            f"Fastest is `{names[0]}`, {format_ratio(times)} times as fast as the slowest. Predictions are "
+            f"Fastest is `{names[0]}`, {times:.2f} times as fast as the slowest. Predictions are "
             f"off by {sum(map(abs, off)) / len(off):.0%} on average, by {worst:+.0%} at most."
         ),
         page.chart(
@@ -319,9 +341,9 @@ def _peaks(page: Page, rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     return page.chart(
         "peaks",
-        "Peak memory of the worst rank",
+        f"{TENSORS.capitalize()} of the worst rank",
         bars(names, sides, f"peak, {unit}", row=46),
-        "Bytes of tensors alone.",
+        "Tensors alone, on the rank that needs most.",
         table(("layout", "predicted", "measured", "off by"), found),
         key=key_of([(name, look) for name, look, _, _ in sides]),
     )

@@ -151,14 +151,19 @@ def notices(said: Sequence[tuple[str, str]]) -> Html:
     return markup('<ul class="notices">{}</ul>', items) if said else items
 
 
-def alarm(title: str, cause: str, todo: str, commands: Sequence[str]) -> Html:
+def commands(*lines: str) -> Html:
+    """Return commands to be pasted, each in a box of its own."""
+    return joined(markup("<pre>{}</pre>", line) for line in lines)
+
+
+def alarm(title: str, cause: str, todo: str, lines: Sequence[str]) -> Html:
     """Return a banner that says what went wrong, why, what to do, and the commands for it."""
     return markup(
         '<div class="alarm" role="alert"><strong>{}</strong><p>{}</p><p>{}</p>{}</div>',
         title,
         _text(cause),
         _text(todo),
-        joined(markup("<pre>{}</pre>", command) for command in commands),
+        commands(*lines),
     )
 
 

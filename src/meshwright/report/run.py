@@ -17,6 +17,7 @@ from meshwright.report.ended import banner
 from meshwright.report.experts import experts_section
 from meshwright.report.figure import byte_unit, seconds, time_unit
 from meshwright.report.page import Page, alarm, facts, folded, key_of, notices, prose, table, titled
+from meshwright.report.peaks import MEANINGS, peak_name
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
 from meshwright.report.record import RunRecord, differing, read_run
 from meshwright.report.steps import step_sections
@@ -230,14 +231,18 @@ def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """Return the chart of each run's peak: of tensors where a profile says, else as events do."""
     sides = [("predicted", PREDICTED), ("measured", MEASURED)]
     profiles = [(run.planned, run.measured) for run in runs]
-    values = [
-        [one.worst.peak.total if one and one.worst and one.worst.peak else None for one in each]
+    peaks = [
+        [one.worst.peak if one and one.worst else None for one in each]
         for each in zip(*profiles, strict=True)
     ]
-    if not any(value for each in values for value in each):
+    values = [[one.total if one else None for one in each] for each in peaks]
+    known = [one for each in peaks for one in each if one]
+    name = peak_name(known[-1]) if known else ""
+    if not known:
         found = [peak_memory(run) for run in runs]
         if not any(found):
             return ""
+        name = next(one[2] for one in found if one)
         sides, values = sides[1:], [[one[1] if one else None for one in found]]
     unit, size = byte_unit(max(v for each in values for v in each if v))
     shown = [
@@ -253,9 +258,9 @@ def _peaks(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = [(name, *(each[at] for each in texts)) for at, name in enumerate(names)]
     return page.chart(
         "peaks",
-        "Peak memory of the worst rank",
+        f"{name.capitalize()} of the worst rank",
         bars(names, shown, f"peak, {unit}", row=24 * len(shown) + 10),
-        "The rank that needs most, in each run.",
+        f"{MEANINGS[name].capitalize()}, on the rank that needs most, in each run.",
         table(("run", *(side for side, _ in sides)), rows),
         key=key_of(sides),
     )

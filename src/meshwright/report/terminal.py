@@ -15,6 +15,7 @@ from rich.text import Text
 
 from meshwright.program.profile import CAUSES, MEMORY, RankProfile, Span, StepProfile, of_source
 from meshwright.report.agreement import agreement
+from meshwright.report.peaks import peak_name
 from meshwright.report.trace import NAMES
 from meshwright.units import format_bytes, format_seconds
 
@@ -169,7 +170,8 @@ def memory_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
     peaks = [one.peak.total for _, one in rows if one.peak]
     scale = max([*limits, *peaks])
     several = len({found.source for found, _ in rows}) > 1
-    head = f"peak memory; {format_bytes(max(limits))} is the limit" if limits else "peak memory"
+    name = peak_name(max((one.peak for _, one in rows if one.peak), key=lambda peak: peak.total))
+    head = f"{name}; {format_bytes(max(limits))} is the limit" if limits else name
     lines = [Text(head, style="bold")]
     for rank in _shown(sorted({one.rank for _, one in rows})):
         if rank is None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.events import ending
 from meshwright.program.profile import StepProfile
 from meshwright.report.agreement import agreement
 from meshwright.report.causes import CAUSE_NAMES, mean_causes
 from meshwright.report.curves import series
 from meshwright.report.figure import finite, seconds
+from meshwright.report.peaks import MEANINGS, PROCESS, TENSORS, peak_name
 from meshwright.report.record import RunRecord
 from meshwright.spec.words import busy
 from meshwright.units import format_bytes, format_count
@@ -82,9 +84,8 @@ def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list
     ours, theirs = (one.worst.peak if one.worst else None for one in (planned, happened))
     if ours and theirs and theirs.total:
         off = ours.total / theirs.total - 1
-        what = "peak memory" if "fixed" in theirs.bytes else "peak memory of tensors"
         found.append(
-            f"{what} {format_bytes(ours.total)}, {happened.source} "
+            f"{peak_name(theirs)} {format_bytes(ours.total)}, {happened.source} "
             f"{format_bytes(theirs.total)} ({off:+.1%})"
         )
     went = agreement(planned, happened) if happened.source == "measured" else None
@@ -211,8 +212,7 @@ def _shape(base: StepProfile) -> Iterator[Advice]:
     if base.idle is not None and base.idle > _BUBBLE:
         yield (
             f"The pipeline is idle for {base.idle:.0%} of its actions' time.",
-            "More microbatches (a larger train.batch or a smaller layout.microbatch), virtual "
-            "stages, or a zero-bubble schedule fill it.",
+            _to_fill(base.layout),
         )
     causes = mean_causes(base)
     total = sum(causes.values())
@@ -233,6 +233,19 @@ def _shape(base: StepProfile) -> Iterator[Advice]:
             f"The step waits for its batch {causes['input'] / total:.0%} of the time.",
             "More data.workers, or a store on a local disk.",
         )
+
+
+def _to_fill(layout: Mapping[str, Any]) -> str:
+    """Return what fills an idle pipeline that the layout does not have yet."""
+    ways = ["more microbatches (a larger train.batch or a smaller layout.microbatch)"]
+    if layout.get("virtual_stages", 1) == 1:
+        ways.append("virtual stages (layout.virtual_stages=2)")
+    traits = SCHEDULES.get(str(layout.get("schedule")))
+    if traits is None or not traits.splits_backward:
+        ways.append("a zero-bubble schedule (layout.schedule=interleaved_zero_bubble)")
+    *first, last = ways
+    text = f"{', '.join(first)} or {last}" if first else last
+    return f"{text[0].upper()}{text[1:]} would fill it."
 
 
 def _full(base: StepProfile | None) -> Iterator[Advice]:
@@ -262,7 +275,7 @@ def _off(planned: StepProfile, happened: StepProfile, load: str | None) -> Itera
     if ours and theirs and theirs.total and abs(ours.total / theirs.total - 1) > _OFF:
         off = ours.total / theirs.total - 1
         yield (
-            f"The predicted peak of memory is off by {off:+.0%}.",
+            f"The predicted {peak_name(theirs)} is off by {off:+.0%}.",
             "Compare the areas and the line in the chart of memory: that tells which part it is.",
         )
 
@@ -291,8 +304,17 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("MFU", "–" if utilised is None else f"{utilised:.1%}", why))
     peak = peak_memory(run)
     if peak is not None:
-        found.append(("Peak memory", format_bytes(peak[1]), f"rank {peak[0]}, {peak[2]}"))
+        found.append(_fact(peak[2], peak[1], peak[0]))
+    worst = run.measured.worst if run.measured else None
+    if worst is not None and worst.peak is not None:
+        name = peak_name(worst.peak)
+        if peak is None or name != peak[2]:
+            found.append(_fact(name, worst.peak.total, worst.rank))
     return found
+
+
+def _fact(name: str, size: int, rank: int | str) -> tuple[str, str, str]:
+    return name.capitalize(), format_bytes(size), f"rank {rank}, {MEANINGS[name]}"
 
 
 def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:
@@ -304,7 +326,10 @@ def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 
 def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
-    """Return the rank with the highest peak of the run, its bytes, and what they are of."""
+    """Return the rank with the highest peak of the run, its bytes, and which peak that is.
+
+    Events have the size of a process on a CPU, what torch allocated for tensors on a GPU.
+    """
     held: dict[str, int] = {}
     for event in run.steps:
         peaks: Any = event.get("peak_memory_bytes")
@@ -316,4 +341,4 @@ def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
     on_cpu = (
         str(run.start.get("device", "")).startswith("CPU") or run.machine.get("device") == "cpu"
     )
-    return worst, held[worst], "the whole process" if on_cpu else "allocated"
+    return worst, held[worst], PROCESS if on_cpu else TENSORS

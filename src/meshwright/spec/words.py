@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from meshwright.spec.model import ModelSpec
+
+# What a reader of a plan should know of the program that is to train it.
+HAS_RUN: Final = (
+    "What has run: every layout of the tests, on CPU ranks that talk by gloo. Nothing has run on a "
+    "GPU yet; what is said of GPUs is computed from measurements that others published."
+)
 
 
 def busy(load: float, cores: int) -> str | None:
