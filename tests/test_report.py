@@ -15,7 +15,6 @@ from meshwright.report.ahead import layouts_page, plan_page
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
-from meshwright.report.timelines import timeline
 from meshwright.search.command import training_command
 from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
@@ -75,45 +74,6 @@ def test_a_run_with_a_pipeline_shows_every_part(config):
     assert f"The predicted step time is off by {off:+.0%}." in text
 
 
-def test_the_timeline_has_every_action_and_marks_the_bubble(config):
-    run = read_run(write_run(config(*PIPELINE, "layout.dp_replicate=1")))
-    page = run_page(run)
-    (figure,) = page.figures["timeline"]
-    hovers = [text for trace in figure["data"] for text in trace["hovertext"]]
-    for name in ("F forward", "B backward"):
-        assert sum(name in text for text in hovers) == 2 * 2 * 8
-    assert sum("idle for" in text for text in hovers) > 2
-    assert any("waits: recv along pp, 4.00 KiB" in text for text in hovers)
-    headings = [one["text"] for one in figure["layout"]["annotations"]]
-    assert [h.partition("</b>")[0] for h in headings] == ["<b>Planned", "<b>Measured"]
-    assert all(f"idle {run.planned.idle:.1%}" in h for h in headings)
-    # The planned panel lies above the measured one, and both share one axis of time.
-    layout = figure["layout"]
-    assert layout["yaxis"]["domain"][0] > layout["yaxis2"]["domain"][1]
-    assert "xaxis2" not in layout
-    # What is hatched is what no rank computes in.
-    idle = [t for t in figure["data"] if t["name"] == "idle"]
-    work = [t for t in figure["data"] if t["name"] in ("F", "B")]
-    for y in ("y", "y2"):
-        gaps = sum(sum(t["x"]) for t in idle if t["yaxis"] == y)
-        busy = sum(sum(t["x"]) for t in work if t["yaxis"] == y)
-        assert gaps / (gaps + busy) == pytest.approx(run.planned.idle)
-
-
-def test_many_spans_are_drawn_for_some_ranks_only(config):
-    from meshwright.report import timelines
-
-    run = read_run(write_run(config(*PIPELINE, "layout.dp_replicate=1")))
-    one = run.planned.ranks[0]
-    many = one.spans * (timelines.MOST_SPANS // len(one.spans))
-    profile = run.planned.__class__(
-        **{**vars(run.planned), "ranks": (one.__class__(**{**vars(one), "spans": many}),) * 3}
-    )
-    shown = timelines.panels([profile])
-    assert len(shown[0].ranks) == 1
-    go.Figure(timeline(shown))
-
-
 def test_memory_comes_worst_rank_first_with_prediction_and_limit(config):
     page = run_page(read_run(write_run(config(*PIPELINE, "layout.dp_replicate=1"))))
     first, second = page.figures["memory"]
@@ -155,7 +115,7 @@ def test_what_users_wrote_is_escaped(config):
 def test_one_rank_without_a_pipeline(config):
     page = run_page(read_run(write_run(config("layout.dp_replicate=1"))))
     valid(page)
-    (figure,) = page.figures["timeline"]
+    figure, _ = page.figures["timeline"]
     assert not any(trace["name"] == "idle" for trace in figure["data"])
     assert "ledger.json" not in text_of(page).partition("Files")[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -13,6 +14,7 @@ from meshwright.report.colours import (
     IDLE,
     INK,
     OTHER_STAGE,
+    PAPER,
     PHASES,
     SOFT,
     WAIT,
@@ -21,10 +23,11 @@ from meshwright.report.colours import (
 from meshwright.report.figure import Figure, axis, figure, note, seconds, time_unit
 from meshwright.report.markup import escape
 from meshwright.report.page import Page, folded, key_of, table
+from meshwright.report.placing import Fold, Panel, Place, aligned, as_timed, fold_of, work_of
 from meshwright.units import format_bytes
 
-# Spans of one picture: a browser draws that many in well under a second.
-MOST_SPANS: Final = 5000
+# Ranks of one picture: all places of a pipeline, and of ranks that do the same some.
+_MOST_PLACES, _MOST_ALIKE = 64, 16
 _ROW, _GAP, _TITLE = 30, 26, 24
 NAMES: Final = {
     "F": "forward",
@@ -38,11 +41,11 @@ NAMES: Final = {
 TITLES: Final = {"predicted": "Planned", "simulated": "Simulated", "measured": "Measured"}
 
 
-class Panel(NamedTuple):
-    """One profile of a timeline, with the ranks that are drawn of it."""
+class _Row(NamedTuple):
+    """A rank of a picture, and where its spans are drawn."""
 
-    profile: StepProfile
-    ranks: tuple[RankProfile, ...]
+    one: RankProfile
+    place: Place
 
 
 def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
@@ -52,56 +55,85 @@ def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
         with_spans = [rank for rank in one.ranks if rank.spans] if one else []
         if one is None or not with_spans:
             continue
+        most = _MOST_ALIKE
         if (one.layout.get("pp") or 1) > 1:
             places: dict[int, RankProfile] = {}
             for rank in with_spans:
                 places.setdefault(rank.coordinates.get("pp", 0), rank)
-            with_spans = [places[place] for place in sorted(places)]
-        room = MOST_SPANS
-        kept: list[RankProfile] = []
-        for rank in with_spans:
-            room -= len(rank.spans)
-            if kept and room < 0:
-                break
-            kept.append(rank)
-        found.append(Panel(one, tuple(kept)))
+            with_spans, most = [places[place] for place in sorted(places)], _MOST_PLACES
+        found.append(Panel(one, tuple(with_spans[:most])))
     return found
 
 
-def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
-    """Return the picture of some panels, one below the other, over `longest` seconds at least."""
+def timelines(shown: Sequence[Panel], longest: float = 0.0) -> dict[str, Figure]:
+    """Return the pictures of some panels by name: in time, and where they compare, by action.
+
+    Those in time span `longest` seconds at least.
+    """
+    longest = max(longest, *(panel.end for panel in shown))
+    fold = fold_of(shown)
+    places: list[list[Place]]
+    if fold is not None:
+        places = [[fold.place] * len(panel.ranks) for panel in shown]
+        longest = fold.at(max(panel.end for panel in shown))
+    else:
+        places = [[as_timed] * len(panel.ranks) for panel in shown]
+    found = {"in time": _picture(shown, places, longest, fold=fold)}
+    by_action = aligned(shown) if fold is None else None
+    if by_action is not None:
+        ends = [
+            place(span.start, span.end)
+            for panel, each in zip(shown, by_action, strict=True)
+            for one, place in zip(panel.ranks, each, strict=True)
+            for span in one.spans
+        ]
+        last = max(end for _, end in (one for one in ends if one is not None))
+        found["the same actions aligned"] = _picture(shown, by_action, last, is_aligned=True)
+    return found
+
+
+def _picture(
+    shown: Sequence[Panel],
+    places: Sequence[Sequence[Place]],
+    longest: float,
+    *,
+    fold: Fold | None = None,
+    is_aligned: bool = False,
+) -> Figure:
+    """Return the panels, one below the other, on one axis of `longest` seconds."""
     heights = [_ROW * len(panel.ranks) + _TITLE for panel in shown]
     total = sum(heights) + _GAP * (len(shown) - 1)
-    longest = max(longest, *(_end(panel) for panel in shown))
     unit, scale = time_unit(longest)
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {}
     notes, shapes = [], []
     top = total
-    for number, (panel, height) in enumerate(zip(shown, heights, strict=True)):
+    for number, (panel, height, each) in enumerate(zip(shown, heights, places, strict=True)):
         suffix = str(number + 1) if number else ""
-        domain = [(top - height) / total, (top - _TITLE) / total]
+        domain = [max((top - height) / total, 0.0), (top - _TITLE) / total]
         top -= height + _GAP
-        layout[f"yaxis{suffix}"] = axis(
-            domain=[max(domain[0], 0.0), domain[1]],
-            range=[len(panel.ranks) - 0.45, -0.55],
-            tickvals=list(range(len(panel.ranks))),
-            ticktext=[_row_name(one, panel.profile) for one in panel.ranks],
-            fixedrange=True,
-            showgrid=False,
-            ticks="",
-            tickfont={"size": 11.5},
-        )
+        layout[f"yaxis{suffix}"] = _rows_axis(panel, domain)
         notes.append(_heading(panel, domain[1], total))
-        data += _traces(panel, f"y{suffix}", scale, unit)
-        if panel.profile.step_time_s:
-            shapes.append(_end_of_step(panel.profile.step_time_s * scale, suffix, domain))
+        rows = [_Row(one, place) for one, place in zip(panel.ranks, each, strict=True)]
+        if not is_aligned:
+            data += _idle(panel, rows, f"y{suffix}", scale)
+            end = panel.profile.step_time_s
+            if end:
+                at = fold.at(end) if fold else end
+                shapes.append(_end_of_step(at * scale, domain))
+        data += _traces(rows, f"y{suffix}", scale, unit)
+        if fold is not None:
+            shapes.append(_folded(fold, scale, domain))
+    title = f"time since the step began, {unit}"
+    if is_aligned:
+        title = f"time of the actions of each row by itself, {unit}"
     layout["xaxis"] = axis(
-        f"time since the step began, {unit}",
+        title,
         range=[0, longest * scale],
         anchor=f"y{len(shown) if len(shown) > 1 else ''}",
         minallowed=0,
         maxallowed=longest * scale,
+        **(_ticks(fold, longest, scale) if fold else {}),
     )
     return figure(
         data,
@@ -116,9 +148,39 @@ def timeline(shown: Sequence[Panel], longest: float = 0.0) -> Figure:
     )
 
 
-def _end(panel: Panel) -> float:
-    last = max(span.end for one in panel.ranks for span in one.spans)
-    return max(last, panel.profile.step_time_s or 0.0)
+def _rows_axis(panel: Panel, domain: Sequence[float]) -> dict[str, Any]:
+    return axis(
+        domain=list(domain),
+        range=[len(panel.ranks) - 0.45, -0.55],
+        tickvals=list(range(len(panel.ranks))),
+        ticktext=[_row_name(one, panel.profile) for one in panel.ranks],
+        fixedrange=True,
+        showgrid=False,
+        ticks="",
+        tickfont={"size": 11.5},
+    )
+
+
+def _ticks(fold: Fold, longest: float, scale: float) -> dict[str, Any]:
+    """Return times at both sides of a fold, a round number of units apart."""
+    about = longest * scale / 8
+    power = 10.0 ** math.floor(math.log10(about))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= about)
+    end = (longest - fold.width - fold.start + fold.stop) * scale
+    times = [step * at for at in range(math.floor(end / step) + 1)]
+    kept = [t for t in times if not fold.start < t / scale < fold.stop]
+    return {
+        "tickvals": [fold.at(t / scale) * scale for t in kept],
+        "ticktext": [f"{t:g}" for t in kept],
+    }
+
+
+def _folded(fold: Fold, scale: float, domain: Sequence[float]) -> dict[str, Any]:
+    place = {"xref": "x", "yref": "paper", "y0": domain[0], "y1": domain[1]}
+    ends = {"x0": fold.start * scale, "x1": (fold.start + fold.width) * scale}
+    line = {"color": SOFT, "width": 1, "dash": "dot"}
+    label = {"text": "folded", "textangle": -90, "font": {"size": 10, "color": SOFT}}
+    return {"type": "rect", "line": line, "fillcolor": PAPER, "label": label, **ends, **place}
 
 
 def _row_name(one: RankProfile, profile: StepProfile) -> str:
@@ -138,21 +200,24 @@ def _heading(panel: Panel, y: float, total: int) -> dict[str, Any]:
     return note("   ".join(words), 0, y + 1 / total, **place)
 
 
-def _end_of_step(at: float, suffix: str, domain: Sequence[float]) -> dict[str, Any]:
+def _end_of_step(at: float, domain: Sequence[float]) -> dict[str, Any]:
     line = {"color": SOFT, "width": 1, "dash": "dot"}
-    place = {"xref": "x", "yref": "paper", "y0": max(domain[0], 0.0), "y1": domain[1]}
+    place = {"xref": "x", "yref": "paper", "y0": domain[0], "y1": domain[1]}
     return {"type": "line", "x0": at, "x1": at, "line": line, "layer": "below", **place}
 
 
-def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]:
-    """Return the bars of a panel: idle time below, work over it, waits at the foot of each row."""
-    found = _idle(panel, y, scale, unit)
-    groups: dict[tuple[str, Look, bool], list[tuple[int, Span]]] = {}
-    for row, one in enumerate(panel.ranks):
-        for span in one.spans:
+def _traces(rows: Sequence[_Row], y: str, scale: float, unit: str) -> list[dict[str, Any]]:
+    """Return the bars of a panel: work, and waits at the foot of each row."""
+    found = []
+    groups: dict[tuple[str, Look, bool], list[tuple[int, Span, tuple[float, float]]]] = {}
+    for at, row in enumerate(rows):
+        for span in row.one.spans:
+            where = row.place(span.start, span.end)
             is_wait = span.track == "messages"
             name = "wait" if is_wait else span.name
-            groups.setdefault((name, _look(span, one), is_wait), []).append((row, span))
+            if where is not None:
+                key = name, _look(span, row.one), is_wait
+                groups.setdefault(key, []).append((at, span, where))
     for (name, look, is_wait), spans in sorted(groups.items(), key=lambda each: each[0][2]):
         is_action = name in ACTIONS and not is_wait
         trace: dict[str, Any] = {
@@ -160,16 +225,16 @@ def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any
             "orientation": "h",
             "name": name,
             "yaxis": y,
-            "base": [span.start * scale for _, span in spans],
-            "x": [max(span.seconds, 0.0) * scale for _, span in spans],
-            "y": [row + (0.4 if is_wait else -0.05) for row, _ in spans],
+            "base": [start * scale for _, _, (start, _) in spans],
+            "x": [max(end - start, 0.0) * scale for _, _, (start, end) in spans],
+            "y": [at + (0.4 if is_wait else -0.05) for at, _, _ in spans],
             "width": 0.12 if is_wait else 0.74,
             "marker": look.marker(INK, 0.5 if is_action else 0),
-            "hovertext": [_hover(span, panel.ranks[row], scale, unit) for row, span in spans],
+            "hovertext": [_hover(span, rows[at].one, scale, unit) for at, span, _ in spans],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
         if is_action:
-            trace["text"] = [str(span.microbatch) for _, span in spans]
+            trace["text"] = [str(span.microbatch) for _, span, _ in spans]
             trace |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             font = {"size": 10, "color": look.text}
             trace |= {"constraintext": "inside", "insidetextfont": font}
@@ -177,41 +242,38 @@ def _traces(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any
     return found
 
 
-def _idle(panel: Panel, y: str, scale: float, unit: str) -> list[dict[str, Any]]:
+def _idle(panel: Panel, rows: Sequence[_Row], y: str, scale: float) -> list[dict[str, Any]]:
     """Return the stretches between a row's actions, from the first of all to the last."""
     if panel.profile.idle is None:
         return []
-    work = [_work(one) for one in panel.ranks]
+    work = [work_of(row.one) for row in rows]
     first = min(span.start for spans in work for span in spans)
     last = max(span.end for spans in work for span in spans)
     gaps = []
-    for row, spans in enumerate(work):
+    for at, (row, spans) in enumerate(zip(rows, work, strict=True)):
         edges = [(first, first), *((span.start, span.end) for span in spans), (last, last)]
         for (_, end), (start, _) in pairwise(edges):
-            if start - end > (last - first) * 1e-4:
-                gaps.append((row, end, start))
+            where = row.place(end, start)
+            if start - end > (last - first) * 1e-4 and where is not None:
+                gaps.append((at, start - end, where))
     return [
         {
             "type": "bar",
             "orientation": "h",
             "name": "idle",
             "yaxis": y,
-            "base": [start * scale for _, start, _ in gaps],
-            "x": [(end - start) * scale for _, start, end in gaps],
-            "y": [row - 0.05 for row, _, _ in gaps],
+            "base": [start * scale for _, _, (start, _) in gaps],
+            "x": [(end - start) * scale for _, _, (start, end) in gaps],
+            "y": [at - 0.05 for at, _, _ in gaps],
             "width": 0.74,
             "marker": IDLE.marker(width=0),
             "hovertext": [
-                f"rank {panel.ranks[row].rank} is idle for {seconds(end - start)} (bubble)"
-                for row, start, end in gaps
+                f"rank {rows[at].one.rank} is idle for {seconds(whole)} (bubble)"
+                for at, whole, _ in gaps
             ],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
     ]
-
-
-def _work(one: RankProfile) -> list[Span]:
-    return sorted((span for span in one.spans if span.track == "compute"), key=lambda s: s.start)
 
 
 def _look(span: Span, one: RankProfile) -> Look:
@@ -250,24 +312,7 @@ def timeline_chart(
     shown = panels(profiles)
     if not shown:
         return ""
-    used = {span.name for panel in shown for one in panel.ranks for span in one.spans}
-    has_waits = any(s.track == "messages" for p in shown for one in p.ranks for s in one.spans)
-    pairs = [(f"{kind} {NAMES[kind]}", ACTIONS[kind]) for kind in ACTIONS if kind in used]
-    two = any(len(one.stages) > 1 for panel in shown for one in panel.ranks)
-    pairs += [("a rank's other stage", OTHER_STAGE["F"])] if two else []
-    pairs += [(NAMES[kind], PHASES[kind]) for kind in PHASES if kind in used]
-    others = sorted(
-        {s.name for p in shown for o in p.ranks for s in o.spans if s.track == "host"} - set(PHASES)
-    )
-    pairs += [(", ".join(NAMES.get(kind, kind) for kind in others), HOST)] if others else []
-    pairs += [("waits for a message", WAIT)] if has_waits else []
-    pairs += [("idle: the bubble", IDLE)] if any(p.profile.idle is not None for p in shown) else []
-    told = (
-        "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
-    )
-    cut = [p for p in shown if len(p.ranks) < len([o for o in p.profile.ranks if o.spans])]
-    if cut:
-        told += " One rank stands for others that do the same."
+    drawn = timelines(shown, longest)
     title = "Timeline of one step"
     if len(shown) > 1:
         title += ": " + " above ".join(TITLES[panel.profile.source].lower() for panel in shown)
@@ -278,9 +323,48 @@ def timeline_chart(
     ]
     numbers = table(("", "rank", "actions in order"), rows, caption="Order of actions")
     numbers += folded("Begin and end of each action", _every(shown))
-    return page.chart(
-        name, title, timeline(shown, longest), told, numbers, key=key_of(pairs), zoom=True
-    )
+    told, key = _told(shown, len(drawn) > 1), key_of(_key(shown))
+    return page.chart(name, title, drawn, told, numbers, key=key, zoom=True, choose="Actions")
+
+
+def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
+    """Return what a timeline shows, and what it leaves out."""
+    told = [
+        "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
+    ]
+    if any(len(p.ranks) < len([one for one in p.profile.ranks if one.spans]) for p in shown):
+        told.append("One rank stands for others that do the same.")
+    fold = fold_of(shown)
+    if fold is not None:
+        told.append(
+            f"The middle of the step, from {seconds(fold.start)} to {seconds(fold.stop)}, is "
+            "folded: actions go on in the same pattern there."
+        )
+    if is_aligned_too:
+        told.append(
+            "Aligned, each row has the same action begin at the same place in both, so that what "
+            "took longer is wider."
+        )
+    return " ".join(told)
+
+
+def _key(shown: Sequence[Panel]) -> list[tuple[str, Look]]:
+    """Return what the looks of a timeline mean."""
+    ranks = [one for panel in shown for one in panel.ranks]
+    spans = [span for one in ranks for span in one.spans]
+    used = {span.name for span in spans}
+    pairs = [(f"{kind} {NAMES[kind]}", ACTIONS[kind]) for kind in ACTIONS if kind in used]
+    if any(len(one.stages) > 1 for one in ranks):
+        pairs.append(("a rank's other stage", OTHER_STAGE["F"]))
+    pairs += [(NAMES[kind], PHASES[kind]) for kind in PHASES if kind in used]
+    others = sorted({span.name for span in spans if span.track == "host"} - set(PHASES))
+    if others:
+        pairs.append((", ".join(NAMES.get(kind, kind) for kind in others), HOST))
+    if any(span.track == "messages" for span in spans):
+        pairs.append(("waits for a message", WAIT))
+    if any(panel.profile.idle is not None for panel in shown):
+        pairs.append(("idle: the bubble", IDLE))
+    return pairs
 
 
 def _order(one: RankProfile) -> str:

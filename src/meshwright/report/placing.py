@@ -1,0 +1,133 @@
+"""Where a timeline draws spans: when they were, with the middle folded, or action by action."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from meshwright.program.profile import RankProfile, Span, StepProfile
+from meshwright.report.agreement import done_by
+
+# Spans of one profile that are drawn without a fold: a browser draws them in well under a second.
+MOST_SPANS: Final = 5000
+# Spans that go with an action, in a picture that is to have no more than that: it and its messages.
+_SPANS_OF_ACTION: Final = 3
+# The fold's share of the picture.
+_WIDTH: Final = 0.04
+# Where a stretch of time is drawn; None where it isn't.
+Place = Callable[[float, float], tuple[float, float] | None]
+
+
+class Panel(NamedTuple):
+    """One profile of a timeline, with the ranks that are drawn of it."""
+
+    profile: StepProfile
+    ranks: tuple[RankProfile, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last of its spans, or the step, is over, in seconds."""
+        last = max(span.end for one in self.ranks for span in one.spans)
+        return max(last, self.profile.step_time_s or 0.0)
+
+
+class Fold(NamedTuple):
+    """The middle of a step, `start` to `stop` in seconds: empty, drawn `width` seconds wide."""
+
+    start: float
+    stop: float
+    width: float
+
+    def at(self, time: float) -> float:
+        """Return where a moment is drawn, one of the middle at the fold's left edge."""
+        is_after = time >= self.stop
+        return time - self.stop + self.start + self.width if is_after else min(time, self.start)
+
+    def place(self, start: float, end: float) -> tuple[float, float] | None:
+        """Return where a stretch is drawn, as far as it lies outside of the fold."""
+        if self.start <= start and end <= self.stop:
+            return None
+        begins = self.at(max(start, self.stop)) if start >= self.start else start
+        return begins, max(begins, self.at(end))
+
+
+def as_timed(start: float, end: float) -> tuple[float, float]:
+    """Place a stretch where it was."""
+    return start, end
+
+
+def work_of(one: RankProfile) -> list[Span]:
+    """Return what a rank computed, in order."""
+    return sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
+
+
+def fold_of(panels: Sequence[Panel]) -> Fold | None:
+    """Return what is folded of some profiles: the middle of those with too many spans to draw.
+
+    What stays are, on each rank, as many actions as fill the pipeline and drain it, and some of
+    those between.
+    """
+    edges = [_middle(one) for one in panels if sum(len(r.spans) for r in one.ranks) > MOST_SPANS]
+    if not edges:
+        return None
+    start, stop = max(first for first, _ in edges), min(last for _, last in edges)
+    if stop <= start:
+        return None
+    shown = start + max(panel.end for panel in panels) - stop
+    return Fold(start, stop, _WIDTH * shown)
+
+
+def _middle(panel: Panel) -> tuple[float, float]:
+    """Return when every rank has done its first actions, and when one begins its last ones."""
+    stages = max(len(one.stages) for one in panel.ranks) * len(panel.ranks)
+    room = MOST_SPANS // (2 * _SPANS_OF_ACTION * len(panel.ranks))
+    kept = min(2 * stages + 4, max(room, 1))
+    work = [found for one in panel.ranks if len(found := work_of(one)) > 2 * kept]
+    if not work:
+        return panel.end, 0.0
+    return max(one[kept - 1].end for one in work), min(one[-kept].start for one in work)
+
+
+def aligned(panels: Sequence[Panel]) -> list[list[Place]] | None:
+    """Return where each row of some panels is drawn so that the same actions begin together.
+
+    Rows of the same place in the pipeline give each action as much room as the row has in which it
+    and the wait for the next one took longest. None where there is nothing to compare, or where
+    rows did not do the same actions in the same order.
+    """
+    groups: dict[int, list[RankProfile]] = defaultdict(list)
+    for panel in panels:
+        for one in panel.ranks:
+            groups[one.coordinates.get("pp", 0)].append(one)
+    is_alike = all(done_by(one) == done_by(each[0]) for each in groups.values() for one in each)
+    if len(panels) < 2 or not is_alike or not all(done_by(each[0]) for each in groups.values()):
+        return None
+    places = {place: _slots(each) for place, each in groups.items()}
+    return [
+        [_by_action(one, places[one.coordinates.get("pp", 0)]) for one in panel.ranks]
+        for panel in panels
+    ]
+
+
+def _slots(rows: Sequence[RankProfile]) -> list[float]:
+    """Return where the actions of some rows begin, each after the longest one before it."""
+    starts = [[span.start for span in work_of(one)] for one in rows]
+    found = [max(each[0] for each in starts)]
+    pitches = ([after - before for before, after in pairwise(each)] for each in starts)
+    for longest in map(max, zip(*pitches, strict=True)):
+        found.append(found[-1] + longest)
+    return found
+
+
+def _by_action(one: RankProfile, slots: Sequence[float]) -> Place:
+    starts = [span.start for span in work_of(one)]
+
+    def place(start: float, end: float) -> tuple[float, float]:
+        at = max(bisect_right(starts, start) - 1, 0)
+        begins = slots[at] + start - starts[at]
+        return begins, begins + end - start
+
+    return place
