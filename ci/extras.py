@@ -61,8 +61,8 @@ EXTRAS: Final = {
             *("tests/test_report_browser.py", "tests/test_site.py"),
             *("tests/test_serve.py", "tests/test_serve_browser.py"),
         ),
-        6,
-        ("meshwright[ui]",),
+        8,
+        ("meshwright[ui]", "axe-playwright-python"),
         (Package("chromium", "chromium"),),
     ),
     "slurm": Extra(

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +181,28 @@ def test_charts_offer_nothing_that_leaves_the_page(show, kind):
     assert len(page.context.pages) == 1  # nor does a button open a window
 
 
+@pytest.fixture(scope="module")
+def axe():
+    """The code of axe-core, of the package that brings it."""
+    found = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
+    return (Path(found.__file__).parent / "axe.min.js").read_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["run", "several", "plan", "simulation"])
+def test_axe_finds_nothing(show, axe, kind, scheme):
+    page, _, _ = show(kind, color_scheme=scheme)
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    page.evaluate(axe)
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    assert found["passes"]
+    assert [
+        (one["id"], node["html"][:120], node["failureSummary"][:300])
+        for one in found["violations"]
+        for node in one["nodes"]
+    ] == []
+
+
 @pytest.mark.parametrize("kind", some_slow(("run",)))
 def test_a_page_fits_a_phone(show, kind):
     page, said, _ = show(kind, width=390)
@@ -297,17 +321,19 @@ def test_dark_and_light(show):
     page.get_by_role("button", name="Switch to dark").wait_for()
 
 
-def test_print_opens_everything_on_white_paper(show):
+def test_print_is_four_pages_of_white_paper(show):
     page, _, _ = show("run", color_scheme="dark")
     page.emulate_media(media="print", color_scheme="dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("details:not([open])").count() == 0
+    assert not page.locator("details").first.is_visible()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    page.wait_for_function("document.getElementById('loss').layout.width === 680")
+    page.wait_for_function("document.getElementById('loss').layout.width === 690")
     assert not page.locator("nav").is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    page.wait_for_function("!document.querySelector('details[open]')")
-    assert len(page.pdf()) > 50_000
+    page.wait_for_function("document.getElementById('loss').layout.width !== 690")
+    printed = page.pdf(format="A4")
+    assert len(printed) > 50_000
+    assert 1 < len(re.findall(rb"/Type\s*/Page\b", printed)) <= 4
 
 
 def test_a_page_runs_no_script_but_its_own(browser, page_of, tmp_path):

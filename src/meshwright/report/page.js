@@ -66,10 +66,10 @@
     for (const one of plot.querySelectorAll("svg.main-svg")) one.setAttribute("aria-hidden", "true");
   };
 
-  const keys = () => {
+  const keys = (dark = isDark()) => {
     for (const one of document.querySelectorAll("[data-fill]")) {
-      one.style.setProperty("--fill", themed(one.dataset.fill, isDark()));
-      one.style.setProperty("--stripe", themed(one.dataset.stripe, isDark()));
+      one.style.setProperty("--fill", themed(one.dataset.fill, dark));
+      one.style.setProperty("--stripe", themed(one.dataset.stripe, dark));
     }
   };
   const drawAll = async (width, dark) => {
@@ -133,17 +133,15 @@
     });
   }
 
-  // Paper is white, has no folds and is narrower than a screen
-  let folded = [];
+  // Paper is white and narrower than a screen; what is folded away stays in the file
   addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details:not([open])")];
-    for (const one of folded) one.open = true;
     root.dataset.theme = "light";
-    for (const plot of plots) draw(plot, 680, false);
+    keys(false);
+    for (const plot of plots) draw(plot, plot.closest(".grid") ? 330 : 690, false);
   });
   addEventListener("afterprint", () => {
-    for (const one of folded) one.open = false;
     if (chosen) root.dataset.theme = chosen; else delete root.dataset.theme;
+    keys();
     for (const plot of plots) draw(plot);
   });
 

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from string import Template
-from typing import Any
+from typing import Any, Final
 
 from meshwright.report.colours import DARK, Look
 from meshwright.report.figure import Figure, rounded
 from meshwright.report.markup import Html, escape, joined, markup
 from meshwright.version import __version__
+
+# A number, its unit, and another number in brackets.
+_NUMBER: Final = re.compile(r"[+\-−]?\d[\d.,]*\S*( \S+)?( \(\S+\))?")
 
 
 @dataclass
@@ -119,11 +122,11 @@ class Page:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> Html:
-    """Return a table: cells that are numbers or begin like one are set right."""
+    """Return a table: cells that are numbers, with their unit, are set right."""
     if not rows:
         return Html("<p>Nothing to show.</p>")
     return markup(
-        '<div class="scroll" tabindex="0" role="region" aria-label="{name}">'
+        '<div class="scroll" tabindex="0" role="group" aria-label="{name}">'
         "<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>",
         name=caption or "Table",
         title=markup("<caption>{}</caption>", caption) if caption else "",
@@ -134,7 +137,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str
 
 def _cell(value: Any) -> Html:
     text = "–" if value is None else str(value)
-    is_number = text[:1].isdigit() or (text[:1] in "+-−" and text[1:2].isdigit())
+    is_number = _NUMBER.fullmatch(text) is not None
     return markup("<td class=n>{}</td>" if is_number else "<td>{}</td>", text)
 
 
@@ -205,7 +208,7 @@ def grid(*parts: str) -> Html:
 
 
 def folded(title: str, html: str) -> Html:
-    """Return HTML that is folded away under its title; print unfolds it."""
+    """Return HTML that is folded away under its title; paper leaves it out."""
     return markup("<details><summary>{}</summary>{}</details>", title, html)
 
 

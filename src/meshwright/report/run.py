@@ -162,7 +162,7 @@ def _overview(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         ("Idle pipeline", *(_idle(run.measured) for run in runs)),
         ("How it ended", *(verdict(run)[0] for run in runs)),
     ]
-    return table(("", *names), rows, caption="The runs in numbers")
+    return table(("what", *names), rows, caption="The runs in numbers")
 
 
 def _idle(profile: StepProfile | None) -> str | None:

@@ -321,7 +321,7 @@ def timeline_chart(
         for panel in shown
         for one in panel.ranks
     ]
-    numbers = table(("", "rank", "actions in order"), rows, caption="Order of actions")
+    numbers = table(("profile", "rank", "actions in order"), rows, caption="Order of actions")
     numbers += folded("Begin and end of each action", _every(shown))
     told, key = _told(shown, len(drawn) > 1), key_of(_key(shown))
     return page.chart(name, title, drawn, told, numbers, key=key, zoom=True, choose="Actions")
@@ -391,4 +391,4 @@ def _every(shown: Sequence[Panel], most: int = 300) -> str:
         for span in sorted(one.spans, key=lambda s: s.start)
     ]
     cut = f"The first {most} of {len(rows)} spans" if len(rows) > most else "All spans"
-    return table(("", "rank", "what", "begins", "ends"), rows[:most], caption=cut)
+    return table(("profile", "rank", "what", "begins", "ends"), rows[:most], caption=cut)
