@@ -3,7 +3,8 @@
     python docs/draw_reports.py [--only NAME ...] [--work FOLDER]
 
 It trains small models on 4 ranks of this machine, makes their pages, and takes pictures of them
-in a headless Chromium, 1440 and 390 pixels wide. It needs playwright and Pillow, and some minutes.
+in a headless Chromium: 1440 and 390 pixels wide, and some of them dark, on paper, and as seen
+without red (`VIEWS`). It needs playwright and Pillow, some minutes, and an idle machine.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import argparse
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
@@ -22,7 +24,16 @@ from meshwright.cli import main
 
 FOLDER = Path(__file__).parent / "images" / "report"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-WIDTHS = (1440, 390)
+# What a picture of a page shows: the width, the theme, the paper or screen, and how it is seen.
+VIEWS = {
+    "1440": {"width": 1440},
+    "390": {"width": 390},
+    "dark": {"width": 1440, "color_scheme": "dark"},
+    "print": {"width": 702, "media": "print"},
+    "protanopia": {"width": 1440, "vision": "protanopia"},
+}
+# Pages with pictures of all views; others have the first two.
+ALL_VIEWS = ("interleaved", "failed", "compared", "plan", "simulation")
 # A picture is cut below, so that it stays readable in a document.
 TALLEST = 5200
 SMALL = [
@@ -83,6 +94,16 @@ def first(work: Path) -> Iterator[tuple[str, Path]]:
     yield "first", train(work, "first", *sizes, *steps, *schedule, *PIPELINES["interleaved"])
 
 
+def failed(work: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the page of a run whose loss diverges, at a rate that is much too high."""
+    steps = ("train.steps=60", "train.clip_norm=1e9", "layout.dp_replicate=2")
+    steps += ("optimizer.lr=20", "optimizer.schedule=constant", "optimizer.warmup_steps=60")
+    where = (f"log.dir={work}", "log.name=failed", f"data.cache={work / 'cache'}")
+    main(["train", *SMALL, *steps, "layout.microbatch=4", *where])
+    meshwright("report", work / "failed")
+    yield "failed", work / "failed" / "report" / "index.html"
+
+
 def layouts(work: Path) -> Iterator[tuple[str, Path]]:
     """Yield the page of six layouts side by side."""
     out = work / "layouts.html"
@@ -111,17 +132,25 @@ MADE: dict[str, Callable[[Path], Iterator[tuple[str, Path]]]] = {
     "demo": demo,
     "pipelines": pipelines,
     "first": first,
+    "failed": failed,
     "layouts": layouts,
     "plan": planned,
     "simulation": simulated,
 }
 
 
-def draw(page: Page, html: Path, width: int, out: Path) -> None:
+def draw(page: Page, html: Path, view: Mapping[str, Any], out: Path) -> None:
     """Take a picture of a page that has drawn all its charts."""
-    page.set_viewport_size({"width": width, "height": 900})
+    page.set_viewport_size({"width": view["width"], "height": 900})
+    page.emulate_media(media="screen", color_scheme=view.get("color_scheme", "light"))
+    seen = {"type": view.get("vision", "none")}
+    page.context.new_cdp_session(page).send("Emulation.setEmulatedVisionDeficiency", seen)
     page.goto(html.resolve().as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
+    if view.get("media") == "print":
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        page.wait_for_timeout(2000)
     shot = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
     shot = shot.crop((0, 0, shot.width, min(shot.height, TALLEST)))
     shot.quantize(160, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
@@ -147,22 +176,21 @@ def draw_part(page: Page, html: Path, out: Path) -> None:
 
 
 def run(names: Sequence[str], work: Path) -> None:
-    """Make the pages and draw them; the narrow ones are dark."""
+    """Make the pages and draw each in its views."""
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
     FOLDER.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        pages = {
-            width: opened.new_page(color_scheme="light" if width > 640 else "dark")
-            for width in WIDTHS
-        }
+        page = opened.new_page()
         for name in names:
             for title, html in MADE[name](work):
                 if title == "first":
-                    draw_part(pages[1440], html, FOLDER / "first.png")
+                    page.set_viewport_size({"width": 1440, "height": 900})
+                    draw_part(page, html, FOLDER / "first.png")
                     continue
-                for width, page in pages.items():
-                    draw(page, html, width, FOLDER / f"{title}-{width}.png")
+                names_of = list(VIEWS) if title in ALL_VIEWS else list(VIEWS)[:2]
+                for view in names_of:
+                    draw(page, html, VIEWS[view], FOLDER / f"{title}-{view}.png")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from meshwright.search.advice import lost_by, warnings
 from meshwright.search.plan import Plan
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.words import HAS_RUN
-from meshwright.units import format_bytes, format_count
+from meshwright.units import counted, format_bytes, format_count
 
 
 def plan_page(
@@ -232,7 +232,7 @@ def simulation_page(
     numbers = [
         ("Parameters", format_count(parameter_count(program.model)), program.model.family),
         ("Ranks", f"{layout.world}", f"{len(simulated.ranks)} of them simulated"),
-        ("Microbatches", f"{program.microbatches}", f"of {layout.microbatch} sequences"),
+        ("Microbatches", f"{program.microbatches}", f"of {counted(layout.microbatch, 'sequence')}"),
     ]
     if worst is not None and peak is not None:
         limit = simulated.memory_limit
