@@ -10,7 +10,7 @@
   // Elements are made, never parsed: no text of an answer can be markup.
   const SVG = "http://www.w3.org/2000/svg";
   const make = (name, attributes = {}, ...inner) => {
-    const one = "svg rect line path text title".split(" ").includes(name)
+    const one = "svg rect line path text title defs pattern".split(" ").includes(name)
       ? document.createElementNS(SVG, name) : document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
       if (key === "click") one.addEventListener("click", value); else one.setAttribute(key, value);
@@ -25,11 +25,24 @@
     make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell) => cell instanceof Node
       ? make("td", {}, cell) : make("td", /^[\d.+-]/.test(cell) ? { class: "n" } : {}, cell)))))));
-  const key = (pairs) => make("ul", { class: "key" }, ...pairs.map(([name, colour]) => {
+  const key = (pairs) => make("ul", { class: "key" }, ...pairs.map(([name, { fill, stripe }]) => {
     const dot = make("i");
-    dot.style.background = hue(colour);
+    dot.style.background = stripe
+      ? `repeating-linear-gradient(45deg, ${hue(fill)} 0 3px, ${hue(stripe)} 3px 5px)` : hue(fill);
     return make("li", {}, dot, name);
   }));
+  // What has stripes is filled by a pattern, which the picture that it is in defines.
+  const drawn = (picture, { fill, stripe }) => {
+    if (!stripe) return hue(fill);
+    const id = `stripes-${[fill, stripe].join("-").replaceAll("#", "")}-${(drawn.made = (drawn.made ?? 0) + 1)}`;
+    picture.append(make("defs", {}, make("pattern", { id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+      make("rect", { width: 6, height: 6, fill: hue(fill) }), make("rect", { width: 2, height: 6, fill: hue(stripe) }))));
+    return `url(#${id})`;
+  };
+  const fills = (picture) => {
+    const known = new Map();
+    return (look) => known.get(look) ?? known.set(look, drawn(picture, look)).get(look);
+  };
 
   // The state is the question: words of the command line, layouts to show, numbers of devices.
   let shown = [];
@@ -67,12 +80,13 @@
   const memory = (one, limit) => {
     const most = Math.max(limit, ...one.ranks.map((rank) => rank.total)), row = 24;
     const picture = make("svg", { viewBox: `0 0 600 ${one.ranks.length * row + 4}`, role: "img", "aria-label": "Memory by part on each pipeline rank; the numbers are in the table" });
+    const paint = fills(picture);
     one.ranks.forEach((rank, at) => {
       picture.append(make("text", { x: 0, y: at * row + 15 }, `rank ${rank.rank}`));
       let from = 60;
       for (const [name, size] of Object.entries(part(rank.bytes))) {
         const width = (size / most) * 530;
-        picture.append(make("rect", { x: from, y: at * row + 3, width, height: row - 7, fill: hue(given.memory[name]) },
+        picture.append(make("rect", { x: from, y: at * row + 3, width, height: row - 7, fill: paint(given.memory[name]) },
           make("title", {}, `${name} ${bytes(size)}`)));
         from += width;
       }
@@ -93,15 +107,16 @@
   const timeline = (one) => {
     const row = 18, { ranks, total, actions_end: end } = one.timeline;
     const picture = make("svg", { viewBox: `0 0 600 ${ranks.length * row + 16}`, role: "img", "aria-label": "The actions of each pipeline rank over the step" });
+    const paint = fills(picture);
     ranks.forEach((spans, at) => {
       picture.append(make("text", { x: 0, y: at * row + 13 }, String(at)));
       for (const [kind, from, to, stage, microbatch] of spans) {
         const colours = given.actions[kind[0]] ?? given.actions.F;
         picture.append(make("rect", { x: 20 + (from / total) * 575, y: at * row + 2, width: Math.max(((to - from) / total) * 575, 0.3),
-          height: row - 4, fill: hue(colours[Math.floor(stage / ranks.length) % 2]) },
+          height: row - 4, fill: paint(colours[Math.floor(stage / ranks.length) % 2]) },
           make("title", {}, `${kind} of stage ${stage}, microbatch ${microbatch}: ${seconds(to - from)}`)));
       }
-      picture.append(make("rect", { x: 20 + (end / total) * 575, y: at * row + 2, width: ((total - end) / total) * 575, height: row - 4, fill: hue(given.causes.optimizer) },
+      picture.append(make("rect", { x: 20 + (end / total) * 575, y: at * row + 2, width: ((total - end) / total) * 575, height: row - 4, fill: paint(given.causes.optimizer) },
         make("title", {}, `sums of gradients and update: ${seconds(total - end)}`)));
     });
     picture.append(make("text", { x: 20, y: ranks.length * row + 13 }, `0 to ${seconds(total)}`));
@@ -109,10 +124,11 @@
   };
   const causes = (one) => {
     const picture = make("svg", { viewBox: "0 0 600 24", role: "img", "aria-label": "The step by cause; the numbers are in the table" });
+    const paint = fills(picture);
     let from = 0;
     for (const [name, time] of Object.entries(one.seconds)) {
       const width = (time / one.step_time_s) * 600;
-      picture.append(make("rect", { x: from, y: 2, width, height: 18, fill: hue(given.causes[name]) }, make("title", {}, `${name} ${seconds(time)}`)));
+      picture.append(make("rect", { x: from, y: 2, width, height: 18, fill: paint(given.causes[name]) }, make("title", {}, `${name} ${seconds(time)}`)));
       from += width;
     }
     return picture;
@@ -122,10 +138,10 @@
     const most = Math.max(...fits.map((one) => one.tokens_per_s), 1), last = Math.max(...points.map((one) => one.devices));
     const at = (one) => [50 + (Math.log2(one.devices) / Math.max(Math.log2(last), 1)) * 530, 150 - (one.tokens_per_s / most) * 135];
     const picture = make("svg", { viewBox: "0 0 600 180", role: "img", "aria-label": "Tokens a second by the number of devices; the numbers are in the table" });
-    picture.append(make("path", { d: fits.map((one, index) => `${index ? "L" : "M"}${at(one).join(" ")}`).join(""), fill: "none", stroke: hue(given.causes.compute), "stroke-width": 2 }));
+    picture.append(make("path", { d: fits.map((one, index) => `${index ? "L" : "M"}${at(one).join(" ")}`).join(""), fill: "none", stroke: hue(given.causes.compute.fill), "stroke-width": 2 }));
     for (const one of fits) {
       const [x, y] = at(one);
-      picture.append(make("rect", { x: x - 3, y: y - 3, width: 6, height: 6, fill: hue(given.causes.compute) }, make("title", {}, `${one.devices}: ${count(one.tokens_per_s)} tokens/s, ${one.label}`)),
+      picture.append(make("rect", { x: x - 3, y: y - 3, width: 6, height: 6, fill: hue(given.causes.compute.fill) }, make("title", {}, `${one.devices}: ${count(one.tokens_per_s)} tokens/s, ${one.label}`)),
         make("text", { x: x - 8, y: 170 }, String(one.devices)));
     }
     return [picture, table(["devices", "layout", "tokens/s", "MFU", "days for 1T"], points.map((one) => one.fits

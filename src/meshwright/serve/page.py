@@ -9,7 +9,14 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from meshwright.report.colours import ACTIONS, CAUSE_COLOURS, DARK, MEMORY_COLOURS
+from meshwright.report.colours import (
+    ACTIONS,
+    CAUSE_LOOKS,
+    DARK,
+    MEMORY_LOOKS,
+    OTHER_STAGE,
+    Look,
+)
 from meshwright.report.markup import escape
 from meshwright.report.page import policy as policy_of
 from meshwright.spec.catalogue import catalogue_rows
@@ -24,9 +31,11 @@ def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> 
         "frozen": answer,
         "presets": sorted(PRESETS),
         "devices": sorted(catalogue_rows()["devices"]),
-        "memory": dict(MEMORY_COLOURS),
-        "causes": dict(CAUSE_COLOURS),
-        "actions": {kind: list(pair) for kind, pair in ACTIONS.items()},
+        "memory": {name: _drawn(look) for name, look in MEMORY_LOOKS.items()},
+        "causes": {name: _drawn(look) for name, look in CAUSE_LOOKS.items()},
+        "actions": {
+            kind: [_drawn(look), _drawn(OTHER_STAGE[kind])] for kind, look in ACTIONS.items()
+        },
         "dark": dict(DARK),
     }
     return Template(_asset("page.html")).substitute(
@@ -37,6 +46,11 @@ def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> 
         policy=escape(_policy("'self'" if answer is None else "'none'")),
         version=__version__,
     )
+
+
+def _drawn(look: Look) -> dict[str, str]:
+    """Return how the page draws what looks so: a fill, and stripes over it if it has a pattern."""
+    return {"fill": look.colour, "stripe": look.stripe if look.pattern else ""}
 
 
 def policy() -> str:
