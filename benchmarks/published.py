@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.published_fit import constants_toml, fit, fit_memory
 from benchmarks.published_left_out import by_left_out, print_left_out
 from meshwright.predict.calibration import Calibration, read_calibration, shipped_calibration
-from meshwright.predict.price import memory, price, worst_memory
+from meshwright.predict.price import RankMemory, memory, price, worst_memory
 from meshwright.predict.rows import PricedRow, RowError, read_row
 from meshwright.units import GIB
 
@@ -223,19 +223,22 @@ def memory_errors(rows: Iterable[Measured], calibration: Calibration) -> dict[st
     """
     errors = {}
     for found in rows:
-        if not found.gib or found.row.get("tier") == "C":
-            continue
-        case = with_calibration(found, calibration)
-        kind = str(found.row.get("mem_kind"))
-        if "LAST rank" in kind:
-            held = memory(case.setting, case.layout, case.layout.pp - 1)
-        else:
-            held = worst_memory(case.setting, case.layout)
-        size = held.allocated
-        if "allocated" not in kind:
-            size += held.by_category()["allocator"]
-        errors[found.name] = size / GIB / found.gib - 1
+        if found.gib and found.row.get("tier") != "C":
+            held, times = stated_memory(found, calibration)
+            errors[found.name] = times * held.allocated / GIB / found.gib - 1
     return errors
+
+
+def stated_memory(found: Measured, calibration: Calibration) -> tuple[RankMemory, float]:
+    """Return the rank whose memory a row states, and how many times its tensors' bytes that is."""
+    case = with_calibration(found, calibration)
+    kind = str(found.row.get("mem_kind"))
+    if "LAST rank" in kind:
+        held = memory(case.setting, case.layout, case.layout.pp - 1)
+    else:
+        held = worst_memory(case.setting, case.layout)
+    wasted = 0.0 if "allocated" in kind else held.by_category()["allocator"]
+    return held, 1 + wasted / held.allocated
 
 
 REASONS: tuple[tuple[Callable[[Measured], bool], str], ...] = (

@@ -61,6 +61,29 @@ def test_intervals_hold_what_they_say_of_sources_left_out():
     assert published_left_out.interval(many)[1] < 1.0
 
 
+def test_the_interval_of_few_sources_is_as_wide_as_left_out_ones_need():
+    """Two sources of one error each hold nothing of a third that is far off: the width grows."""
+    errors = [
+        *[("near", 0.01 * at) for at in range(10)],
+        *[("far", 0.3 + 0.01 * at) for at in range(10)],
+    ]
+    assert published_left_out.coverage(errors) == 0
+    low, high = published_left_out.widened(errors)
+    assert published_left_out.coverage_widened(errors) == 0.8
+    assert low < -0.5 < 0.9 < high
+
+
+def test_model_states_are_outside_the_interval_of_memory(capsys):
+    found = predicted(capsys, "--top", "1")["ledger"]
+    states = ("weights", "gathered", "gradients", "optimizer", "communication buffers")
+    exact = sum(found["memory_bytes"].get(name, 0) for name in states)
+    rest = found["peak_memory_bytes"] - exact
+    calibration = shipped_calibration()
+    bounds = [calibration.find(f"interval.memory.{bound}") for bound in ("low", "high")]
+    assert 0 < exact < found["peak_memory_interval_bytes"][0]
+    assert found["peak_memory_interval_bytes"] == pytest.approx([exact + b * rest for b in bounds])
+
+
 def test_a_measurement_draws_the_interval_in(capsys):
     before = predicted(capsys, "--top", "1")["ledger"]
     typed = f"layout={before['label']} step={before['step_time_s']}s"

@@ -47,7 +47,10 @@ ROW = {
 def test_a_row_is_predicted_whatever_was_measured():
     found = predict_row(ROW, shipped_calibration())
     keys = {"id", "fits", "peak_mem_gib", "worst_rank", "step_time_s", "tokens_per_s_per_gpu"}
-    assert set(found) == keys | {"tflops_per_gpu", "mfu", "assumed", "step_time_interval_s"}
+    intervals = {"step_time_interval_s", "peak_mem_interval_gib"}
+    assert set(found) == keys | intervals | {"tflops_per_gpu", "mfu", "assumed"}
+    low, high = found["peak_mem_interval_gib"]
+    assert low < found["peak_mem_gib"] < high
     assert found["fits"] is True
     assert 0.3 < found["mfu"] < 0.6
     measured = {"step_time_s": 1.0, "status": "oom", "oom": True, "mfu": 0.1, "peak_mem_gib": 1}

@@ -327,7 +327,9 @@ def _print_winner(made: Plan, best: Prediction) -> None:
     for one in made.choices:
         say(f"{one.what}: {one.text}", "  ")
     ranks = memories(made.setting, best.layout)
-    say(f"pipeline rank {best.memory.rank}: {_memory(best.memory)}", "  ")
+    least, most = map(format_bytes, best.memory_interval)
+    held = f"{_memory(best.memory)}; in other systems four of five such peaks are {least} to {most}"
+    say(f"pipeline rank {best.memory.rank}: {held}", "  ")
     if len(ranks) > 1:
         alike: dict[str, list[str]] = {}
         for held in ranks:

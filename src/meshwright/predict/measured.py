@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
-from meshwright.predict.memory import STATES
 from meshwright.predict.price import OUTSIDE, RankMemory, worst_memory
 from meshwright.predict.setting import Setting
 from meshwright.predict.step import step_time
@@ -231,7 +230,7 @@ def _of_bytes(held: Sequence[Measurement]) -> float:
     for one in held:
         assert one.bytes is not None
         found = worst_memory(one.setting, one.layout)
-        states, rest = of_states(found), 0.0
+        states = found.states
         reserve = 1.0 + _share_wasted(found)
         outside = 0.0 if one.is_allocated else _beside(found)
         rest = found.allocated - states
@@ -239,11 +238,6 @@ def _of_bytes(held: Sequence[Measurement]) -> float:
         left = (one.bytes - outside) / scale - states
         factors.append(min(max(left / rest, _LEAST), _MOST) if rest > 0 else 1.0)
     return statistics.median(factors) if factors else 1.0
-
-
-def of_states(found: RankMemory) -> float:
-    """Return the bytes of a peak that are model states."""
-    return sum(term.bytes for term in found.terms if term.category in STATES)
 
 
 def _beside(found: RankMemory) -> float:

@@ -8,6 +8,7 @@ from typing import Final
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.memory import (
+    STATES,
     KeptBytes,
     Term,
     activations,
@@ -56,6 +57,11 @@ class RankMemory:
     def allocated(self) -> float:
         """Bytes of tensors at the peak."""
         return sum(term.bytes for term in self.terms if term.category not in OUTSIDE)
+
+    @property
+    def states(self) -> float:
+        """Bytes at the peak of model states, of which nothing is uncertain."""
+        return sum(term.bytes for term in self.terms if term.category in STATES)
 
     @property
     def fits(self) -> bool:
@@ -182,7 +188,8 @@ def _ends_alike(setting: Setting, layout: Layout) -> list[int]:
 class Prediction:
     """What a layout costs: the worst rank's memory, the time of a step, and the rates.
 
-    `spread` has the bounds of the step's interval, in predicted times.
+    `spread` has the bounds of the step's interval, in predicted times; `memory_spread` those of the
+    memory's, in predicted bytes of all but model states.
     """
 
     layout: Layout
@@ -193,11 +200,19 @@ class Prediction:
     devices: int
     peak: float
     spread: tuple[float, float] = (1.0, 1.0)
+    memory_spread: tuple[float, float] = (1.0, 1.0)
 
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds that a step takes in 80% of cases, by sources that no constant was fitted to."""
         return self.time.total * self.spread[0], self.time.total * self.spread[1]
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Bytes that the peak is in 80% of cases: see `memory_spread`."""
+        states, (low, high) = self.memory.states, self.memory_spread
+        rest = self.memory.total - states
+        return states + low * rest, states + high * rest
 
     @property
     def tokens_per_s(self) -> float:
@@ -244,6 +259,7 @@ def _prediction(setting: Setting, layout: Layout, held: RankMemory, time: StepTi
         layout.world,
         setting.peak,
         _spread(setting),
+        _memory_spread(setting),
     )
 
 
@@ -253,3 +269,9 @@ def _spread(setting: Setting) -> tuple[float, float]:
     is_measured = f"{setting.system.name}.{kind}.measured.compute" in setting.calibration.constants
     name = "interval.measured" if is_measured else "interval.plain"
     return find(f"{name}.low", kind), find(f"{name}.high", kind)
+
+
+def _memory_spread(setting: Setting) -> tuple[float, float]:
+    """Return the bounds of an interval of memory, in predicted bytes of all but model states."""
+    system, find = setting.system.name, setting.calibration.find
+    return find("interval.memory.low", system), find("interval.memory.high", system)

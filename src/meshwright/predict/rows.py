@@ -319,6 +319,7 @@ def as_json(name: object, case: PricedRow, found: Prediction) -> dict[str, Any]:
         "id": name,
         "fits": found.memory.fits,
         "peak_mem_gib": found.memory.total / GIB,
+        "peak_mem_interval_gib": [bound / GIB for bound in found.memory_interval],
         "worst_rank": worst_rank(found),
         "step_time_s": found.time.total,
         "step_time_interval_s": list(found.interval),

@@ -223,6 +223,7 @@ def prediction_json(found: Prediction) -> dict[str, Any]:
         "label": found.layout.label,
         "fits": found.memory.fits,
         "peak_memory_bytes": round(found.memory.total),
+        "peak_memory_interval_bytes": [round(bound) for bound in found.memory_interval],
         "worst_rank": found.memory.rank * (found.layout.world // found.layout.pp),
         "peak_at": found.memory.at,
         "memory_bytes": {name: round(size) for name, size in found.memory.by_category().items()},

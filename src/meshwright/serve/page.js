@@ -152,9 +152,9 @@
   const side = (one, limit) => {
     const box = make("section", { "aria-label": one.label }, make("h3", {}, one.label), make("p", { class: "why" }, `Why not: ${one.why_not}`));
     if (one.refused) return box;
-    const [low, high] = one.step_time_interval_s;
+    const [low, high] = one.step_time_interval_s, [least, most] = one.peak_memory_interval_bytes;
     box.append(
-      make("p", {}, `${seconds(one.step_time_s)} a step (four of five between ${seconds(low)} and ${seconds(high)}), ${count(one.tokens_per_s)} tokens/s, MFU ${(one.mfu * 100).toFixed(1)}%, ${bytes(one.peak_memory_bytes)} of ${bytes(limit)}`),
+      make("p", {}, `${seconds(one.step_time_s)} a step (four of five between ${seconds(low)} and ${seconds(high)}), ${count(one.tokens_per_s)} tokens/s, MFU ${(one.mfu * 100).toFixed(1)}%, ${bytes(one.peak_memory_bytes)} of ${bytes(limit)} (four of five between ${bytes(least)} and ${bytes(most)})`),
       ...one.warnings.map((text) => make("p", { class: "hint" }, text)),
       make("h3", {}, "Memory of each rank"), memory(one, limit),
       key(Object.keys(given.memory).filter((name) => one.ranks.some((rank) => part(rank.bytes)[name])).map((name) => [name, given.memory[name]])),
