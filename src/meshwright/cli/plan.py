@@ -328,8 +328,8 @@ def _print_winner(made: Plan, best: Prediction) -> None:
         say(f"{one.what}: {one.text}", "  ")
     ranks = memories(made.setting, best.layout)
     least, most = map(format_bytes, best.memory_interval)
-    held = f"{_memory(best.memory)}; in other systems four of five such peaks are {least} to {most}"
-    say(f"pipeline rank {best.memory.rank}: {held}", "  ")
+    others = f"in other systems four of five such peaks are {least} to {most}"
+    say(f"pipeline rank {best.memory.rank}: {_memory(best.memory)}; {others}", "  ")
     if len(ranks) > 1:
         alike: dict[str, list[str]] = {}
         for held in ranks:
