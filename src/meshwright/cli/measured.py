@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import re
-import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshwright.cli.common import read_rows, say
 from meshwright.errors import ConfigError
 from meshwright.execute.processor import processor
-from meshwright.launch.measured import keep, kept_of_cluster
+from meshwright.launch.correction import (
+    applied,
+    keep_correction,
+    measurement_of,
+    uncorrected,
+)
 from meshwright.layout import Layout
-from meshwright.predict.calibration import Calibration, as_toml, calibration_named
+from meshwright.predict.calibration import Calibration, calibration_named
 from meshwright.predict.measured import Correction, Measurement, correct, corrected, kind_of
 from meshwright.predict.row_experts import RowError
 from meshwright.predict.rows import read_row
-from meshwright.program.events import Events
 from meshwright.search.plan import check_legal, on_cluster, setting_of
 from meshwright.spec.loading import Config
-from meshwright.train.run_folder import RunFolder, read_job
 from meshwright.units import GIB, parse_bytes, parse_seconds
 
 _TYPED: Final = ("layout", "step", "memory")
-# The first steps of a run warm up: this share of them is left out.
-_WARM_UP: Final = 0.25
 
 
 class Corrected(NamedTuple):
@@ -113,7 +111,7 @@ def measured_for(
         return None
     is_named = calibration is not None
     base = calibration or calibration_named(config.cluster.calibration)
-    base = _uncorrected(base)
+    base = uncorrected(base)
     setting = setting_of(config, base, processor=processor())
     own: list[Measurement] = []
     for text in named:
@@ -127,48 +125,17 @@ def measured_for(
     found = correct(own)
     path = None
     if keeps and not is_named:
-        path = _keep(found, config, environ)
-    return Corrected(_applied(base, [found]), (found,), path)
+        path = keep_correction(found, config, environ, "plan --measured")
+    return Corrected(applied(base, [found]), (found,), path)
 
 
 def measured_rows(named: list[str], calibration: Calibration) -> Corrected | None:
     """Return a calibration that rows and runs correct, each for its own system and device."""
     if not named:
         return None
-    base = _uncorrected(calibration)
+    base = uncorrected(calibration)
     found = corrected((one for text in named for one in _read(text, None, base)), base)
-    return Corrected(_applied(base, found), tuple(found))
-
-
-def _applied(base: Calibration, found: list[Correction]) -> Calibration:
-    for one in found:
-        base = one.applied(base)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    source = "; ".join([base.source, "corrected by what was measured"])
-    return replace(base, source=source, date=today)
-
-
-def _uncorrected(calibration: Calibration) -> Calibration:
-    """Return a calibration without the factors of earlier measurements."""
-    kept = {
-        name: value
-        for name, value in calibration.constants.items()
-        if ".measured." not in name or name.startswith("any.")
-    }
-    return replace(calibration, constants=kept)
-
-
-def _keep(found: Correction, config: Config, environ: Mapping[str, str]) -> Path | None:
-    """Keep a correction for a config's cluster; None where it is this machine, or not writable."""
-    path = kept_of_cluster(config, environ)
-    if path is None:
-        return None
-    system, _, _ = found.kind.partition(".")
-    prefix = f"{system}."
-    constants = {name.removeprefix(prefix): value for name, value in found.constants.items()}
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    text = as_toml({system: constants}, today, f"plan --measured: {'; '.join(found.text)}")
-    return path if keep(text, path) else None
+    return Corrected(applied(base, found), tuple(found))
 
 
 def _read(text: str, config: Config | None, base: Calibration) -> Iterator[Measurement]:
@@ -178,7 +145,7 @@ def _read(text: str, config: Config | None, base: Calibration) -> Iterator[Measu
             raise ConfigError(f"--measured {text}: a layout needs a model; name rows, or a run")
         yield _typed(text, config, base)
     elif Path(text).is_dir():
-        yield _of_run(Path(text), base)
+        yield measurement_of(Path(text), base)
     elif Path(text).is_file():
         yield from _of_rows(Path(text), base)
     else:
@@ -204,25 +171,6 @@ def _typed(text: str, config: Config, base: Calibration) -> Measurement:
     except ValueError as error:
         raise ConfigError(f"--measured {text}: {error}") from None
     return Measurement(on_cluster(setting, layout), layout, seconds, size, name=text)
-
-
-def _of_run(path: Path, base: Calibration) -> Measurement:
-    """Return the median step of a run's, without those that warm up, and its largest peak."""
-    job = read_job(path)
-    try:
-        events = Events.read(RunFolder(path).events)
-    except OSError as error:
-        raise ConfigError(f"--measured {path}: {error}") from None
-    steps = [one for one in events if one["event"] == "step" and one["step_time_s"] > 0]
-    steps = steps[int(_WARM_UP * len(steps)) + (len(steps) > 1) :]
-    if not steps:
-        raise ConfigError(f"--measured {path}: the run has no step yet")
-    setting = on_cluster(setting_of(job.config, base, processor=processor()), job.layout)
-    peaks = [size for one in steps for size in (one.get("peak_memory_bytes") or {}).values()]
-    is_gpu = not setting.on_cpu  # a CPU rank's peak is its process's
-    size = float(max(peaks)) if peaks and is_gpu else None
-    seconds = statistics.median(float(one["step_time_s"]) for one in steps)
-    return Measurement(setting, job.layout, seconds, size, is_allocated=True, name=str(path))
 
 
 def _of_rows(path: Path, base: Calibration) -> Iterator[Measurement]:

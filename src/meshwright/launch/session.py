@@ -274,7 +274,7 @@ def _train_joined(
         try:
             with logged(job.folder.log(at.rank), stdout=at.rank != 0):
                 view = open_view(out, quiet=quiet) if at.rank == 0 else None
-                code = run_rank(job, world, at.attempt, stop, view=view)
+                code = run_rank(job, world, at.attempt, stop, environ, view=view)
             is_failure = False
         except BaseException as error:
             record_failure(job.folder, at.rank, error, world.recorder)

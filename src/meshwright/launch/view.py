@@ -35,6 +35,7 @@ NOTICES: Final = {
     "{others_wait} of the time, it for {waits}",
     "loss_spike": "step {step}: loss {loss}, where {usual} was usual",
     "stopping": "{text}",
+    "measured": "{says}",
     "disk_full": "the disk of {path} is full: the run continues without its log, and writes the "
     "events once there is room",
 }

@@ -43,6 +43,7 @@ from meshwright.execute.groups import open_groups
 from meshwright.execute.rendezvous import Rendezvous
 from meshwright.execute.world import World, join, leave
 from meshwright.launch.alike import digests_of, refuse_unlike
+from meshwright.launch.correcting import correcting
 from meshwright.launch.inject import injector
 from meshwright.launch.signals import stop_signals
 from meshwright.program.events import Event
@@ -205,7 +206,13 @@ def tune_libc() -> None:
 
 
 def run_rank(
-    job: Job, world: World, attempt: int, stop: StopRequest, *, view: Sink | None = None
+    job: Job,
+    world: World,
+    attempt: int,
+    stop: StopRequest,
+    environ: Mapping[str, str],
+    *,
+    view: Sink | None = None,
 ) -> int:
     """Train as one rank of a world and return the exit code.
 
@@ -220,7 +227,7 @@ def run_rank(
     sinks: list[Sink] = []
     if world.rank == 0:
         sinks = open_sinks(config.log, job.folder.path, config.model_dump(mode="json"))
-        sinks += [] if view is None else [view]
+        sinks += [*correcting(job, environ), *([] if view is None else [view])]
 
     def emit(event: Event) -> None:
         for sink in sinks:
@@ -288,7 +295,7 @@ def main() -> None:
         recorder = open_flight_recorder(folder, at, environ)
         torch.set_num_threads(job.machine.threads(job.layout.world))
         world = join(at, job.machine.device, job.config.cluster.timeout, recorder)
-        code = run_rank(job, world, at.attempt, stop)
+        code = run_rank(job, world, at.attempt, stop, environ)
     except BaseException as error:
         record_failure(folder, rank, error, recorder)
         code = EXIT_RANK_FAILED

@@ -21,6 +21,7 @@ _HAS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
     "loss_spike": {"step": int},
     "slow_rank": {"rank": int, "step": int},
     "restart": {"attempt": int, "cause": str, "lost_steps": int},
+    "measured": {"says": str},
     "failed": {"cause": str},
     "end": {"step": int, "stopped": bool},
 }

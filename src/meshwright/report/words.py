@@ -51,6 +51,7 @@ def verdict(run: RunRecord) -> list[str]:
         said.append(f"The held-out loss was lowest at step {best:.0f} and has risen since.")
     if not (losses or run.of("failed") or run.of("end")):
         said.append("No step was finished.")
+    said += [str(event.get("says")) for event in run.of("measured")[-1:]]
     return [*said, *_compared(run.planned, run.measured)]
 
 
