@@ -351,3 +351,34 @@ def test_nobody_is_advised_to_have_what_a_layout_has(layout, helps):
 )
 def test_milliseconds_have_two_digits(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_a_later_pass_looks_into_no_core_again(monkeypatch):
+    """A layout that does not fit by its price starts a pass anew: only its own core changes."""
+    search, looked, passes, refused = Search(setting(devices=8), 8), [], [], []
+    best_of, a_pass, priced = search._best_of, search._pass, search.fits.priced
+
+    def price_one(timed):  # of each of the first four passes the best layout is too large
+        if len(refused) < min(len(passes), 4) and timed.layout not in refused:
+            refused.append(timed.layout)
+            held = timed.memory
+            term = held.terms[0]._replace(bytes=2.0 * search.limit)
+            search.fits._exact[timed.layout] = replace(held, terms=(term,))
+        return priced(timed)
+
+    def look(core, limit, offloaded):
+        looked.append((core.layout, limit, offloaded, search.nearest is None))
+        return best_of(core, limit, offloaded)
+
+    def counted(*asked):
+        passes.append(len(looked))
+        return a_pass(*asked)
+
+    monkeypatch.setattr(search.fits, "priced", price_one)
+    monkeypatch.setattr(search, "_best_of", look)
+    monkeypatch.setattr(search, "_pass", counted)
+    found = search.run(3)
+    assert len(passes) == 5
+    assert not {one.layout for one in found.ranked} & set(refused)
+    # What is asked again with the same limit is the core of a layout that was refused.
+    assert len(looked) - len(set(looked)) <= len(refused)

@@ -70,6 +70,8 @@ class Found:
     unfit_layout: Layout | None
 
 
+# The fastest layout of a core that fits, with its seconds, and what was ruled out on the way.
+_Best = tuple[tuple[float, Layout] | None, Counter[str]]
 # Seconds, the place of the choice among its core's, a schedule and a choice.
 _Candidate = tuple[float, int, Schedule, Choice]
 
@@ -96,6 +98,8 @@ class Search:
         self._kinds = HeldLayers.of(setting.model, whole).kinds
         self._times: dict[tuple[object, ...], MicrobatchTimes] = {}
         self._kept: dict[tuple[object, ...], KeptBytes] = {}
+        self._held: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._bests: dict[tuple[object, ...], _Best] = {}
         self._shardings = Shardings(setting, self.kernels, self.pins)
 
     def run(self, top: int) -> Found:
@@ -168,17 +172,19 @@ class Search:
         """Return the best layouts with such offloads, the best of each division of the devices."""
         train, layers = self.setting.train, self.setting.model.n_layers
         best: dict[tuple[int, ...], tuple[float, Layout]] = {}
+        worst = float("inf")
         for bound, index in order:
             core = everything[index]
             own = best.get(core.degrees)
-            limit = min(_worst(best, top), own[0] if own else float("inf"))
+            limit = min(worst, own[0] if own else worst)
             if bound >= limit:
                 size = size_of(core, train, layers, offloaded, self.pins)
                 self.reasons["slower by the time of its microbatches alone"] += size
                 continue
-            found = self._best_of(core, limit, offloaded)
+            found = self._best_again(index, core, limit, offloaded)
             if found is not None:
                 best[core.degrees] = found
+                worst = _worst(best, top)
         return heapq.nsmallest(top, best.values(), key=lambda pair: pair[0])
 
     def _parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
@@ -200,6 +206,23 @@ class Search:
         whole: float = sum(map(mul, layers, self._kinds))
         microbatches: float = count * (whole + first + last) / one.pp
         return microbatches + host_seconds(self.kernels, count)
+
+    def _best_again(
+        self, index: int, core: Core, limit: float, offloaded: tuple[Offload, ...]
+    ) -> tuple[float, Layout] | None:
+        """Return `_best_of` a core: that of an earlier pass, unless that turned out not to fit."""
+        # Where nothing was too large yet, a core that is gets looked into for the nearest layout.
+        key = (index, limit, offloaded, self.nearest is None)
+        known = self._bests.get(key)
+        if known is None or (known[0] is not None and not self._still_fits(known[0][1])):
+            before, self.reasons = self.reasons, Counter[str]()
+            known = self._best_of(core, limit, offloaded), self.reasons
+            self._bests[key], self.reasons = known, before
+        self.reasons.update(known[1])
+        return known[0]
+
+    def _still_fits(self, layout: Layout) -> bool:
+        return self.fits.estimate(layout).total <= self.limit
 
     def _best_of(
         self, core: Core, limit: float, offloaded: tuple[Offload, ...]
@@ -298,12 +321,16 @@ class Search:
         return self._kept[key]
 
     def _activations(self, layout: Layout) -> tuple[float, float]:
-        kept = self._kept_of(layout)
-        first, last = (
-            sum(term.bytes for term in activations(self.setting, layout, rank, kept))
-            for rank in (0, layout.pp - 1)
-        )
-        return first, last
+        """Return what the first and the last rank keep: the same of all shardings of a division."""
+        key = (*_shape(layout), layout.pp, layout.dp, layout.schedule, layout.virtual_stages)
+        if key not in self._held:
+            kept = self._kept_of(layout)
+            first, last = (
+                sum(term.bytes for term in activations(self.setting, layout, rank, kept))
+                for rank in (0, layout.pp - 1)
+            )
+            self._held[key] = first, last
+        return self._held[key]
 
     def _with(self, one: Layout, schedule: Schedule | None, choice: Choice | None) -> Layout:
         if schedule is not None:
