@@ -1,11 +1,12 @@
 """Predictions of mixtures of experts against step times that others published.
 
     python -m benchmarks.published_moe --rows ROWS.jsonl [--fit OUT.toml] [--sweeps N]
+    python -m benchmarks.published_moe --imbalance
 
 Prints the errors by source and by model, how well the order of layouts of one model and device is
 kept, and the errors of models that were left out of the fit, one after the other. `--fit` fits the
 constants of experts alone, and writes them into a calibration: others stay as dense models gave
-them.
+them. `--imbalance` prints the imbalance of ranks that explains what natural routing costs.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.published import Measured, is_stated, read, spearman, summary, time_errors
 from benchmarks.published_fit import Free, constants_toml, descend, error_of
 from meshwright.predict.calibration import Calibration, shipped_calibration
+from meshwright.predict.rows import PricedRow, read_row
+from meshwright.predict.step import step_time
 
 # Step in the logarithm and bounds, as in `published_fit`.
 OF_DEVICE = {"times.once": (0.4, 0.05, 3.0), "experts.products": (0.2, 0.2, 1.5)}
 OF_SYSTEM = {"exposed.ep": (0.3, 0.05, 1.5), "experts.launch": (0.5, 1e-6, 3e-3)}
+# Qwen3-235B on 256 H100s in the same layout, TFLOPS by tokens of a sequence: with balance forced,
+# and with natural routing.
+_BALANCES = {16384: (295, 237), 32768: (335, 277), 65536: (368, 320), 131072: (389, 357)}
+# The layouts that it is priced in: the source's ep 32 goes over ranks of tp too, ours does not.
+_SPREADS = ({"tp": 2, "ep": 16}, {"tp": 1, "ep": 32})
 # A group of layouts whose order says something.
 MIN_GROUP = 5
 
@@ -97,6 +106,32 @@ def orders(rows: Sequence[Measured], errors: Mapping[str, float]) -> dict[str, t
     return orders
 
 
+def imbalances(calibration: Calibration) -> dict[tuple[int, int], float]:
+    """Return the imbalance that explains what natural routing costs, by ep and sequence length."""
+    found = {}
+    for spread in _SPREADS:
+        for seq, (forced, natural) in _BALANCES.items():
+            asked = {"model": "Qwen3-235B-A22B", "gpu": "H100", "framework": "Megatron-Core"}
+            sizes = {"n_gpus": 256, "pp": 8, "vp": 4, "cp": seq // 8192, "seq": seq, "gbs": 256}
+            case = read_row({**asked, **sizes, **spread, "recompute": "moe_act"}, calibration)
+            found[spread["ep"], seq] = _explaining(case, forced / natural)
+    return found
+
+
+def _explaining(case: PricedRow, ratio: float) -> float:
+    """Return the imbalance with which a step takes so many times as long as without."""
+
+    def seconds(imbalance: float) -> float:
+        setting = replace(case.setting, imbalance=imbalance)
+        return step_time(setting, setting.kernels(), case.layout).total
+
+    even, found = seconds(1.0), 1.0
+    for _ in range(2):  # a step is all but linear in it
+        slope = (seconds(found + 0.5) - seconds(found)) / 0.5
+        found += (ratio * even - seconds(found)) / slope
+    return found
+
+
 def table(title: str, rows: Sequence[Measured], errors: Mapping[str, float]) -> None:
     """Print the errors of all rows, by source, by model and by device, and the orders."""
     print(f"{title}, {len(rows)} rows: {summary(errors.values())}")
@@ -115,12 +150,20 @@ def table(title: str, rows: Sequence[Measured], errors: Mapping[str, float]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--imbalance", action="store_true")
     parser.add_argument("--fit", type=Path)
     parser.add_argument("--sweeps", type=int, default=4)
     parser.add_argument("--leave-out", action="store_true")
     args = parser.parse_args()
     calibration = shipped_calibration()
+    if args.imbalance:
+        each = imbalances(calibration)
+        for (ep, seq), found in each.items():
+            print(f"ep {ep}, {seq} tokens: {found:.2f}")
+        print(f"median {statistics.median(each.values()):.2f}")
+    if args.rows is None:
+        return
     rows, refused = read(args.rows, calibration)
     for reason, count in sorted(refused.items()):
         print(f"refused {count}: {reason}")

@@ -48,7 +48,7 @@ REFUSALS = {
     "model.n_kv_heads=3": "model.n_kv_heads = 3 must divide model.n_heads = 4; "
     "nearest legal: 2 or 4",
     "model.head_dim=33": "the rotated part of a head must be even, but model.head_dim = 33 x "
-    "model.rotary_pct = 1.0 gives 33",
+    "model.rotary_pct = 1.0 gives 33; left out, model.head_dim is model.dim / model.n_heads",
     "model.preset=llama-3-9b": "model.preset = 'llama-3-9b' (override model.preset=llama-3-9b) is "
     "not known; nearest legal: llama-3-8b or llama-3-70b or llama-3.2-3b",
     "cluster.preset=dgx-h100": "cluster.preset = 'dgx-h100' (override cluster.preset=dgx-h100) is "

@@ -95,7 +95,7 @@ def traded(world, ids):
     x = every[world.rank].clone().requires_grad_()
     share = shares[world.rank].clone().requires_grad_()
     link = Link(torch.distributed.group.WORLD, tuple(range(world.size)), world.rank)
-    out = over_ranks(own, MODEL.experts, link, x, Routing(routed[world.rank], share))
+    out = over_ranks(own, MODEL.experts, link, int, x, Routing(routed[world.rank], share))
     out.square().sum().backward()
     pairs = [(out, total[world.rank]), (x.grad, leaves[world.rank][0].grad)]
     pairs.append((share.grad, leaves[world.rank][1].grad))
@@ -350,8 +350,10 @@ def test_a_plan_shares_out_experts_where_that_is_faster():
         *("cluster.devices_per_node=8", "train.precision=bf16", "train.batch=512"),
         "train.seq_len=4096",
     ]
-    found = plan(load_config(None, words), 10).found.ranked
+    found = plan(load_config(None, [*words, "train.imbalance=1"]), 10).found.ranked
+    skewed = plan(load_config(None, [*words, "train.imbalance=2"]), 1).found.ranked
     assert found[0].layout.ep > 1
+    assert skewed[0].layout.ep == 1  # all weights travel, rather than twice as many tokens
     assert found[0].time.causes["ep"] > 0
     assert all(one.layout.world == 16 for one in found)
 

@@ -44,6 +44,18 @@ RANKS = {
         "layout.zero=3",
     ],
     "pp2": ["layout.pp=2", "layout.microbatch=1", "layout.dp_replicate=1"],
+    "ep2 x shard2": [
+        *("model.family=qwen3_moe", "model.experts=6", "model.top_k=3", "model.expert_ffn_dim=48"),
+        *("layout.ep=2", "layout.dp_shard=2", "layout.dp_replicate=1", "layout.zero=2"),
+    ],
+    "ep2 x cp2": [
+        *("model.family=gpt_oss", "model.experts=4", "model.top_k=2", "layout.ep=2", "layout.cp=2"),
+        "layout.dp_replicate=1",
+    ],
+    "ep2 x tp2": [
+        *("model.family=mixtral", "model.experts=4", "model.top_k=2", "layout.ep=2", "layout.tp=2"),
+        "layout.dp_replicate=2",
+    ],
 }
 
 

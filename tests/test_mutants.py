@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.mutants.__main__ import BEGIN, END, Row, page, put_table, told_by
+from benchmarks.mutants.killing import Answer
 from benchmarks.mutants.table import SRC, Mutant, Table, TableError, copy_of_source, put_into
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +88,41 @@ def test_a_mutant_is_put_into_a_copy(tmp_path):
     put_into(mutant, copy_of_source(tmp_path / "tree"))
     assert (tmp_path / "tree/meshwright/errors.py").read_text() == mutant.applied(before)
     assert (SRC / "meshwright/errors.py").read_text() == before
+
+
+def test_a_run_of_some_mutants_replaces_their_rows_alone(table, tmp_path):
+    path, (first, second, *_) = tmp_path / "page.md", table.mutants.values()
+    path.write_text(f"Top\n{BEGIN}\nold\n{END}\nBottom\n")
+
+    def run(mutant, *claims, seconds=1.0):
+        answer = Answer(claims, "", seconds)
+        put_table(path, table, [Row(mutant, mutant.killers[0], answer)])
+        return told_by(path.read_text())
+
+    run(second, "loss: 1 | 2")
+    run(first, seconds=2.0)
+    found = run(first, "other", seconds=3.0)
+    assert found[first.name, first.killers[0]] == ("other", "3.0")
+    assert found[second.name, second.killers[0]] == ("loss: 1 \\| 2", "1.0")
+    text = path.read_text()
+    assert text.startswith(f"Top\n{BEGIN}\n| mutant")
+    assert text.endswith(f"{END}\nBottom\n")
+    assert text.index(f"| {first.name} |") < text.index(f"| {second.name} |")
+    assert "old" not in text
+    # What is no longer in the table leaves the page.
+    put_table(path, replace(table, mutants={second.name: second}), [])
+    assert f"| {first.name} |" not in path.read_text()
+
+
+def test_the_page_has_a_row_of_each_mutant(table):
+    """Where one is missing: python -m benchmarks.mutants --only NAME --page docs/mutants.md."""
+    text = (ROOT / "docs/mutants.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition(BEGIN)
+    body, _, _ = rest.partition(END)
+    found = told_by(body)
+    wanted = {(one.name, killer) for one in table.mutants.values() for killer in one.killers}
+    assert wanted - found.keys() == set()
+    assert body.strip() == page(table, found).strip()
 
 
 def mutants(*words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_UNUSABLE
     missed = [row for row in rows if not row.is_caught]
     if args.page is not None:
-        put_table(args.page, page(table, rows))
+        put_table(args.page, table, rows)
     mutants = {row.mutant.name for row in rows}
     left = {row.mutant.name for row in missed}
     print(f"{len(mutants) - len(left)} of {len(mutants)} mutants were caught")
@@ -73,7 +74,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S")
     parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--page", type=Path, help="a page whose table is replaced")
+    parser.add_argument(
+        "--page", type=Path, help="a page with the table: rows of these mutants are replaced"
+    )
     return parser.parse_args(argv)
 
 
@@ -138,28 +141,43 @@ def _planted(mutant: Mutant, folder: Path) -> Path:
     return tree
 
 
-def page(table: Table, rows: Sequence[Row]) -> str:
-    """Return the table of mutants, and that of killers, in Markdown."""
+def page(table: Table, found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
+    """Return the table of mutants, and that of killers, in Markdown.
+
+    `found` are the claim that failed and the seconds, by mutant and killer; only those of the table
+    are taken, in its order.
+    """
     lines = [
         "| mutant | what goes wrong | caught by | claim that failed | s |",
         "|---|---|---|---|--:|",
     ]
-    for row in rows:
-        one, told = row.mutant, (row.answer.failed or ("**survived**",))[0].replace("|", "\\|")
-        lines.append(
-            f"| {one.name} | {one.what} | {row.killer} | {told} | {row.answer.seconds:.1f} |"
-        )
-    used = dict.fromkeys(row.killer for row in rows)
+    used: dict[str, str] = {}
+    for one in table.mutants.values():
+        for killer in one.killers:
+            if (one.name, killer) in found:
+                told, seconds = found[one.name, killer]
+                lines.append(f"| {one.name} | {one.what} | {killer} | {told} | {seconds} |")
+                used[killer] = table.killers[killer]
     lines += ["", "| caught by | command |", "|---|---|"]
-    lines += [f"| {name} | `{table.killers[name]}` |" for name in used]
+    lines += [f"| {name} | `{command}` |" for name, command in used.items()]
     return "\n".join(lines) + "\n"
 
 
-def put_table(path: Path, text: str) -> None:
-    """Replace what is between the two marks of a page."""
+def told_by(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return what a page tells: the claim that failed and the seconds, by mutant and killer."""
+    rows = (re.split(r"(?<!\\) \| ", line[2:-2]) for line in text.splitlines() if line[:2] == "| ")
+    return {(row[0], row[2]): (row[3], row[4]) for row in rows if len(row) == 5}
+
+
+def put_table(path: Path, table: Table, rows: Sequence[Row]) -> None:
+    """Put rows between the two marks of a page, beside those of the table's other mutants there."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+    old, _, after = rest.partition(END)
+    found = told_by(old)
+    for row in rows:
+        told = (row.answer.failed or ("**survived**",))[0].replace("|", "\\|")
+        found[row.mutant.name, row.killer] = told, f"{row.answer.seconds:.1f}"
+    path.write_text(f"{before}{BEGIN}\n{page(table, found)}{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

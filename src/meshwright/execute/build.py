@@ -47,7 +47,7 @@ from meshwright.models.latent import LatentAttention
 from meshwright.program.lower import Program
 from meshwright.program.operations import gathers_again
 from meshwright.program.shards import Region, data_rank, sums_in_place, whole
-from meshwright.program.sizes import Sizes, loss_rows
+from meshwright.program.sizes import Sizes, loss_rows, received
 from meshwright.program.target import Route
 from meshwright.spec.model import ModelSpec
 
@@ -220,7 +220,8 @@ def share_out_experts(model: Transformer, program: Program, groups: Groups) -> N
         mlp = block.mlp
         if isinstance(mlp, ExpertMLP):
             count, link = program.model.experts, groups.experts.ep
-            mlp.compute = partial(over_ranks, mlp.experts, count, link)  # type: ignore[method-assign]
+            come = partial(received, program)
+            mlp.compute = partial(over_ranks, mlp.experts, count, link, come)  # type: ignore[method-assign]
 
 
 def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:

@@ -8,6 +8,7 @@ each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,17 +37,26 @@ class _Trade(NamedTuple):
         return _traded(rows, self.arriving, self.leaving, self.link)
 
 
-def over_ranks(experts: Experts, count: int, link: Link, x: Tensor, routing: Routing) -> Tensor:
+def over_ranks(
+    experts: Experts,
+    count: int,
+    link: Link,
+    received: Callable[[int], int],
+    x: Tensor,
+    routing: Routing,
+) -> Tensor:
     """Return what the experts of all ranks make of tokens x `[tokens, dim]`, of the same shape.
 
-    `experts` are this rank's of `count`: those of rank 0 come first.
+    `experts` are this rank's of `count`: those of rank 0 come first. `received` says how many pairs
+    come where so many leave, for tensors without values.
     """
     pairs = Sorted.of(routing.ids, count)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts
     ones = [1] * link.size
     theirs = _traded(counts, ones, ones, link)
     pair_count = routing.ids.numel()
-    trade = _Trade(link, on_host(counts.sum(1), pair_count), on_host(theirs.sum(1), pair_count))
+    arriving = on_host(theirs.sum(1), received(pair_count))
+    trade = _Trade(link, on_host(counts.sum(1), pair_count), arriving)
     rows, shares = _There.apply(x, routing.shares, pairs, trade)  # type: ignore[no-untyped-call]
     every = torch.arange(counts.shape[1], device=x.device).repeat(link.size)
     ids = every.repeat_interleave(theirs.flatten(), output_size=len(rows))

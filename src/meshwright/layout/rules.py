@@ -176,17 +176,18 @@ _ROUTERS = {
     "router_z_loss": ("softmax",),
     "router_bias_rate": ("sigmoid",),
     "routing": ("softmax", "sigmoid"),
+    "imbalance": ("softmax", "sigmoid"),
 }
 
 
 def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """What is asked of routers asks for a model with routers."""
     asked = train.router_aux_loss or train.router_z_loss or train.router_bias_rate
-    if not asked and train.routing == "learned":  # soon: the planner asks for thousands of layouts
-        return None
+    if not asked and train.routing == "learned" and train.imbalance in (None, 1):
+        return None  # soon: the planner asks for thousands of layouts
     for key, scores in _ROUTERS.items():
         value = getattr(train, key)
-        if not value or value == "learned":
+        if value in (None, 0, "learned") or (key == "imbalance" and value == 1):
             continue
         if not model.experts:
             return f"train.{key} = {value} is of models with experts, but model.experts = 0"
@@ -195,6 +196,11 @@ def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
                 f"train.{key} = {value} is of routers with a {scores[0]}, but "
                 f"model.router_scores = {model.router_scores}"
             )
+    if train.routing == "balanced" and (train.imbalance or 1) > 1:
+        return (
+            f'train.routing = "{train.routing}" gives every rank as many tokens, but '
+            f"train.imbalance = {train.imbalance}"
+        )
     if train.router_bias_rate and model.lora is not None:
         return (
             f"train.router_bias_rate = {train.router_bias_rate} changes what adapters leave as it "
@@ -223,13 +229,7 @@ RULES = (
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
-    Rule(
-        _router,
-        (
-            *("train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"),
-            "train.routing",
-        ),
-    ),
+    Rule(_router, tuple(f"train.{key}" for key in _ROUTERS)),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,
@@ -371,6 +371,7 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "train.router_z_loss": (0.0,),
     "train.router_bias_rate": (0.0,),
     "train.routing": ("learned",),
+    "train.imbalance": (1.0,),
 }
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError, ConfigError, nearest
-from meshwright.models import mxfp4
+from meshwright.models import fused, mxfp4
 from meshwright.models.files import open_safetensors
 from meshwright.models.hf_names import (
     AllExperts,
@@ -99,6 +99,9 @@ class HFWeights:
                     raise CheckpointError(f"{path} holds {name}, which another shard holds too")
                 self._files[name] = opened
         self._packed = self._find_packed()
+        self._inside = fused.inside(self.tensors, self._files)
+        if self._inside:
+            self._alias |= fused.routers(self.tensors, self._files)
         self._check(folder, spec)
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
@@ -134,9 +137,12 @@ class HFWeights:
         """Return one stored tensor, or a region of it."""
         if name in self._packed:
             return self._unpacked(self._packed[name], region)
-        stored = self._alias.get(name, name)
+        place = self._inside.get(name)
+        stored = self._alias.get(name, name) if place is None else place.stored
         lies: Any = self._files[stored].get_slice(stored)
-        cuts = ... if region is None else tuple(slice(start, stop) for start, stop in region)
+        cuts: Any = ... if region is None else tuple(slice(*one) for one in region)
+        if place is not None:
+            cuts = place.cuts(region)
         tensor: Tensor = lies[cuts]
         if tensor.dtype not in _DTYPES:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
@@ -172,6 +178,8 @@ class HFWeights:
         found = {name for name in self._files if is_parameter(spec.family, name)}
         found -= self._ahead(folder, spec, found)
         found = (found - packed) | self._packed.keys()
+        found -= {place.stored for place in self._inside.values()} | set(self._alias.values())
+        found |= self._inside.keys() | self._alias.keys()
         names = head_names(spec)
         if not spec.tie_embeddings and names[0] not in found and names[-1] in found:
             self._alias[names[0]] = names[-1]
@@ -212,11 +220,15 @@ class HFWeights:
         if item.name in self._packed:
             self._check_packed(item)
             return
+        place, wanted = self._inside.get(item.name), item.shape
         stored = self._alias.get(item.name, item.name)
+        if place is not None:
+            stored, count = place.stored, len(self._items_of[item.parts[0]])
+            wanted = (count, place.rows, *item.shape[1:])
         shape = tuple(self._files[stored].get_slice(stored).get_shape())
-        if shape != item.shape:
+        if shape != wanted:
             raise CheckpointError(
-                f"{stored} is stored as {list(shape)}, but the config gives {list(item.shape)}"
+                f"{stored} is stored as {list(shape)}, but the config gives {list(wanted)}"
             )
 
     def _check_packed(self, item: HFTensor) -> None:

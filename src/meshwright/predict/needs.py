@@ -136,8 +136,8 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden values, and then those of its input, each once more while groups are joined.
     """
     model, el = program.model, sizes.element
-    whole, pairs = sizes.whole_bytes, sizes.pairs * sizes.dim * el
-    hidden = sizes.pairs * sizes.expert_ffn * el
+    whole, pairs = sizes.whole_bytes, sizes.received * sizes.dim * el
+    hidden = sizes.received * sizes.expert_ffn * el
     is_cut = program.layout.sp and program.layout.tp > 1
     came = _of_result(program, sizes) + (whole if is_cut else 0)
     router_came = came
@@ -152,8 +152,9 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     columns = tuple(name for one in both for name in one)
     yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
     yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
-    is_traded = program.layout.ep > 1  # gradients of what had come travel back
-    yield Need("mlp.experts.order", came + (3 if is_traded else 2) * pairs + whole)
+    # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
+    back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
+    yield Need("mlp.experts.order", came + 2 * pairs + back + whole)
     came = router_came
     scores = sizes.tokens * model.experts * _WIDE
     widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE

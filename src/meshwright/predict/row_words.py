@@ -50,6 +50,12 @@ _MODULES: Final[tuple[tuple[str, Module], ...]] = (
     (r"moe.?act|\bact(ivation)?s?\b", "activation"),
     (r"\bmoe\b(?!.?act)|\bexperts\b", "mlp"),
 )
+# Patterns of its `routing`: whether all ranks of `ep` get as many tokens, by force or as others are
+# dropped.
+_ROUTINGS: Final = (
+    (r"force|fake|\bbalanced|drop(?!less)|capacity", True),
+    (r"natural|learned|aux|bias|dropless|top", False),
+)
 # A loss that never has all logits, and how often it cuts them where it says a number.
 _CHUNKED: Final = re.compile(
     r"(?<!no )(?<!without )(?:(\d+)\s+(?:loss\s+chunks|chunks of the loss)|liger|"
@@ -59,6 +65,28 @@ _CHUNKED: Final = re.compile(
 )
 _CHUNKS: Final = 8
 _OF_LOSS: Final = ("loss", "loss_impl", "kernels", "framework", "notes")
+
+
+def imbalance_of(
+    row: Mapping[str, Any], system: System, default: float, assumed: list[str]
+) -> float:
+    """Return how many times the mean of tokens the busiest rank of a row's `ep` gets.
+
+    `default` is for routing that nothing forces. A row of another system that says nothing is taken
+    to be even, as nearly all published ones are, and as constants were fitted. Raises `ValueError`
+    for an imbalance below 1.
+    """
+    if row.get("imbalance") is not None:
+        if not (given := float(row["imbalance"])) >= 1:
+            raise ValueError(f"imbalance {given:g} must be at least 1: the mean")
+        return given
+    is_even = first(_ROUTINGS, row.get("routing") or "")
+    if is_even is None:
+        is_even = system.name != OURS
+        assumed.append("routing balanced" if is_even else "routing learned")
+    if not is_even:
+        assumed.append(f"imbalance {default:g}")
+    return 1.0 if is_even else default
 
 
 def first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:

@@ -22,6 +22,7 @@ from meshwright.predict.row_models import known, whole
 from meshwright.predict.row_words import (
     OURS,
     UNKNOWN_ATTENTION,
+    imbalance_of,
     matmul_of,
     precision_of,
     recompute_of,
@@ -85,7 +86,11 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     if train.batch % (layout.dp * layout.microbatch):
         raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
     calibration = calibration.of(model, train.seq_len)
-    setting = Setting(model, train, cluster, system, calibration, products)
+    imbalance = 1.0
+    if layout.ep > 1:
+        default = calibration.find("experts.imbalance", device.kind)
+        imbalance = imbalance_of(row, system, default, assumed)
+    setting = Setting(model, train, cluster, system, calibration, products, imbalance=imbalance)
     if not row.get("attn_impl"):
         setting = _with_kernel(setting, layout, assumed)
     if not row.get("recompute"):

@@ -26,7 +26,7 @@ class Setting:
     """What is the same for all layouts: model, training, cluster, system, calibration.
 
     `products` is the dtype in which products are computed, such as "fp8". `packed`: rows hold
-    several documents.
+    several documents. `imbalance` is that of `Target`.
     """
 
     model: ModelSpec
@@ -36,6 +36,7 @@ class Setting:
     calibration: Calibration
     products: str
     packed: bool = False
+    imbalance: float = 1.0
 
     @property
     def element(self) -> int:
@@ -56,9 +57,10 @@ class Setting:
     def target(self) -> Target:
         """What a program of the cluster's ranks is for."""
         if not self.on_cpu:
-            return Target("gpu", packed=self.packed, tf32=takes_tf32(self.train.matmul))
+            tf32 = takes_tf32(self.train.matmul)
+            return Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
         products = route(self.train.matmul, self.cluster.device.processor)
-        return Target("cpu", products, self.packed)
+        return Target("cpu", products, self.packed, imbalance=self.imbalance)
 
     @property
     def peak(self) -> float:
@@ -96,6 +98,13 @@ class Setting:
             self.target,
             Picks(self.model.experts, self.model.top_k) if self.model.experts else None,
         )
+
+
+def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float:
+    """Return the imbalance that a training is priced with: the one that it gives, or a default."""
+    if train.routing == "balanced":
+        return 1.0
+    return train.imbalance or calibration.find("experts.imbalance", kind)
 
 
 def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
@@ -165,4 +174,5 @@ def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> L
         layout.microbatch,
         recompute or layout.recompute,
         layout.ep,
+        setting.imbalance if layout.ep > 1 else 1.0,
     )

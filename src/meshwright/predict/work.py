@@ -24,6 +24,7 @@ from meshwright.program.operations import PRODUCT_BACKWARD, Operation, operation
 from meshwright.program.shards import shard
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
+from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parts
 from meshwright.spec.training import TrainSpec
@@ -159,17 +160,18 @@ def layout_work(
     microbatch: int,
     recompute: str,
     ep: int = 1,
+    imbalance: float = 1.0,
 ) -> LayoutWork:
     """Return the work of a microbatch; only what changes it is asked for, so that it is cached.
 
     Sequences are alike, so that a microbatch is one of them, times their number.
     """
+    of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep, imbalance)
     if microbatch > 1:
-        one = layout_work(model, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep)
-        return _times(one, microbatch)
+        return _times(layout_work(model, *of_one), microbatch)
     if len(model.layer_kinds) > 1:
         each = [
-            layout_work(alike, seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep)
+            layout_work(alike, *of_one)
             for kind in model.layer_kinds
             for alike in [model.alike(kind)]
         ]
@@ -177,7 +179,8 @@ def layout_work(
     train = TrainSpec.model_validate({"batch": ep, "seq_len": seq_len, "precision": precision})
     degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "dp_replicate": ep}
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
-    one_layer, two_layers = (_probe(model, train, layout, count) for count in (1, 2))
+    target = Target(imbalance=imbalance)
+    one_layer, two_layers = (_probe(model, train, layout, target, count) for count in (1, 2))
     sizes = Sizes.of(one_layer)
     ops = operations(one_layer, one_layer.stages[0])
     layer_ops = tuple(op for op in ops if op.name.startswith("layers."))
@@ -218,9 +221,11 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
     return LayoutWork(sizes, tuple(layers), first, last)
 
 
-def _probe(model: ModelSpec, train: TrainSpec, layout: Layout, layers: int) -> Program:
+def _probe(
+    model: ModelSpec, train: TrainSpec, layout: Layout, target: Target, layers: int
+) -> Program:
     small = model.model_copy(update={"n_layers": layers})
-    return Program(small, train, layout, (Stage(0, 0, layers, True, True),))
+    return Program(small, train, layout, (Stage(0, 0, layers, True, True),), target)
 
 
 def _messages(program: Program) -> tuple[Message, ...]:
@@ -300,7 +305,7 @@ def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     sharding = program.shardings[weight]
     *experts, outer, inner = sharding.tp_shape
     if experts:
-        return Product(sizes.pairs, inner, outer, groups=experts[0])
+        return Product(sizes.received, inner, outer, groups=experts[0])
     # A latent vector's first product sends, and is whole on each rank.
     is_alone = ".shared." in name or name.endswith((".q_b", ".kv_b"))
     is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
@@ -312,13 +317,13 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
     heads = sizes.tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim * sizes.element
     hidden = sizes.tokens * sizes.ffn * sizes.element
     if op.name.endswith("mlp.experts.act"):
-        hidden = sizes.pairs * sizes.expert_ffn * sizes.element
+        hidden = sizes.received * sizes.expert_ffn * sizes.element
     elif op.name.endswith("mlp.shared.act"):
         hidden = sizes.tokens * sizes.shared_ffn * sizes.element
     elif op.name.endswith("mlp.shared_gate.act"):
         return 3.0 * sizes.whole_bytes
     if op.kind == "routing":  # into the experts' order and back: read and written, then summed
-        return 5.0 * sizes.pairs * sizes.dim * sizes.element
+        return 5.0 * sizes.received * sizes.dim * sizes.element
     if op.kind == "dropout":
         return 2.0 * sizes.stream_bytes
     if op.kind == "rotation":

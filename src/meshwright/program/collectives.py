@@ -283,9 +283,8 @@ def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterat
     if layout.ep == 1:
         return
     passes = _passes(program, stages)
-    pairs = sizes.tokens * model.top_k
-    counts, shares = model.experts * _WIDE, pairs * _FP32
-    rows = pairs * model.dim * sizes.element
+    counts, shares = model.experts * _WIDE, sizes.received * _FP32
+    rows = sizes.received * model.dim * sizes.element
     again = 0 if layout.recompute == "none" else passes
     returns = bool(model.dropout or model.norms_after)
     phases: tuple[tuple[Phase, int, int], ...] = (

@@ -353,9 +353,9 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
         scores,
     )
     # The pairs' shares, their tokens and places, and how many an expert has.
-    order = sizes.pairs * (_WIDE + 2 * _INT64) + model.experts * _INT64
-    hidden = sizes.pairs * sizes.expert_ffn * el
-    results = sizes.pairs * sizes.dim * el
+    order = sizes.received * (_WIDE + 2 * _INT64) + model.experts * _INT64
+    hidden = sizes.received * sizes.expert_ffn * el
+    results = sizes.received * sizes.dim * el
     if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
         order += results + sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
     yield _Op("mlp.experts.order", "routing", saved=order)

@@ -19,7 +19,8 @@ class Sizes(NamedTuple):
     `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
     `heads`, `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares.
     `head_dim` is that of attention's products, which zeros may fill up (`ModelSpec.core_dim`).
-    `pairs` are those of a token with each of its experts; `element` is in bytes.
+    `pairs` are those of a token with each of its experts, `received` those that come to this rank's
+    experts, which are others where ranks share them out; `element` is in bytes.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Sizes(NamedTuple):
     vocab: int
     element: int
     pairs: int
+    received: int
     expert_ffn: int
     shared_ffn: int
 
@@ -41,6 +43,7 @@ class Sizes(NamedTuple):
     def of(cls, program: Program) -> Sizes:
         """Return the sizes that a program's rules cut evenly, the same on every rank."""
         model, layout = program.model, program.layout
+        pairs = layout.microbatch * program.sequence * model.top_k
         return cls(
             rows=layout.microbatch,
             tokens=layout.microbatch * program.sequence,
@@ -53,7 +56,8 @@ class Sizes(NamedTuple):
             ffn=model.ffn_dim // layout.tp,
             vocab=model.vocab_size // layout.tp,
             element=ELEMENT_BYTES[program.train.precision],
-            pairs=layout.microbatch * program.sequence * model.top_k,
+            pairs=pairs,
+            received=received(program, pairs),
             expert_ffn=model.expert_width // layout.tp,
             shared_ffn=model.shared_ffn_dim // layout.tp,
         )
@@ -74,8 +78,20 @@ class Sizes(NamedTuple):
 
     @property
     def expert_product(self) -> float:
-        """FLOPs of a product of all pairs with one of an expert's matrices."""
-        return 2.0 * self.pairs * self.dim * self.expert_ffn
+        """FLOPs of a product of the pairs that come with one of an expert's matrices."""
+        return 2.0 * self.received * self.dim * self.expert_ffn
+
+
+def received(program: Program, pairs: int) -> int:
+    """Return how many pairs come to the busiest rank's experts where so many leave each rank.
+
+    A token meets an expert once, so that a rank gets at most all tokens with each of its experts.
+    """
+    model, layout = program.model, program.layout
+    if layout.ep == 1 or not model.top_k:
+        return pairs
+    most = layout.ep * min(model.top_k, model.experts // layout.ep) / model.top_k
+    return round(pairs * min(program.target.imbalance, most))
 
 
 def loss_rows(tokens: int, element: int, target: Target) -> int:

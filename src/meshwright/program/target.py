@@ -76,6 +76,7 @@ class Target(NamedTuple):
     `device` is where ranks compute; on CPUs gloo carries their messages. `products` is the way of
     fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
     documents, which attention tells apart. `fsdp2`: ZeRO is FSDP2's on CPUs, too, as on GPUs.
+    `imbalance`: how many times the mean come of a token's experts to the busiest rank of `ep`.
     """
 
     device: Device = "cpu"
@@ -83,6 +84,7 @@ class Target(NamedTuple):
     packed: bool = False
     tf32: bool = False
     fsdp2: bool = False
+    imbalance: float = 1.0
 
     @property
     def on_cpu(self) -> bool:

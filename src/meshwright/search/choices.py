@@ -38,6 +38,7 @@ def choices(
         None if config.cluster.memory else _allocator(setting),
         _microbatch(setting, layout.microbatch),
         _channels(setting) if layout.tp > 1 else None,
+        _routing(setting, layout) if layout.ep > 1 else None,
     ]
     return [one for one in found if one is not None]
 
@@ -81,6 +82,15 @@ def _microbatch(setting: Setting, count: int) -> Chosen | None:
     text = f"{count} rows, {gain:.2f} x the speed of blocks with {least}, as measured; fastest "
     text += f"are {best} of {', '.join(map(str, sorted(rows)))} (layout.microbatch)"
     return Chosen("microbatch", text, gain, "layout.microbatch")
+
+
+def _routing(setting: Setting, layout: Layout) -> Chosen | None:
+    train, most = setting.train, setting.imbalance
+    if train.routing == "balanced":
+        return None
+    text = f"the busiest of {layout.ep} ranks gets {most:g} x the mean of tokens, "
+    text += "as given" if train.imbalance else "by runs of others"
+    return Chosen("experts", f"{text} (train.imbalance)", None, "train.imbalance")
 
 
 def _channels(setting: Setting) -> Chosen | None:

@@ -14,7 +14,7 @@ from meshwright.layout.rules import nearest_legal
 from meshwright.predict.calibration import Calibration, calibration_named
 from meshwright.predict.catalogue import resolve_cluster, slowed
 from meshwright.predict.price import Prediction, price
-from meshwright.predict.setting import Setting, as_measured
+from meshwright.predict.setting import Setting, as_measured, imbalance_of
 from meshwright.predict.systems import SYSTEMS
 from meshwright.program.target import Processor
 from meshwright.search import questions
@@ -118,6 +118,7 @@ def setting_of(
         calibration,
         config.train.precision,
         packed=config.data.packing == "documents",
+        imbalance=imbalance_of(config.train, calibration, cluster.device.kind),
     )
 
 

@@ -322,7 +322,8 @@ class ModelSpec(Spec):
         if self.rotary_dim % 2:
             raise ValueError(
                 f"the rotated part of a head must be even, but model.head_dim = {self.head_dim} "
-                f"x model.rotary_pct = {self.rotary_pct} gives {self.rotary_dim}"
+                f"x model.rotary_pct = {self.rotary_pct} gives {self.rotary_dim}; "
+                "left out, model.head_dim is model.dim / model.n_heads"
             )
         if self.rope_scaling is not None and self.rotary_dim:
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)

@@ -1,0 +1,67 @@
+"""Experts of a folder as transformers 5 has them in memory: a layer's in two tensors.
+
+`save_pretrained` takes them apart again, unless `save_original_format = False`. Of a layer
+`gate_up_proj` is `[experts, 2 x width, dim]`, gates above ups, and `down_proj`
+`[experts, dim, width]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
+
+from meshwright.models.hf_names import HFTensor
+from meshwright.program.shards import Region
+
+_PART: Final = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate|up|down)\.weight")
+_ROUTER: Final = re.compile(r"layers\.(\d+)\.mlp\.router\.weight")
+
+
+class Inside(NamedTuple):
+    """Where one expert's matrix lies: rows `start` to `stop` of that `expert` of a stored tensor.
+
+    `rows` are all that the stored tensor has of each expert.
+    """
+
+    stored: str
+    expert: int
+    start: int
+    stop: int
+    rows: int
+
+    def cuts(self, region: Region | None) -> tuple[int | slice, ...]:
+        """Return what of the stored tensor is a region of the matrix, or all of it."""
+        if region is None:
+            return self.expert, slice(self.start, self.stop)
+        (first, last), *rest = region
+        rows = slice(self.start + first, self.start + last)
+        return self.expert, rows, *(slice(*one) for one in rest)
+
+
+def inside(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, Inside]:
+    """Return where experts lie that a folder has in such tensors, by the names of single ones."""
+    found: dict[str, Inside] = {}
+    for item in tensors:
+        part = _PART.fullmatch(item.parts[0])
+        if part is None or item.expert is None or item.name in names:
+            continue
+        layer, which = part.groups()
+        stored = f"model.layers.{layer}.mlp.experts."
+        stored += "down_proj" if which == "down" else "gate_up_proj"
+        if stored in names:
+            rows = item.shape[0]
+            start, total = rows * (which == "up"), rows * (1 if which == "down" else 2)
+            found[item.name] = Inside(stored, item.expert, start, start + rows, total)
+    return found
+
+
+def routers(tensors: Iterable[HFTensor], names: Collection[str]) -> dict[str, str]:
+    """Return routers that have the name of memory in a folder, by the names that they have else."""
+    found = {}
+    for item in tensors:
+        if (part := _ROUTER.fullmatch(item.parts[0])) and item.name not in names:
+            stored = f"model.layers.{part[1]}.mlp.gate.weight"
+            if stored in names:
+                found[item.name] = stored
+    return found
