@@ -238,9 +238,11 @@ def test_a_whole_table_adds_up(world):
         flops = sum(matmul_flops(plain, rank) for rank in range(layout.pp))
         tokens = case.train.batch * case.train.seq_len
         # Each rank of tp scores all tokens: routers are not cut.
-        # Nor is what makes latent vectors.
-        each = (part for part in parts(case.model) if len(part.shape) == 2)
-        scores = 6 * sum(one.numel for one in each if one.axes[0] in ("routes", "latent"))
+        # Nor is what makes latent vectors, or the side of an adapter that meets the stream.
+        each = [part for part in parts(case.model) if len(part.shape) == 2]
+        whole = [one for one in each if one.axes[0] in ("routes", "latent")]
+        whole += [one for one in each if set(one.axes) == {"rank", "dim"}]
+        scores = 6 * sum(one.numel for one in whole)
         model = flops_per_token(case.model, 0) + (layout.tp - 1) * scores
         assert flops * layout.world / layout.pp == model * tokens, case.label
         program = lower(case.model, case.train, layout)

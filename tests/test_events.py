@@ -79,7 +79,7 @@ def test_what_finds_no_room_is_written_later(tmp_path):
     assert [event["event"] for event in found if event["event"] != "step"] == [
         *("slow_rank", "restart")
     ]
-    full_words = "cannot be written, the disk is full; the run goes on"
+    full_words = "cannot be written, the disk is full; the run continues"
     assert [full_words in text for text in said] == [True, True, False, False]
     assert said[3].endswith("it has all events, 4 of them late")
 

@@ -223,7 +223,12 @@ def test_an_old_step_that_is_a_link_is_pruned_and_what_it_leads_to_stays(folder,
     (root / ".old-step-00000000-12345678").symlink_to(elsewhere)
     assert purge(root, 1) == [root / "step-00000001"]
     clean(root)
-    assert sorted(path.name for path in root.iterdir()) == ["latest", LOCK, newest.name]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "held-out.json",
+        "latest",
+        LOCK,
+        newest.name,
+    ]
     assert (elsewhere / "manifest.json").is_file()
 
 

@@ -19,7 +19,6 @@ from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import lower
 from meshwright.program.model_flops import flops_per_token
 from meshwright.prove.case import Case
-from meshwright.prove.compare import program_of
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
 from meshwright.simulate.run import simulate
@@ -51,7 +50,7 @@ def case_of(label, precision="fp32", **more):
 
 
 def proven(world, case):
-    groups = open_groups(case.layout, world, target=program_of(case, world).target)
+    groups = open_groups(case.layout, world)
     return (*prove_parity(case, groups, world), *prove_conformance(case, groups, world))
 
 

@@ -92,7 +92,8 @@ def test_a_thread_that_finds_no_room_is_memory_that_ran_out():
 
 def job(*overrides, **layout):
     config = load_config(EXAMPLE, overrides)
-    return SimpleNamespace(config=config, layout=Layout(**layout))
+    folder = SimpleNamespace(path=Path("runs/one"))
+    return SimpleNamespace(config=config, layout=Layout(**layout), folder=folder)
 
 
 def test_what_counts_as_out_of_memory():

@@ -222,9 +222,7 @@ def quiet(outcome):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "only", ["shard2 zero1", pytest.param("", marks=pytest.mark.slow, id="whole")]
-)
+@pytest.mark.parametrize("only", ["tp2 sp", pytest.param("", marks=pytest.mark.slow, id="whole")])
 def test_two_ranks_and_json(only, capsys):
     words = ["prove", "--matrix", "--world", "2", "--json", *(["--only", only] if only else [])]
     assert main(words) == 0
@@ -296,7 +294,7 @@ def test_a_failed_verdict_is_shown_with_its_place(capsys, monkeypatch):
     where = Divergence("layers.1.mlp.up.weight", 3, 1, 2, 0.5, data_rank=1)
     verdict = Verdict("gradients", {}, 0.0, float("nan"), 2e-6, False, where)
 
-    def prove(cases, environ, show, command):
+    def prove(cases, environ, show, device):
         outcomes = [Outcome(case, (verdict,), 0.1) for case in cases]
         for outcome in outcomes:
             show(outcome)

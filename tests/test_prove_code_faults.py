@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.execute import loss, rows
+from meshwright.execute import loss
 from meshwright.execute.groups import open_groups
 from meshwright.execute.masters import Weight
 from meshwright.execute.parallel import Parallel
@@ -172,12 +172,6 @@ def rotation_backward():
     return patch.object(ops._Rotate, "backward", staticmethod(on))
 
 
-def first_turn_only():
-    """Of rows that travel in several messages the first arrives."""
-    real = rows._turns
-    return patch.object(rows, "_turns", lambda cuts, most: list(real(cuts, most))[:1])
-
-
 # Faults in a model.
 
 
@@ -287,19 +281,6 @@ def healthy(world, label, precision):
     case = make(label, precision, batch=10 if "mb5" in label else 8)
     verdicts = check(case, open_groups(case.layout, world), world, reference_of(case))
     return [verdict for verdict in verdicts if not verdict.passed]
-
-
-def big_case():
-    return next(case for case in matrix(2) if case.model.vocab_size > 2**15)
-
-
-def big(world):
-    return failed(world, "first_turn_only", big_case())
-
-
-@pytest.mark.slow
-def test_rows_beyond_one_message_are_seen():
-    assert on_ranks(2, big)[0]
 
 
 def test_the_table_has_long_microbatches_and_large_tensors_in_every_world():
