@@ -94,7 +94,9 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
         assert row["predicted_peak_bytes"] == pytest.approx(
             row["peak_bytes"], rel=labels[row["layout"]]
         )
-        assert all(min(each.values()) > -1e-3 for each in row["shares_s"])
+        for each in row["shares_s"]:
+            # Operations are timed by another clock than waits: on a busy machine they may overlap.
+            assert min(each.values()) > -1e-3 - 0.05 * sum(each.values()), (row["layout"], each)
         for kind in ("products", "attention", "norms", "rotation", "optimizer"):
             assert all(each[kind] > 0 for each in row["shares_s"]), kind
     waits = {row["layout"]: row["shares_s"] for row in rows}

@@ -107,11 +107,12 @@ def words_of(text):
     return {word for word in found if not re.fullmatch("[FB]+", word)}
 
 
+@pytest.mark.parametrize("widths", [[80], pytest.param([120], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_line_is_longer_than_the_terminal_and_no_word_is_cut(name, corpus, tmp_path):
+def test_no_line_is_longer_than_the_terminal_and_no_word_is_cut(name, widths, corpus, tmp_path):
     code, words = COMMANDS[name]
     found = {}
-    for columns in (80, 120):
+    for columns in widths:
         folder = tmp_path / str(columns)
         folder.mkdir()
         (folder / "text.txt").write_text(corpus.read_text())

@@ -92,7 +92,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.often(7)
+@pytest.mark.often(5)
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
