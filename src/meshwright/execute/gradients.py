@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Final, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.execute.groups import Groups, Link
+from meshwright.program.gradient_sums import GradientSum
 from meshwright.program.shards import Sharding
 
 # Elements that a CPU adds up in fp32: a norm is 3e-7 short over SHORT of them, 1e-8 over a ROW.
@@ -49,22 +50,18 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def complete(held: list[HeldParameter], groups: Groups, *, tied: bool) -> None:
-    """Finish the sums that data parallelism does not: over tp, and between tied copies.
-
-    Under sequence parallelism norms see other tokens on each tp rank; a tied matrix has one
-    gradient as the embedding and one as the head.
-    """
-    partial = [h.gradient for h in held if h.sharding.is_partial]
-    _sum_together([g for g in partial if g is not None], groups.tp)
-    if tied:
-        embeddings = [h.gradient for h in held if h.name == "embed.weight"]
-        copies = [g for g in embeddings if g is not None]
-        if len(copies) == 2:  # both ends of a V-shaped pipeline are on one rank
-            copies[0].add_(copies[1])
-            copies[1].copy_(copies[0])
-        else:
-            _sum_together(copies, groups.ends)
+def complete(held: Sequence[HeldParameter], groups: Groups, sums: Iterable[GradientSum]) -> None:
+    """Finish the sums that data parallelism does not: over tp, and between tied copies."""
+    links = {"tp": groups.tp, "ends": groups.ends}
+    for one in sums:
+        of = [h.gradient for h in held if h.name in one.names]
+        gradients = [gradient for gradient in of if gradient is not None]
+        if one.axis is not None:
+            _sum_together(gradients, links[one.axis])
+        elif gradients:  # both ends of a V-shaped pipeline are on this rank
+            first, second = gradients
+            first.add_(second)
+            second.copy_(first)
 
 
 def _sum_together(tensors: list[Tensor], link: Link) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from meshwright.execute.tp_regions import TPRegion
 from meshwright.models import Transformer
 from meshwright.models.context import causal_mask
 from meshwright.program.attention import ScoreBounds
+from meshwright.program.gradient_sums import GradientSum, gradient_sums
 from meshwright.program.lower import Program
 from meshwright.program.schedule import Action, Table, with_transfers
 from meshwright.spec.model import PLAIN_LAYER
@@ -55,6 +56,11 @@ class Parallel:
     def trained(self) -> list[HeldParameter]:
         """The parameters that training changes: with adapters these alone."""
         return [one for one in self.held if one.sharding.part.trained]
+
+    @cached_property
+    def sums(self) -> tuple[GradientSum, ...]:
+        """The sums that complete this rank's gradients, beside those of data parallelism."""
+        return tuple(gradient_sums(self.program, self.program.held(self.groups.at["pp"])))
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:

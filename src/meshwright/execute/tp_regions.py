@@ -6,19 +6,20 @@ need not be waited for at once is begun, and gives an `Arrival`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from meshwright.execute.groups import Link
 from meshwright.execute.shared import operators
+from meshwright.program.crossings import crossings_of
+from meshwright.program.messages import CollectiveKind
 
 # Waits for what was begun, and returns it.
 Arrival = Callable[[], Tensor]
-Edge = Callable[[Tensor], Tensor]
 
 
 def all_reduce(x: Tensor, link: Link, op: str = "sum") -> Tensor:
@@ -60,16 +61,16 @@ def begin_scatter(x: Tensor, link: Link) -> Arrival:
 
 
 class _Exit(torch.autograd.Function):
-    """One operation forward and its transpose backward."""
+    """The sum of what ranks made out of a region, and the gradient of each one's part back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: Edge, back: Edge) -> Tensor:
-        ctx.back = back
-        return forth(x)
+    def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
+        ctx.tp_region = tp_region
+        return _apart(tp_region.leaving(x), x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _apart(ctx.tp_region.left(grad), grad), None
 
 
 class _Entry(torch.autograd.Function):
@@ -78,42 +79,45 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp_region: TPRegion) -> Tensor:
         ctx.tp_region = tp_region
-        inside = tp_region.entering(x)()
-        return inside if tp_region.is_cut else inside.view_as(x)
+        return _apart(tp_region.entering(x)(), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.tp_region.returning(grad)(), None
 
 
+def _apart(out: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor, or a view of it where it is the argument, which autograd wants apart."""
+    return out.view_as(x) if out is x else out
+
+
 class TPRegion:
     """A tensor-parallel region: what enters and leaves it over the ranks of a link.
 
-    Without tp the link is this rank alone.
-    Without sequence parallelism the stream is whole on each rank: it enters as it is, and what
-    leaves is summed. With it the stream is cut along the sequence: it is gathered on entry, and
-    what leaves is summed and scattered. The transposes are each other.
-
-    `gathers_again`: what was gathered is not kept for the backward, but gathered again there.
+    What is sent is what the program says, see `program.crossings`. Without tp the link is this
+    rank alone. `gathers_again`: what was gathered is gathered again for the backward, not kept.
     """
 
     def __init__(self, link: Link, sp: bool, *, gathers_again: bool = False) -> None:
         self.link = link
-        self.is_cut = sp and link.size > 1
-        self.gathers_again = gathers_again and self.is_cut
+        self._crossings = crossings_of(link.size, sp)
+        self.gathers_again = gathers_again and self.gathers
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what enters is gathered: the stream is cut along the sequence."""
+        return self._crossings.entry.forward == "all_gather"
 
     def entering(self, x: Tensor) -> Arrival:
         """Begin to make what column-parallel layers take of the stream."""
-        return begin_gather(x, self.link) if self.is_cut else lambda: x
+        return _begin(self._crossings.entry.forward, x, self.link)
 
     def returning(self, grad: Tensor) -> Arrival:
         """Begin to make the stream's gradient of this rank's part of what the layers took.
 
         It is made in the memory of the part, where it can be.
         """
-        if self.link.size == 1:
-            return lambda: grad
-        return (begin_scatter if self.is_cut else begin_sum)(grad, self.link)
+        return _begin(self._crossings.entry.backward, grad, self.link)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what is inside of the region, of the stream; differentiable.
@@ -125,20 +129,30 @@ class TPRegion:
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the stream of the partial sums of row-parallel layers; differentiable."""
-        if self.is_cut:
-            out = _Exit.apply(x, self._scattered, self._gathered)  # type: ignore[no-untyped-call]
-        else:
-            total = partial(all_reduce, link=self.link)
-            out = _Exit.apply(x, total, _same)  # type: ignore[no-untyped-call]
-        found: Tensor = out
+        found: Tensor = _Exit.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
-    def _scattered(self, x: Tensor) -> Tensor:
-        return begin_scatter(x, self.link)()
+    def leaving(self, x: Tensor) -> Tensor:
+        """Return the stream of this rank's partial sums, which stay as they are."""
+        kind = self._crossings.exit.forward
+        return all_reduce(x, self.link) if kind == "all_reduce" else _begin(kind, x, self.link)()
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        return begin_gather(x, self.link)()
+    def left(self, grad: Tensor) -> Tensor:
+        """Return the gradient of this rank's partial sums, of the stream's."""
+        return _begin(self._crossings.exit.backward, grad, self.link)()
+
+
+_BEGINS: Final[Mapping[CollectiveKind, Callable[[Tensor, Link], Arrival]]] = {
+    "all_reduce": begin_sum,
+    "all_gather": begin_gather,
+    "reduce_scatter": begin_scatter,
+}
+
+
+def _begin(kind: CollectiveKind | None, x: Tensor, link: Link) -> Arrival:
+    """Begin to send a tensor as the program says; nothing is sent of what stays as it is."""
+    return partial(_same, x) if kind is None else _BEGINS[kind](x, link)
 
 
 def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
+    return x

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.actions import Kind, Table
+from meshwright.program.crossings import crossings
+from meshwright.program.gradient_sums import gradient_sums
 from meshwright.program.lower import Program
-from meshwright.program.messages import Collective, CollectiveKind, Overlaps, Phase
+from meshwright.program.messages import Collective, CollectiveKind, Overlaps, Phase, Purpose
 from meshwright.program.operations import gathers_again
 from meshwright.program.shards import data_rank
 from meshwright.program.sharing import gathers, reductions
@@ -28,6 +29,12 @@ _WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
     ("send", "to the next rank"),
     ("recv", "from the rank before"),
 )
+# What becomes of a tensor that crosses a border, in words.
+_SENT: Final = {
+    "all_reduce": "sum the",
+    "all_gather": "gather the",
+    "reduce_scatter": "sum and cut the",
+}
 
 
 def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
@@ -72,10 +79,7 @@ def _targets(program: Program) -> Iterator[Collective]:
 
 
 def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
-    """Yield what is sent where the stream enters and leaves tensor-parallel regions.
-
-    Megatron-LM, arXiv:1909.08053, section 3; with the sequence cut, arXiv:2205.05198, section 4.2.
-    """
+    """Yield what is sent where the stream enters and leaves tensor-parallel regions."""
     layout, count = program.layout, program.microbatches
     if layout.tp == 1:
         return
@@ -86,10 +90,7 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
         mixed = count * sum(map(program.model.has_experts, kinds))
         # Column-parallel products enter together with their region, experts by themselves.
         entries = 2 * passes - mixed, mixed
-        if layout.sp:
-            yield from _sequence_parallel_regions(program, whole, passes, entries)
-        else:
-            yield from _plain_regions(program, whole, passes, entries)
+        yield from _layers_cross(program, whole, passes, entries)
         if program.model.qk_norm == "all":
             yield from _norms_over_heads(program, sizes, passes)
         if stage.is_first:
@@ -97,6 +98,21 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
         if stage.is_last:
             yield from _head(program, whole, count)
             yield from _loss(program, sizes)
+
+
+def _cross(
+    kind: CollectiveKind | None,
+    size: int,
+    count: int,
+    when: tuple[Phase, Purpose],
+    what: str,
+    overlaps: Overlaps = "",
+) -> Iterator[Collective]:
+    """Yield what crosses a border, if anything is sent there."""
+    if kind is not None:
+        phase, purpose = when
+        reason = f"{phase if purpose == 'layer' else purpose}: {_SENT[kind]} {what}"
+        yield Collective(kind, "tp", size, count, phase, purpose, reason, overlaps)
 
 
 def _left_again(program: Program) -> int:
@@ -115,46 +131,27 @@ def _beside(program: Program) -> Overlaps:
     return "weights" if program.model.lora is None else ""
 
 
-def _plain_regions(
+def _layers_cross(
     program: Program, whole: int, passes: int, entries: tuple[int, int]
 ) -> Iterator[Collective]:
-    def reduce(count: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
-        reason = f"{phase}: sum the {what}"
-        return Collective("all_reduce", "tp", whole, count, phase, "layer", reason, overlaps)
-
+    """Yield what layers send: attention and the feed-forward part are a region each."""
+    (enter, entered), (leave, left) = crossings(program.layout)
     into_products, into_experts = entries
-    yield reduce(2 * passes, "forward", "results of row-parallel products")
-    what = "gradients of column-parallel products' inputs"
-    yield reduce(into_products, "backward", what, _beside(program))
-    yield reduce(into_experts, "backward", "gradients of experts' inputs")
-    yield reduce(_left_again(program) * passes, "recompute", "results of row-parallel products")
-
-
-def _sequence_parallel_regions(
-    program: Program, whole: int, passes: int, entries: tuple[int, int]
-) -> Iterator[Collective]:
-    def gather(count: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
-        reason = f"{phase}: gather the {what}"
-        return Collective("all_gather", "tp", whole, count, phase, "layer", reason, overlaps)
-
-    def scatter(count: int, phase: Phase, what: str, overlaps: Overlaps = "") -> Collective:
-        reason = f"{phase}: sum and cut the {what}"
-        return Collective("reduce_scatter", "tp", whole, count, phase, "layer", reason, overlaps)
-
-    into_products, into_experts = entries
-    into, both = "before column-parallel products", 2 * passes
-    yield gather(both, "forward", f"stream {into}")
-    yield scatter(both, "forward", "results of row-parallel products")
-    yield gather(both, "backward", "gradients of row-parallel products' results")
-    yield scatter(into_products, "backward", f"gradients {into}", _beside(program))
-    yield scatter(into_experts, "backward", "gradients before experts")
+    both, again = 2 * passes, _left_again(program) * passes
+    stream, results = "stream of column-parallel products", "results of row-parallel products"
+    yield from _cross(enter, whole, both, ("forward", "layer"), stream)
+    yield from _cross(leave, whole, both, ("forward", "layer"), results)
+    yield from _cross(left, whole, both, ("backward", "layer"), f"gradients of {results}")
+    back: tuple[Phase, Purpose] = ("backward", "layer")
+    gradients = "gradients of column-parallel products' inputs"
+    yield from _cross(entered, whole, into_products, back, gradients, _beside(program))
+    yield from _cross(entered, whole, into_experts, back, "gradients of experts' inputs")
     # Neither does the selective policy keep gathered tensors: they are the largest.
     if gathers_again(program):
-        yield gather(into_products, "backward", f"stream again {into}", "inputs")
+        yield from _cross(enter, whole, into_products, back, f"{stream} again", "inputs")
     elif program.layout.recompute != "none":
-        yield gather(both, "recompute", f"stream {into}")
-    left_again = _left_again(program) * passes
-    yield scatter(left_again, "recompute", "results of row-parallel products")
+        yield from _cross(enter, whole, both, ("recompute", "layer"), stream)
+    yield from _cross(leave, whole, again, ("recompute", "layer"), results)
 
 
 def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
@@ -171,31 +168,18 @@ def _norms_over_heads(program: Program, sizes: Sizes, passes: int) -> Iterator[C
 
 
 def _embedding(program: Program, whole: int, count: int) -> Iterator[Collective]:
-    def message(kind: CollectiveKind, phase: Phase, what: str) -> Collective:
-        return Collective(kind, "tp", whole, count, phase, "embedding", f"embedding: {what}")
-
-    if not program.layout.sp:
-        yield message("all_reduce", "forward", "sum the ranks' rows")
-        return
-    yield message("reduce_scatter", "forward", "sum and cut the ranks' rows")
+    leave, left = crossings(program.layout).exit
+    yield from _cross(leave, whole, count, ("forward", "embedding"), "ranks' rows")
     if program.model.lora is None:  # else it is frozen
-        yield message("all_gather", "backward", "gather the gradients")
+        yield from _cross(left, whole, count, ("backward", "embedding"), "gradients")
 
 
 def _head(program: Program, whole: int, count: int) -> Iterator[Collective]:
     """Yield what the head sends: all of it in the backward, which makes its products."""
-
-    def gradients(kind: CollectiveKind, what: str) -> Collective:
-        reason = f"head: {what}"
-        beside = _beside(program)
-        return Collective(kind, "tp", whole, count, "backward", "head", reason, beside)
-
-    if not program.layout.sp:
-        yield gradients("all_reduce", "sum the gradients of its input")
-        return
-    reason = "head: gather the stream"
-    yield Collective("all_gather", "tp", whole, count, "backward", "logits", reason)
-    yield gradients("reduce_scatter", "sum and cut its input's gradients")
+    enter, entered = crossings(program.layout).entry
+    yield from _cross(enter, whole, count, ("backward", "logits"), "stream before the head")
+    what, beside = "gradients of its input", _beside(program)
+    yield from _cross(entered, whole, count, ("backward", "head"), what, beside)
 
 
 def _loss(program: Program, sizes: Sizes) -> Iterator[Collective]:
@@ -325,20 +309,12 @@ def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:
 def _completion(
     program: Program, stages: Iterable[Stage], tp_rank: int, data_rank: int
 ) -> Iterator[Collective]:
-    """Yield the sums that data parallelism does not form: over tp, and of tied copies."""
+    """Yield the sums that data parallelism does not form, each in one message."""
 
     def shard(name: str) -> int:
         return _FP32 * math.prod(program.shardings[name].shape(tp_rank, data_rank))
 
-    layout, names = program.layout, [n for stage in stages for n in program.parameters(stage)]
-    partial = [name for name in names if program.shardings[name].is_partial]
-    if partial:
-        size = sum(map(shard, partial))
-        reason = "gradients of what sees a part of the tokens"
-        yield Collective("all_reduce", "tp", size, 1, "step", "gradients", reason)
-    is_v = SCHEDULES[layout.schedule].is_v  # both copies on one rank
-    is_tied = program.model.tie_embeddings and program.shardings["embed.weight"].part.trained
-    if is_tied and layout.pp > 1 and not is_v and "embed.weight" in names:
-        size = shard("embed.weight")
-        reason = "gradients of the tied embedding and head"
-        yield Collective("all_reduce", "ends", size, 1, "step", "gradients", reason)
+    for one in gradient_sums(program, stages):
+        if one.axis is not None:
+            size = sum(map(shard, one.names))
+            yield Collective("all_reduce", one.axis, size, 1, "step", "gradients", one.reason)

@@ -46,7 +46,7 @@ def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float 
     `batch` holds the rows of this data rank, the same on all ranks that share them.
     """
     loss = parallel.backward(batch, loss_scale)
-    complete(parallel.held, parallel.groups, tied=parallel.program.model.tie_embeddings)
+    complete(parallel.held, parallel.groups, parallel.sums)
     norm = global_norm(parallel.held, world.size, parallel.device)
     return Updated(loss, norm.total / loss_scale, norm.first)
 
