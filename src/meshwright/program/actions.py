@@ -39,14 +39,14 @@ class Action(NamedTuple):
 Table = tuple[Action, ...]
 
 
-def marks(action: Action) -> tuple[Action, ...]:
+def completed(action: Action) -> tuple[Action, ...]:
     """Return what is done after an action, the whole backward as its two parts."""
     kind, stage, index = action
     return (Action("I", stage, index), Action("W", stage, index)) if kind == "B" else (action,)
 
 
 def inputs(action: Action, last: int) -> tuple[Action, ...]:
-    """Return the marks that a computing action needs, of any rank; `last` is the last stage."""
+    """Return the actions that a computing one needs, of any rank; `last` is the last stage."""
     kind, stage, index = action
     if kind == "F":
         return (Action("F", stage - 1, index),) if stage > 0 else ()

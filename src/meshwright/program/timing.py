@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwright.program.actions import Action, ProgramError, Table, inputs, marks, sends
+from meshwright.program.actions import Action, ProgramError, Table, completed, inputs, sends
 
 # Does an action, or returns what it waits for and the rank that has to do it.
 Step = Callable[[int, Action], tuple[Action, int] | None]
@@ -82,8 +82,8 @@ def times(
             start = max(start, end + transfer if ranks_of_stage[needed.stage] != rank else end)
         end = start + seconds(action)
         found[action] = start, end
-        for mark in marks(action):
-            done[mark] = end
+        for one in completed(action):
+            done[one] = end
         clocks[rank] = end
         if exposed and sends(action, ranks_of_stage) is not None:
             clocks[rank] += exposed
@@ -96,9 +96,9 @@ def times(
 def end_times(
     tables: Sequence[Table], ranks_of_stage: Sequence[int], costs: Mapping[str, float]
 ) -> dict[Action, float]:
-    """Return when each mark is done, in the order of `times`; transfers are free."""
+    """Return when each action is done, in the order of `times`; transfers are free."""
     found = times(tables, ranks_of_stage, lambda action: costs[action.kind])
-    return {mark: end for action, (_, end) in found.items() for mark in marks(action)}
+    return {one: end for action, (_, end) in found.items() for one in completed(action)}
 
 
 def bubble_fraction(

@@ -11,8 +11,8 @@ from meshwright.program.actions import (
     Action,
     ProgramError,
     Table,
+    completed,
     inputs,
-    marks,
     receives,
     sends,
 )
@@ -40,11 +40,11 @@ def with_transfers(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tu
     queues: dict[tuple[int, int], deque[Action]] = {}
     # Clocks only go forward, so that the SENDs of a rank keep their order. Of transfers that are
     # ready at the same time any may be first: both sides take them from this one list.
-    for mark in sorted(ends, key=ends.__getitem__):
-        sent = sends(mark, ranks_of_stage)
+    for done in sorted(ends, key=ends.__getitem__):
+        sent = sends(done, ranks_of_stage)
         if sent is not None:
             send, receive, peer = sent
-            rank = ranks_of_stage[mark.stage]
+            rank = ranks_of_stage[done.stage]
             queues.setdefault((rank, peer), deque()).append(send)
             queues.setdefault((peer, rank), deque()).append(receive)
     return tuple(_merge(rank, table, ranks_of_stage, queues) for rank, table in enumerate(tables))
@@ -132,7 +132,7 @@ def _check_table(rank: int, table: Table, ranks_of_stage: Sequence[int], microba
     done: set[Action] = set()
     for place, action in enumerate(table):
         where = f"rank {rank}, position {place}: {action}"
-        results = marks(action)
+        results = completed(action)
         if not expected.issuperset(results):
             raise ProgramError(f"{where} does not belong on this rank")
         if not done.isdisjoint(results):
