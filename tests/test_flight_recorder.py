@@ -46,6 +46,12 @@ def test_a_reader_sees_where_the_rank_is(tmp_path):
     assert path.stat().st_size == SIZE
 
 
+def test_others_can_read_the_file_before_anything_acts_at_the_start(tmp_path):
+    path, seen = tmp_path / "rank-0.ledger", []
+    FlightRecorder.open(path, 0, 1, on_phase=lambda *_: seen.append(read_flight_recorder(path)))
+    assert [found.phase for found in seen] == ["start"]
+
+
 def test_collectives_are_counted_by_group_and_waited_for(tmp_path):
     path = tmp_path / "rank-0.ledger"
     recorder = FlightRecorder.open(path, 0, 4)

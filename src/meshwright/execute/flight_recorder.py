@@ -105,10 +105,11 @@ class FlightRecorder:
             if error.errno not in FULL or not path.is_file():
                 raise
             temporary, memory = path, _mapped(path, os.O_NOFOLLOW)
-        recorder = cls(
-            memory, rank=rank, world=world, attempt=attempt, on_phase=on_phase, clock=clock
-        )
+        recorder = cls(memory, rank=rank, world=world, attempt=attempt, clock=clock)
         temporary.replace(path)
+        # Only now, when others can read where the rank is: what acts there may take long.
+        recorder._on_phase = on_phase
+        recorder._enter("start")
         return recorder
 
     @property
