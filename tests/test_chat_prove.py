@@ -132,6 +132,7 @@ def test_a_run_equals_a_plain_transformers_loop(plain, capsys):
         assert (ours - weights[key]).abs().max() < 1e-5, key
 
 
+@pytest.mark.slow  # 120 steps; a run that equals transformers' own loop is above
 def test_the_example_learns_to_answer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(CHAT.parent)

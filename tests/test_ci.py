@@ -164,7 +164,7 @@ pathlib.Path({str(started)!r}).write_text(str(other.pid))
 time.sleep(600)
 """
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER.format(code=code, folder=str(tmp_path), limit=10)],
+        [sys.executable, "-c", DRIVER.format(code=code, folder=str(tmp_path), limit=5)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -259,7 +259,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("fault", "label", "quantity", "tensor"),
     FAULTS,

@@ -189,6 +189,7 @@ def test_a_lock_of_a_dead_process_is_taken_over_once_its_ranks_are_gone(tmp_path
 # --- who listens, and who is left (case 24) --------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.case(24)
 def test_ranks_end_with_a_killed_supervisor_and_listen_on_loopback_only(corpus, tmp_path, outcome):
     process = start_train(corpus, tmp_path, *LONG)

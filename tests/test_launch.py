@@ -168,6 +168,7 @@ def test_training_starts_from_a_hugging_face_folder(config, tmp_path):
         assert torch.allclose(parameter, saved.get_parameter(name), atol=1e-6), name
 
 
+@pytest.mark.slow  # test_docs runs the line of the README
 def test_torchrun_is_joined(corpus, tmp_path):
     words = [*TINY, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]
     words += [f"log.dir={tmp_path / 'runs'}", "log.name=run", "train.steps=2"]

@@ -134,6 +134,7 @@ def peak(world, label):
     return measure(world, Case(MODEL, TRAIN, Layout.parse(label))).peak
 
 
+@pytest.mark.slow  # test_timeline holds peaks of each stage of ZeRO against the measured ones
 def test_peaks_fall_with_the_stage():
     peaks = {label: on_ranks(RANKS, peak, label=label)[0] for label in LABELS}
     totals = [peaks[label].total for label in LABELS]

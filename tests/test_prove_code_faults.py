@@ -270,7 +270,7 @@ def test_what_is_to_stay_in_fp32_does(name):
     assert on_ranks(2, verdicts_with, name=name, precision="bf16")[0]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("label", sorted({label for label, _ in CODE.values()}))
 def test_without_a_fault_all_is_well(label, precision):

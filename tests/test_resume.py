@@ -97,7 +97,7 @@ def cut_after(job, step, name):
 
 
 @pytest.mark.case(11)
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -61,7 +61,7 @@ def proven(world, label, fault=None):
 LAYOUTS = ("mb4", "dp2 mb2", "cp2-ring mb2", "tp2 sp mb4", "shard2 zero3 ep2 mb2")
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("label", [*LAYOUTS, "pp2 zbv v2 mb1"])
 def test_corrections_and_losses_are_those_of_one_device(label):
     verdicts = on_ranks(Layout.parse(label).world, proven, label=label)[0]

@@ -25,8 +25,9 @@ SIZES = {
     "vocab_size": 320,
     "max_position_embeddings": 512,
 }
-QUICK = ("shard2 zero2 mb1", "tp2 sp mb1")
+QUICK = ("shard2 zero2 mb1",)
 SLOW = (
+    "tp2 sp mb1",
     "dp1 mb1",
     "dp1 recompute-full mb4",
     "dp2 mb1",

@@ -120,9 +120,9 @@ def test_a_rehearsal_does_what_the_program_says(case, rank):
 
 def test_a_thousand_ranks():
     case = make("dp2 shard8 zero2 tp8 sp pp8 1f1b mb1", "wide", batch=128)
-    found = simulated(case, [0, 511, 1023])
+    found = simulated(case, [0, 1023])
     assert case.layout.world == 1024
-    assert [one.differences for one in found.ranks] == [[], [], []]
+    assert [one.differences for one in found.ranks] == [[], []]
     sent = [sum(one.rehearsal.messages.values()) for one in found.ranks]
     assert sent[1] > 0
 
@@ -191,8 +191,8 @@ def peak_of(world, label, train):
 @pytest.mark.parametrize(
     "label",
     [
-        *(pytest.param(label, marks=pytest.mark.slow) for label in ("tp2 mb1", "pp2 1f1b mb1")),
-        "shard2 zero3 mb1",
+        *(pytest.param(label, marks=pytest.mark.slow) for label in ("tp2 mb1", "shard2 zero3 mb1")),
+        "pp2 1f1b mb1",
     ],
 )
 def test_the_peak_is_that_of_real_ranks(label):

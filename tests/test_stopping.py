@@ -204,6 +204,7 @@ def interrupt(process):
     time.sleep(APART_S)
 
 
+@pytest.mark.faults
 @pytest.mark.case(44)
 def test_a_second_ctrl_c_does_not_cut_a_save_short(corpus, tmp_path, outcome):
     words = [*LONG, "checkpoint.every=1"]
@@ -246,6 +247,7 @@ def test_a_second_ctrl_c_in_a_step_says_what_is_lost(corpus, tmp_path, outcome):
     assert rank_pids(folder) == []
 
 
+@pytest.mark.faults
 def test_a_stop_before_the_first_step_is_done_ends_at_once(corpus, tmp_path):
     """Nothing is lost: a batch that does not come, or a compiler, is not waited for."""
     process = start_train(corpus, tmp_path, *LONG, FAULT="1:data:1:sleep=60")
@@ -278,6 +280,7 @@ def test_a_stop_after_the_last_save_names_no_step_beyond_it(config):
 # --- who shows it ----------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 def test_a_reader_that_goes_does_not_end_the_run(corpus, tmp_path):
     """`| tee log` ends by the same Ctrl-C, `| head` by itself."""
     words = [*TINY, *LONG, f"data.source={corpus}", f"data.cache={tmp_path / 'cache'}"]

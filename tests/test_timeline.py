@@ -58,7 +58,7 @@ def both_ways(cases):
     return [*by_torch, *(pytest.param(*one, marks=marks[n > 0]) for n, one in enumerate(wide))]
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("label", "precision", "bound", "matmul"),
     both_ways(
@@ -116,7 +116,7 @@ OLMO2 = {"family": "olmo2", **FAMILIES["olmo2"].fixed}
 
 
 @needs_onednn
-@pytest.mark.often(5)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
 @pytest.mark.parametrize(
     ("label", "sizes"),
