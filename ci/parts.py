@@ -70,7 +70,7 @@ ALWAYS: Final = (
     Part("lint", ("make", "lint"), 0.1),
     Part("types", ("make", "types"), 0.5),
     Part("test", tests("-n", "auto", *MAYBE), 9),
-    Part("faults", of_marks("faults and not perf"), 9),
+    Part("faults", of_marks("faults and not perf", "-n", "2"), 7),
     Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 6),
 )
 
@@ -86,8 +86,8 @@ def of_commit(commit: str) -> list[Part]:
         _extra(first, f"one of {len(EXTRAS)} groups"),
         Part(
             "slow",
-            of_marks("slow and not perf", "--share", f"{share}/{SLOW_SHARES}"),
-            9,
+            of_marks("slow and not perf", "-n", "2", "--share", f"{share}/{SLOW_SHARES}"),
+            6,
             is_required=False,
             why=f"share {share} of {SLOW_SHARES}",
         ),
@@ -100,7 +100,7 @@ def everything(commit: str) -> list[Part]:
     """Return all parts: no turns and no draws, but for the seed of the random layouts."""
     return [
         *ALWAYS,
-        Part("slow", of_marks("slow and not perf"), 45),
+        Part("slow", of_marks("slow and not perf", "-n", "2"), 30),
         *(_extra(name, "") for name in EXTRAS),
         *(
             Part(
