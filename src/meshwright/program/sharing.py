@@ -65,9 +65,9 @@ def unit_in(program: Program, name: str) -> str:
     FSDP2 has embedding and head apart, whose weights only a forward and only a backward uses; where
     they are tied, in the rest.
     """
-    layout, apart = program.layout, (EMBED,)
+    layout, apart = program.layout, [EMBED]
     if not sums_in_place(layout, program.target):
-        apart = () if program.model.tie_embeddings else (EMBED, HEAD)
+        apart = [] if program.model.tie_embeddings else [EMBED, HEAD]
     return unit_of(name, ep=layout.ep, apart=apart)
 
 
