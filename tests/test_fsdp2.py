@@ -1,5 +1,6 @@
 """FSDP2, which GPUs take for ZeRO: proven on gloo, its units, what they gather ahead, its peak."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,17 +9,19 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance_cases import make
 from meshwright.bench.memory import measure
-from meshwright.execute.build import describe
+from meshwright.execute.build import build, describe, seeded
 from meshwright.execute.data import _state
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.groups import open_groups
+from meshwright.execute.wire import Wire
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.target import Target
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.compare import program_of
+from meshwright.prove.compare import mine, program_of
 from meshwright.prove.suite import Suite
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
@@ -58,7 +61,7 @@ def test_fsdp2_computes_and_sends_what_the_program_says(case):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_the_embedding_is_gathered_for_its_forward_alone(is_tied):
+def test_an_end_is_gathered_for_the_pass_that_uses_it_alone(is_tied):
     model = model_spec(dim=64, n_layers=2, n_heads=2, vocab_size=256, tie_embeddings=is_tied)
     train = TrainSpec(batch=4, seq_len=32)
     program = lower(model, train, Layout.parse("shard2 zero3 mb1"), Target("gpu"))
@@ -69,8 +72,9 @@ def test_the_embedding_is_gathered_for_its_forward_alone(is_tied):
             gathered[one.phase] += one.bytes * one.count
     every = sum(sizes.values())
     times = program.microbatches
-    assert gathered["forward"] == times * every
-    assert gathered["backward"] == times * (every - (0 if is_tied else sizes["embed.weight"]))
+    embed, head = (0, 0) if is_tied else (sizes["embed.weight"], sizes["head.weight"])
+    assert gathered["forward"] == times * (every - head)
+    assert gathered["backward"] == times * (every - embed)
 
 
 def chain_of(world, label, model):
@@ -95,17 +99,41 @@ def _is_unit(module):
 def test_units_gather_ahead_both_ways(model):
     (found, _) = on_ranks(2, chain_of, label="shard2 zero3 mb2", model=model)
     layers = [f"layers.{layer}" for layer in range(4)]
-    embed = [] if model == "tied" else ["embed"]
+    embed, head = ([], []) if model == "tied" else (["embed"], ["head"])
     forward, backward = ["", *embed, *layers], ["", *reversed(layers)]
-    assert set(found) == set(forward)
+    assert set(found) == {*forward, *head}
     for unit, after in pairwise(forward):
         assert found[unit][0] == [after]
     assert found[forward[-1]][0] == []
     for unit, after in pairwise(backward):
-        assert found[unit][1] == [after]
+        assert found[unit][1] == ([*head, after] if unit == "" else [after])
     # By itself torch would take what it thinks comes next: gathering themselves is nothing.
     for unit in (*embed, backward[-1]):
         assert found[unit][1] == [unit]
+
+
+def gathers_of_evaluation(world, case):
+    """The bytes of gathers while held-out rows are scored, and the losses before and after."""
+    program = program_of(case, world)
+    groups = open_groups(program.layout, world)
+    parallel = build(program, groups, world.device, seeded(case.model, 0))
+    batch = mine(make_batch(case, 0), program, world)
+    losses = [parallel.evaluate([batch])[0]]
+    parallel.backward(batch)
+    with Wire(groups) as wire:
+        losses.append(parallel.evaluate([batch])[0])
+    shards = [held.shard.shape for held in parallel.held]
+    return losses, Counter({m.bytes: n for m, n in wire.messages.items()}), shards
+
+
+def test_an_evaluation_gathers_the_head_once_and_leaves_shards():
+    case = by_fsdp2("shard2 zero3 mb2")
+    size = 4 * case.model.vocab_size * case.model.dim
+    for (before, after), messages, shards in on_ranks(2, gathers_of_evaluation, case=case):
+        assert before == after > 0
+        # The embedding, which is as large, for each microbatch.
+        assert messages[size] == 1 + case.train.batch // 2 // 2
+        assert (case.model.vocab_size // 2, case.model.dim) in shards
 
 
 def peak(world, case):

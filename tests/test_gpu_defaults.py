@@ -1,5 +1,6 @@
 """What is chosen on GPUs where a config leaves it open: precision, compiling, TF32, microbatch."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from meshwright.bench import calibrate
+from meshwright.bench import device as on_device
 from meshwright.execute import products
 from meshwright.execute.products import take_route, target_of
 from meshwright.launch import notes, planned
 from meshwright.launch.planned import on_machine, setting_on, settled
 from meshwright.layout import Machine, resolve_layout
 from meshwright.models.attention import attend, spread
-from meshwright.predict.calibration import as_toml
+from meshwright.predict.calibration import as_toml, parse_calibration, shipped_calibration
 from meshwright.predict.catalogue import catalogue, find_device
 from meshwright.predict.rows import read_row
 from meshwright.program.lower import lower
@@ -179,6 +182,31 @@ def test_tf32_has_a_peak_of_its_own_and_is_priced_by_it():
     )
     assert auto.peak / own.peak == pytest.approx(h100.peaks["tf32"] / h100.peaks["fp32"])
     assert auto.kernels().peak > own.kernels().peak
+
+
+def test_a_gpu_has_peaks_of_both_measured_and_products_are_priced_by_their_own(monkeypatch):
+    taken, half = [], 16
+    monkeypatch.setattr(calibrate, "take_route", lambda matmul, _: taken.append(matmul))
+
+    def measured(device, precision, budget_s, shapes):
+        rate = {"auto": 400e12, "torch": 50e12}[taken[-1]]
+        shares = [math.prod(side / (side + half) for side in one.sides) for one in shapes]
+        of = zip(shapes, shares, strict=True)
+        return [(one, one.flops / (rate * share)) for one, share in of]
+
+    monkeypatch.setattr(on_device, "products", measured)
+    shapes = on_device.SIZES["cuda"].shapes
+    constants, _ = calibrate._products(CUDA, "fp32", 0.1, shapes)
+    assert taken[-1] == "auto"  # as what is measured next is computed
+    assert 7.5 < constants["peak.tf32"] / constants["peak.fp32"] < 8.5
+    kind = find_device("h100-sxm").kind
+    own = parse_calibration(as_toml({kind: constants}, "", ""))
+    every = replace(own, constants={**shipped_calibration().constants, **own.constants})
+    words = ["cluster.preset=h100-sxm", "train.precision=fp32"]
+    for matmul, rate in (("auto", 400e12), ("torch", 50e12)):
+        found = setting_of(load_config(None, [*words, f"train.matmul={matmul}"]), every)
+        assert found.kernels().peak == pytest.approx(rate, rel=1e-3)
+        assert found.kernels().half == pytest.approx(half)
 
 
 def test_rows_of_measurements_say_tf32_themselves():

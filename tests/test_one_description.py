@@ -8,12 +8,13 @@ from meshwright.layout import Layout
 from meshwright.predict import work
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
+from meshwright.predict.data_messages import data_messages, unit_messages
 from meshwright.predict.price import estimated, price, worst_estimate
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting, held_by
-from meshwright.predict.step import data_messages, pace_of
+from meshwright.predict.step import pace_of
 from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.work import elements_of
+from meshwright.predict.work import HeldLayers, elements_of
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.shards import data_rank
@@ -160,3 +161,42 @@ def test_no_price_hangs_on_the_words_of_a_message(label, monkeypatch):
     work.layout_work.cache_clear()
     assert price(one, layout).time.causes == before
     work.layout_work.cache_clear()
+
+
+@pytest.mark.parametrize("model", [MODEL, TIED], ids=["two ends", "tied"])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("label", ["shard8 mb1", "shard4 pp2 1f1b mb1", "shard4 tp2 mb1"])
+def test_what_zero_sends_in_a_microbatch_is_priced_as_the_program_says(model, zero, label):
+    """Embedding and head, too: in each pass that gathers them, message by message."""
+    one = setting(model=model)
+    layout = Layout.parse(f"zero{zero} {label}")
+    kernels, found = one.kernels(), unit_messages(one, one.kernels(), layout)
+    program = lower(one.model, one.train, layout, Target("gpu"))
+    for place, held in enumerate(held_by(one, layout)):
+        rank = layout.mesh.rank({"pp": place})
+        sent = sum(
+            message.count
+            * kernels.network.seconds(message.kind, message.bytes, layout.shard_ranks, layout.tp)
+            for message in collectives(program, rank)
+            if message.axis == "shard" and message.phase in ("forward", "backward")
+        )
+        mine = held.layers * ((zero == 3) * 2 * found.gather + found.reduce)
+        mine += sum(found.last) * held.has_head
+        mine += sum(found.first) * (held.has_embedding and not (found.is_joined and held.has_head))
+        assert program.microbatches * mine == pytest.approx(sent, rel=1e-6)
+
+
+def test_the_ends_are_waited_for_where_they_are_held():
+    wide = MODEL.model_copy(update={"vocab_size": 256000})
+    layout = Layout.parse("shard4 zero3 pp2 1f1b mb1")
+    gathers = [
+        pace_of(one, one.kernels(), layout).gathers
+        for one in (setting(model=model) for model in (MODEL, wide))
+    ]
+    first, last = (
+        [one.passes(HeldLayers((0,), at == "first", at == "last")) for one in gathers]
+        for at in ("first", "last")
+    )
+    assert first[1][0] > 10 * first[0][0]  # the embedding, in the forward
+    assert last[1][1] > 10 * last[0][1]  # the head, in the backward
+    assert last[1][0] == pytest.approx(last[0][0])  # the norm

@@ -11,6 +11,7 @@ from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.calibration import parse_calibration, shipped_calibration
 from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
+from meshwright.predict.data_messages import data_messages
 from meshwright.predict.memory import (
     kept_per_layer,
     model_states,
@@ -26,7 +27,6 @@ from meshwright.predict.pipeline import (
 )
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting, work_of
-from meshwright.predict.step import data_messages
 from meshwright.predict.systems import SYSTEMS
 from meshwright.predict.work import HeldLayers, layout_work, weights
 from meshwright.program.collectives import collectives
@@ -172,14 +172,14 @@ def test_what_data_parallelism_sends_is_that_of_the_program(label):
     train = TrainSpec(batch=8, seq_len=32, precision="bf16")
     program = lower(SMALL, train, layout, Target("gpu"))
     found = weights(SMALL, layout.tp, layout.shard_ranks)
-    elements = SMALL.n_layers * found.layer + found.embedding + found.head
+    elements = SMALL.n_layers * found.layer + found.embedding + found.norm + found.head
     real = {}
     for one in collectives(program, 0):
         if one.axis == "shard":
             real[one.kind] = real.get(one.kind, 0) + one.bytes * one.count
     count = program.microbatches
-    # A backward has no use for the embedding.
-    each = count * (2 * elements - found.embedding)
+    # A backward has no use for the embedding, a forward none for the head.
+    each = count * (2 * elements - found.embedding - found.head)
     assert real["all_gather"] == 2 * (each if layout.zero == 3 else elements)
     assert real["reduce_scatter"] == 4 * elements * (count if layout.zero >= 2 else 1)
 

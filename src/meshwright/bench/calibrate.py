@@ -170,7 +170,8 @@ def _compute(
         )
         constants |= rates
         best = rates[f"peak.{precision}"]
-        peak, half = best * rates[f"products.{precision}"], rates[f"products.half.{precision}"]
+        peak = rates.get("peak.tf32", best) * rates[f"products.{precision}"]
+        half = rates[f"products.half.{precision}"]
         curves[f"products.{precision}"] = [(*shape.sides, seconds) for shape, seconds in found]
         for of, shape in shapes.items():
             parts = on_blocks.seconds_of_parts(device, precision, budget_s, shape, effort.depth)
@@ -194,7 +195,8 @@ def _products(
 ) -> tuple[dict[str, float], list[tuple[Product, float]]]:
     """Return the constants of products, and their seconds by shape, as "auto" takes them.
 
-    Other ways of fp32 products have constants of their own.
+    Other ways of fp32 products have constants of their own. On a GPU "auto" takes TF32, which has a
+    peak of its own: that of fp32 is that of torch's way.
     """
     taken = take_route("auto", device)
     found = on_device.products(device, precision, budget_s, shapes)
@@ -202,6 +204,8 @@ def _products(
     best = max(shape.flops / seconds for shape, seconds in found)
     name = f"products.{precision}", f"products.half.{precision}"
     constants = {f"peak.{precision}": best, name[0]: peak / best, name[1]: half}
+    if precision == "fp32" and device.type != "cpu":
+        constants |= _in_full(device, budget_s / 2, shapes) | {"peak.tf32": best}
     if precision != "fp32" or device.type != "cpu":
         return constants, found
     constants["matmul.gain"] = 1.0
@@ -216,6 +220,20 @@ def _products(
             constants["matmul.gain"] = sum(seconds for _, seconds in other) / whole
     take_route("auto", device)
     return constants, found
+
+
+def _in_full(device: torch.device, budget_s: float, shapes: Sequence[Product]) -> dict[str, float]:
+    """Return the constants of a GPU's products in full fp32."""
+    take_route("torch", device)
+    found = on_device.products(device, "fp32", budget_s, shapes)
+    take_route("auto", device)
+    peak, half = on_device.saturation(found)
+    best = max(shape.flops / seconds for shape, seconds in found)
+    return {
+        "peak.fp32": best,
+        "products.fp32.torch": peak / best,
+        "products.half.fp32.torch": half,
+    }
 
 
 def _links(sent: dict[str, list[tuple[int, float]]], ranks: int) -> dict[str, float]:

@@ -113,7 +113,8 @@ def describe(
             of_experts = None if groups.experts is None else groups.experts.parameters
             mesh = groups.parameters
             more: dict[str, Any] = {"of_experts": of_experts, "keeps_frozen": True}
-            more["embed"] = None if spec.tie_embeddings else model.embed
+            if not spec.tie_embeddings:
+                more |= {"embed": model.embed, "head": model.head}
             distribute_data(model, model.blocks, layout, program.train, mesh, **more)
         modules[stage.index] = model
     return modules

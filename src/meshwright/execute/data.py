@@ -12,7 +12,7 @@ from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.execute.deferred import defer
 from meshwright.execute.groups import Groups
 from meshwright.execute.replicas import Replicas
 from meshwright.layout import Layout
@@ -65,12 +66,14 @@ def distribute_data(
     of_experts: DeviceMesh | None = None,
     *,
     embed: nn.Module | None = None,
+    head: nn.Module | None = None,
     keeps_frozen: bool = False,
 ) -> None:
-    """Replicate or shard a model over data: its embedding, block by block, and then the rest.
+    """Replicate or shard a model over data: its ends, block by block, and then the rest.
 
     `replicas` and `shards` name the axes of the mesh, and of that on which experts lie where they
-    are shared out. An `embed` of its own is gathered for its forward alone. With `keeps_frozen`
+    are shared out. An `embed` of its own is gathered for its forward alone, and a `head` by who
+    uses it, see `HeadUnit`: for the backward it is gathered ahead. With `keeps_frozen`
     weights that are not trained have the dtype of products, and may stay whole. Gradients are
     summed, not averaged: the loss is already divided by the global number of target tokens, which
     stays right for uneven batches.
@@ -103,17 +106,18 @@ def distribute_data(
             wrap(experts, of_experts)
             turns[-1].append(experts)
         wrap(block, mesh)
-    if embed is not None:
-        wrap(embed, mesh)
+    for end in (embed, head):
+        if end is not None:
+            wrap(end, mesh)
     wrap(model, mesh)
     for managed in wrapped(model):
         # A divide factor needs PREMUL_SUM, which gloo lacks.
         managed.set_force_sum_reduction_for_comms(True)
         managed.set_gradient_divide_factor(1.0)
-    _prefetch(model, embed, turns)
+    _prefetch(model, embed, head, turns)
 
 
-def _prefetch(model: Any, embed: Any, turns: Sequence[Sequence[Any]]) -> None:
+def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]]) -> None:
     """Have each unit gather the one that is taken up after it, in forwards and in backwards.
 
     By itself FSDP2 takes the order of backwards from the forward, last in first out: with several
@@ -130,6 +134,43 @@ def _prefetch(model: Any, embed: Any, turns: Sequence[Sequence[Any]]) -> None:
         unit.set_modules_to_forward_prefetch([after])
     for unit, after in zip_longest(backward, backward[1:], fillvalue=backward[-1]):
         unit.set_modules_to_backward_prefetch([after])
+    if head is not None:  # nothing tells it of a backward of its own
+        model.set_modules_to_backward_prefetch(list(dict.fromkeys([head, *backward[1:2]])))
+
+
+class HeadUnit:
+    """The head as a unit of FSDP2 that the loss gathers, whose gradient it hands over.
+
+    No forward has a use for its weights, as the loss is made in the backward, and FSDP2 gathers for
+    a forward what it is to gather for its backward.
+    """
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the loss is to hand over a gradient."""
+        return bool(self._head.weight.requires_grad)
+
+    def gather(self) -> nn.Parameter:
+        """Return the weights `[vocab, dim]`, over tp this rank's, once they are there."""
+        self._head.unshard()
+        weight: nn.Parameter = self._head.weight
+        return weight
+
+    def leave(self, gradient: Tensor | None) -> None:
+        """Add a gradient to the weights', and do with both what is due after a backward."""
+        if gradient is not None:
+            defer(self._head.weight, lambda: gradient)
+        for group in _param_groups(_state(self._head)):
+            group.post_backward()
+
+
+def head_unit(model: nn.Module) -> HeadUnit | None:
+    """Return the head of a model where it is a unit of its own."""
+    head = getattr(model, "head", None)
+    return HeadUnit(head) if isinstance(head, FSDPModule) else None
 
 
 def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.execute.data import HeadUnit
 from meshwright.execute.deferred import local
 from meshwright.execute.groups import Link
 from meshwright.execute.tp_regions import TPRegion, begin_gather
@@ -33,6 +34,7 @@ def loss_sum(
     *,
     fuses: bool = False,
     cap: float | None = None,
+    unit: HeadUnit | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
@@ -40,14 +42,16 @@ def loss_sum(
     multiplies it; targets int64 `[batch, seq]` have global ids, those that are `ignore` count for
     nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
     is not a number until the backward fills it in. `fuses` has loss and gradient compiled where no
-    other rank is needed for them and products are in half precision. `cap` bounds logits.
+    other rank is needed for them and products are in half precision. `cap` bounds logits. A `unit`
+    has the weights in place of `weight`, and takes their gradient.
     """
-    own = local(weight)
     if torch.is_grad_enabled():
+        own = None if unit is not None else local(weight)
         out: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses, cap
+            hidden, own, targets.flatten(), ignore, tp_region, at_once, fuses, cap, unit
         )
         return out
+    own = local(weight if unit is None else unit.gather())
     inputs = tp_region.entering(hidden)().flatten(0, 1)
     total = inputs.new_zeros((), dtype=torch.float32)
     for rows in _chunks(len(inputs), at_once):
@@ -62,18 +66,19 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         targets: Tensor,
         ignore: int,
         tp_region: TPRegion,
         at_once: int,
         fuses: bool,
         cap: float | None,
+        unit: HeadUnit | None,
     ) -> Tensor:
         value = hidden.new_full((), float("nan"), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, targets, value)
         ctx.ignore, ctx.tp_region, ctx.at_once, ctx.fuses = ignore, tp_region, at_once, fuses
-        ctx.cap = cap
+        ctx.cap, ctx.unit = cap, unit
         return value
 
     @staticmethod
@@ -81,6 +86,10 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, value = ctx.saved_tensors
         tp_region: TPRegion = ctx.tp_region
+        unit: HeadUnit | None = ctx.unit
+        is_trained = ctx.needs_input_grad[1]
+        if unit is not None:
+            weight, is_trained = local(unit.gather().detach()), unit.is_trained
         gathered = tp_region.entering(hidden)()
         inputs = gathered.flatten(0, 1)
         back = torch.empty_like(gathered)
@@ -103,7 +112,7 @@ class _Loss(torch.autograd.Function):
             if rows.stop == len(inputs):  # it travels beside the last of the weight's products
                 sent = tp_region.returning(back)
                 del back  # it would keep what has been sent
-            if not ctx.needs_input_grad[1]:  # frozen
+            if not is_trained:
                 pass
             elif total is None:
                 total = logits_grad.t() @ inputs[rows]
@@ -113,7 +122,11 @@ class _Loss(torch.autograd.Function):
         assert sent is not None
         value.detach().copy_(torch.stack(losses).sum())
         del gathered, inputs
-        return sent(), total, None, None, None, None, None, None
+        if unit is not None:
+            del weight
+            unit.leave(total)
+            total = None
+        return sent(), total, None, None, None, None, None, None, None
 
 
 class Softmax(NamedTuple):

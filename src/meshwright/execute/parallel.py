@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import DTYPES, finish_replicas, reshard
+from meshwright.execute.data import DTYPES, finish_replicas, head_unit, reshard
 from meshwright.execute.deferred import Deferral
 from meshwright.execute.documents import takes_bounds
 from meshwright.execute.flight_recorder import FlightRecorder
@@ -107,6 +107,7 @@ class Parallel:
                 # A CPU's kernels gain nothing by it.
                 fuses=self.program.train.is_compiled and self.device.type == "cuda",
                 cap=self.program.model.logits_softcap,
+                unit=head_unit(self.modules[stage]),
             )
         out: Tensor = self.modules[stage](
             batch.inputs if hidden is None else hidden,

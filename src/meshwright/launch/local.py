@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from meshwright.launch.lock import RunLock
 from meshwright.launch.rank_environ import rank_environ
@@ -11,6 +12,7 @@ from meshwright.launch.restart import run_attempts
 from meshwright.launch.signals import StopSignals
 from meshwright.launch.stopping import Stopping
 from meshwright.launch.supervisor import LocalRanks, Timing, listen_on_loopback, supervise
+from meshwright.launch.traces import traced
 from meshwright.launch.view import EventTail, Room, View
 from meshwright.launch.watchdog import Watchdog
 from meshwright.program.events import read_event
@@ -62,7 +64,7 @@ class LocalRun:
         def attempt(number: int) -> int:
             meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
             watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
-            with self._ranks(number, meet) as ranks:
+            with self._traces() as traces, self._ranks(number, meet, traces) as ranks:
                 return supervise(
                     ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog
                 )
@@ -73,12 +75,17 @@ class LocalRun:
             events.close()
             view.close()
 
-    def _ranks(self, attempt: int, meet: socket.socket) -> LocalRanks:
+    def _traces(self) -> AbstractContextManager[dict[str, str]]:
+        """Yield what has ranks on GPUs write what NCCL has done."""
+        on_gpus = self._job.machine.device == "cuda"
+        return traced(self._environ, self._job.folder) if on_gpus else nullcontext({})
+
+    def _ranks(self, attempt: int, meet: socket.socket, more: Mapping[str, str]) -> LocalRanks:
         return LocalRanks(
             self._command,
             self._job.layout.world,
             self._job.folder,
-            {**self._environ, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            {**self._environ, **more, "MESHWRIGHT_ATTEMPT": str(attempt)},
             meet,
             self._timing,
             [lock.descriptor for lock in self._locks],

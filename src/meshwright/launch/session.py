@@ -48,6 +48,7 @@ from meshwright.launch.resuming import Resume, resumed
 from meshwright.launch.signals import StopSignals
 from meshwright.launch.stopping import cut_short, going_on
 from meshwright.launch.supervisor import Timing, listen_on_loopback, worker_command
+from meshwright.launch.traces import trace_files
 from meshwright.launch.view import Lasting, open_view
 from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.lines import GOES_ON, fitted
@@ -268,7 +269,7 @@ def _train_joined(
         gathering = one_folder(world, parse_json(world.from_rank_0("meshwright/run", prepare)))
         job = read_job(gathering.folder.path)
         _check_world(job, at)
-        job.folder.failure(at.rank).unlink(missing_ok=True)
+        _take_up_logs(job, at, environ)
         world = replace(world, recorder=open_flight_recorder(job.folder, at, environ))
         is_failure, out = True, Lasting(sys.stdout)
         try:
@@ -299,6 +300,16 @@ def _as_rank(config: Config, at: Rendezvous, environ: Mapping[str, str]) -> Mach
     if machine.device == "cuda":  # before torch reads it
         os.environ.update(gpu_environ(environ, machine.threads(at.local_size)))
     return machine
+
+
+def _take_up_logs(job: Job, at: Rendezvous, environ: Mapping[str, str]) -> None:
+    """Have a rank leave why it ends in the run folder, and on a GPU what NCCL has done.
+
+    torch reads the variable for it as it writes, at a time-out.
+    """
+    job.folder.failure(at.rank).unlink(missing_ok=True)
+    if job.machine.device == "cuda":
+        os.environ.update(trace_files(job.folder, environ))
 
 
 def _taken_up(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ from meshwright.launch.explain import (
     read_failure,
     witnesses,
 )
+from meshwright.launch.traces import ask_for_traces
 from meshwright.launch.watchdog import Watchdog
 from meshwright.train.run_folder import RunFolder
 
@@ -49,10 +51,12 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: between looks at the ranks, and for others to report after one failed."""
+    """Seconds: between looks at the ranks, for others to report after one failed, for ranks that
+    hang to write what NCCL has done: torch looks once a second whether it is asked to."""
 
     poll_s: float = 0.1
     settle_s: float = 1.0
+    trace_s: float = 5.0
 
 
 # What a failure is, for who says what to do about it; a rank that the system killed for want of
@@ -202,6 +206,11 @@ class LocalRanks:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
 
+    def ask_for_traces(self) -> list[Path]:
+        """Have every rank that can write what NCCL has done last; returns the files."""
+        running = [rank for rank, code in enumerate(self.codes()) if code is None]
+        return ask_for_traces(self._environ, running, self._timing.trace_s)
+
     def failures(self) -> list[RankFailure]:
         """Return how the ranks that failed have ended, the likeliest root cause first.
 
@@ -314,11 +323,19 @@ def supervise(
             noticed = time.time()
             ranks.ask_for_stacks()
             time.sleep(timing.poll_s)
-            text = f"{hang.cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
-            raise RanksFailed(
-                text, RankFailure(-1, hang.cause, kind="hang"), noticed, hang.silent_s
-            )
+            cause = hang.cause + _traces_text(ranks.ask_for_traces())
+            text = f"{cause}. Where each rank was: {ranks.folder.log(0).parent}/rank-*.log"
+            raise RanksFailed(text, RankFailure(-1, cause, kind="hang"), noticed, hang.silent_s)
         time.sleep(timing.poll_s)
+
+
+def _traces_text(traces: Sequence[Path]) -> str:
+    """Say how to read what NCCL has done last."""
+    if not traces:
+        return ""
+    prefix = traces[0].name.rstrip("0123456789")
+    command = shlex.join(["torchfrtrace", "--prefix", prefix, str(traces[0].parent)])
+    return f"; what NCCL has done last, of {len(traces)} ranks: {command}"
 
 
 def _raise_failure(ranks: LocalRanks, timing: Timing, detect_s: float) -> None:

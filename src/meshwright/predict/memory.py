@@ -70,7 +70,8 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     whole = elements_of(model, layout, held, is_padded=False, trained=True).total
     part = elements_of(model, layout, held, trained=True).share(layout)
     unit = weights(model, layout.tp, ranks, layout.ep)
-    largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
+    last = unit.norm + unit.head
+    largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
     terms = []
 
     def add(category: str, count: int, size: int, what: str) -> None:
@@ -111,7 +112,8 @@ def _gradients(
     """Return the gradients of a rank that trains `part` of `whole` elements."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
     unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, trained=True)
-    largest = max(unit.layer, unit.embedding * held.has_embedding, unit.head * held.has_head)
+    last = unit.norm + unit.head
+    largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
     terms = []
 
     def add(category: str, count: int, size: int, what: str) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.predict.data_messages import reduction
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.pipeline import action_times
 from meshwright.predict.setting import Setting, stages_of, work_of
-from meshwright.predict.step import ActionTimes, Pass, costs_of, has_table, reduction
+from meshwright.predict.step import ActionTimes, Pass, costs_of, has_table
 from meshwright.program.actions import Action, receives, sends
 from meshwright.program.profile import Span
 from meshwright.program.schedule import stage_ranks

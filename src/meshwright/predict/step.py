@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.layout.schedules import microbatch_rule
+from meshwright.predict.data_messages import (
+    Waits,
+    data_messages,
+    data_wait,
+    unit_messages,
+    unit_waits,
+)
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
-from meshwright.predict.work import HeldLayers, LayoutWork, elements_of, weights
-from meshwright.program.messages import CollectiveKind
+from meshwright.predict.work import HeldLayers, LayoutWork, elements_of
 from meshwright.program.profile import CAUSES
-from meshwright.program.shards import sums_in_place
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
 
@@ -71,17 +76,6 @@ class Pass(NamedTuple):
         return sum(self)
 
 
-class Waits(NamedTuple):
-    """Seconds that layers of a microbatch wait for ZeRO, by kind: forwards, and backwards."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-    def of(self, held: HeldLayers) -> float:
-        """Return both of what a pipeline rank holds."""
-        return held.total(self.forward) + held.total(self.backward)
-
-
 @dataclass(frozen=True)
 class ActionTimes:
     """What the actions of a layout's step take: `forward` and `backward` are by stage.
@@ -111,7 +105,7 @@ class ActionTimes:
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
         """Return a stage's forward and backward."""
         held = HeldLayers.of(self.model, (stage,))
-        forward, backward = map(held.total, self.gathers)
+        forward, backward = self.gathers.passes(held)
         of = partial(self.parts.of, held)
         tp, cp, ep = (
             of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp", "ep")
@@ -226,129 +220,6 @@ def transfer_seconds(kernels: Kernels, layout: Layout, found: LayoutWork) -> flo
         return 0.0
     stride = layout.dp * layout.cp * layout.tp
     return kernels.network.seconds("send", found.sizes.stream_bytes, 2, stride, "pp")
-
-
-class _Peers(NamedTuple):
-    """Ranks that some elements meet: along which axes, how many, and how far apart they are."""
-
-    elements: float
-    shard: str
-    shards: int
-    shard_stride: int
-    replicate: str
-    replicas: int
-    replica_stride: int
-
-
-def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
-    """Yield the ranks that elements meet over data: those of experts have others."""
-    tp, ranks, replicas = layout.tp, layout.shard_ranks, layout.replica_ranks
-    yield _Peers(plain, "shard", ranks, tp, "replicate", replicas, tp * ranks)
-    if experts:
-        ranks, replicas = layout.expert_shard_ranks, layout.expert_replica_ranks
-        apart = tp * layout.ep
-        names = "expert_shard", "expert_replicate"
-        yield _Peers(experts, names[0], ranks, apart, names[1], replicas, apart * ranks)
-
-
-class UnitSeconds(NamedTuple):
-    """Seconds of ZeRO in a layer and microbatch: of a gather, of a sum, of the host in a pass."""
-
-    gather: float
-    reduce: float
-    host: float
-
-
-def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSeconds:
-    """Return the seconds of ZeRO's messages of a layer and microbatch."""
-    ranks, zero = layout.shard_ranks, layout.zero
-    if ranks == 1 or zero < 2:
-        return UnitSeconds(0.0, 0.0, 0.0)
-    model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
-    found = weights(model, layout.tp, ranks, layout.ep)
-    experts, kind = max(found.experts), gathering(setting, layout)
-    for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
-        among = one.shards, one.shard_stride, one.shard
-        gather += network.seconds(kind, one.elements * setting.element, *among)
-    found = weights(model, layout.tp, ranks, layout.ep, trained=True)
-    for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
-        among = one.shards, one.shard_stride, one.shard
-        size = one.elements * setting.reduced_bytes
-        reduce += network.seconds(reduction(setting, layout), size, *among)
-    own = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
-    return UnitSeconds(gather, reduce, 0.0 if own else kernels.per_unit / 2)
-
-
-def gathering(setting: Setting, layout: Layout) -> str:
-    """Return how ZeRO gathers a unit's weights, as a kind of `predict.network`."""
-    return "rows" if sums_in_place(layout, setting.target) else "all_gather"
-
-
-def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
-    """Return what sums gradients over the ranks that share rows."""
-    in_place = sums_in_place(layout, setting.target)
-    return "all_to_all" if in_place else "reduce_scatter"
-
-
-def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
-    """Return what layers of a microbatch wait for ZeRO: gathers, and sums of gradients.
-
-    A unit is gathered while the one before it computes, and reduced behind it, so the longer of
-    the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3.
-    """
-    gather, reduce, host = unit
-    if not gather and not reduce:
-        nothing = (0.0,) * len(parts.layers)
-        return Waits(nothing, nothing)
-
-    def wait(sent: float, computed: float) -> float:
-        return sent - kernels.overlap * min(sent, computed) + host
-
-    return Waits(
-        tuple(wait(gather, layer.forward + layer.tp_forward) for layer in parts.layers),
-        tuple(
-            wait(
-                gather + reduce,
-                layer.backward + layer.recompute + layer.tp_backward + layer.tp_recompute,
-            )
-            for layer in parts.layers
-        ),
-    )
-
-
-def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
-    """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
-
-    A ring takes a turn for each of its ranks and each message, of which a layer has its share. A
-    turn waits for the slowest of all nodes, each of which meets the messages of all others.
-    """
-    found = elements_of(setting.model, layout, held, trained=True)
-    network, reduced = kernels.network, setting.reduced_bytes
-    turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
-    seconds = 0.0
-    for one in _peers(layout, *found):
-        among = one.shards, one.shard_stride, one.shard
-        if one.shards > 1 and layout.zero <= 2:
-            if layout.zero == 1:
-                kind = reduction(setting, layout)
-                seconds += network.seconds(kind, one.elements * reduced, *among)
-            gather = gathering(setting, layout)
-            seconds += network.seconds(gather, one.elements * setting.element, *among)
-        if one.replicas > 1:
-            size = one.elements * reduced / one.shards
-            copies = one.replicas, one.replica_stride, one.replicate
-            seconds += network.seconds("all_reduce", size, *copies)
-    return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
-
-
-def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
-    """Return what a step waits for these messages.
-
-    They overlap with the backward of the last microbatch and the first forward, `room` seconds.
-    """
-    if not setting.system.overlaps_data:
-        return seconds
-    return max(seconds - kernels.overlap * min(seconds, room), 0.0)
 
 
 def optimizer_seconds(

@@ -252,6 +252,7 @@ class Walk:
                 bytes_held.note(what)
         bytes_held.add("gradients of activations", sizes.stream_bytes)
         units.grow_root((name,))
+        units.leave_loss()
 
     def _last_norm(self, ops: Sequence[Operation]) -> None:
         """Go back through the norm before the head."""

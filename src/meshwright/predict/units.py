@@ -1,7 +1,7 @@
 """`Units`: weights and gradients of a stage, as data parallelism gathers and reduces them.
 
-A unit is a block, the embedding, or what is left of the stage: the last norm and the head, to which
-FSDP2 adds an embedding that is tied to the head.
+A unit is a block, the embedding, or what is left of the stage: the last norm and the head. FSDP2
+has the head apart, too; an embedding that is tied to it is in the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from meshwright.predict.byte_count import ByteCount
 from meshwright.predict.unit_sizes import UnitSizes, UnitsState, blocks_of, waits
 from meshwright.program.lower import Program
-from meshwright.program.shards import EMBED, Sharding, data_rank, sums_in_place
+from meshwright.program.shards import EMBED, HEAD, Sharding, data_rank, sums_in_place
 from meshwright.program.sharing import unit_in
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage
@@ -52,9 +52,9 @@ class Units:
                 of_unit = ends.setdefault(unit_in(program, name), {})
                 of_unit[name] = program.shardings[name]
         self.blocks = blocks_of(program, stage, tp, place)
-        # Without an embedding of its own it is a unit of nothing.
-        self.embed, self.root = (
-            UnitSizes(ends.get(name, {}), tp, place) for name in (EMBED, "rest")
+        # Without an end of its own it is a unit of nothing.
+        self.embed, self.root, self.head = (
+            UnitSizes(ends.get(name, {}), tp, place) for name in (EMBED, "rest", HEAD)
         )
         self.is_last = self.defers = False
         self._kept = 0  # the flat buffer of the last gathering of a forward
@@ -79,14 +79,14 @@ class Units:
     @property
     def _turns(self) -> list[tuple[UnitSizes, ...]]:
         """What is needed together, in the order of the forward."""
-        return [(self.embed,), *self.blocks, (self.root,)]
+        return [(self.embed,), *self.blocks, (self.root, self.head)]
 
     def _exchanges(self, unit: UnitSizes) -> bool:
         """Whether the ranks that share a unit's rows exchange them by themselves."""
         return self.in_place and unit.ranks > 1
 
     def _reshards(self, unit: UnitSizes) -> bool:
-        """Whether they have a unit's weights only where they need them."""
+        """Whether they have its weights only where they need them."""
         return self._exchanges(unit) and self.layout.zero == 3
 
     def _sums(self, unit: UnitSizes) -> bool:
@@ -173,12 +173,14 @@ class Units:
             self._reshard(self.root)
 
     def begin_backward(self, is_last: bool, defers: bool) -> None:
-        """Gather the root for the backward, and the last block ahead."""
+        """Gather the root, and ahead the head and the last block; the head is needed first."""
         self.is_last, self.defers = is_last, defers
         self._gather(self.root)
+        self._gather_ahead(self.head)
         if self.blocks:
             self._begin_again(len(self.blocks) - 1)
             self._gather_ahead(self.blocks[-1][0])
+        self._gather(self.head)
 
     def _begin_again(self, index: int) -> None:
         """Begin to gather what ranks have dropped of a block, where they sum by themselves."""
@@ -201,6 +203,11 @@ class Units:
             self._begin_again(index - 1)
             self._gather_ahead(self.blocks[index - 1][0])
 
+    def leave_loss(self) -> None:
+        """Do with the head as with blocks, where it is a unit."""
+        if self.head.is_there:
+            self._close(self.head)
+
     def leave_head_backward(self) -> None:
         """Do with the last norm and the head as with blocks, where they are a unit."""
         if self.in_place:
@@ -221,7 +228,8 @@ class Units:
             self._grow(unit, names)
         for unit in last:
             self._close(unit)
-        self._let_go()
+        if self.is_last and not self.defers and not self.in_place:
+            self._settle()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
         """Make the gradients of a block's parameters, or add to those that are there."""
@@ -230,7 +238,7 @@ class Units:
 
     def grow_root(self, names: Sequence[str]) -> None:
         """Do so with what is in no block."""
-        for unit in (self.embed, self.root):
+        for unit in (self.embed, self.root, self.head):
             self._grow(unit, names)
 
     def finish_deferred(self, is_last: bool, room: int, added: int) -> None:
@@ -239,8 +247,7 @@ class Units:
         A product that makes one needs `room` bytes beside it, one that adds to it `added`.
         """
         self.is_last, self.defers = is_last, False
-        units = self.all
-        for unit in units:
+        for unit in self.all:
             names = [name for name in unit.numels if waits(unit, name)]
             # Those in the dtype of products are added to by the products themselves.
             new = [name for name in names if unit.grown.get(name) != self.element]
@@ -250,13 +257,9 @@ class Units:
             if not self.in_place:
                 self._close(unit)
         if self.in_place:
-            for unit in reversed(units):
+            for unit in reversed(self.all):
                 self._close(unit)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Let go of the last reduction's input at the end of a stage's last backward."""
-        if self.is_last and not self.defers and not self.in_place:
+        if self.is_last and not self.in_place:
             self._settle()
 
     def _settle(self) -> None:
@@ -280,8 +283,7 @@ class Units:
             return
         if id(unit) not in self._ahead:
             self._begin_gather(unit)
-        flat = self._ahead.pop(id(unit))
-        bytes_held.drop(BUFFERS, flat - size)
+        self._ahead.pop(id(unit))
         if forward:
             bytes_held.drop(BUFFERS, self._kept)
             self._kept = size
@@ -295,10 +297,10 @@ class Units:
             self._begin_gather(unit)
 
     def _begin_gather(self, unit: UnitSizes) -> None:
-        flat = unit.gathered(self.in_place) * self.element * self.copies
+        self._ahead[id(unit)] = flat = unit.gathered(self.in_place) * self.element
         self.bytes_held.add(BUFFERS, flat)
-        self._ahead[id(unit)] = flat
-        with self.bytes_held.spike(BUFFERS, unit.shard * self.element * (self.element < _FP32)):
+        narrow = unit.shard * self.element * (self.element < _FP32)
+        with self.bytes_held.spike(BUFFERS, flat * (self.copies - 1) + narrow):
             self.bytes_held.note("gather")
 
     def _reshard(self, unit: UnitSizes) -> None:
@@ -351,12 +353,10 @@ class Units:
         """Send the rows of others, and receive its own from each of them."""
         bytes_held = self.bytes_held
         self._settle()
-        others = (unit.ranks - 1) * unit.own
-        self._input = (unit.whole - unit.own + others) * self.reduced
+        self._input = (unit.whole + (unit.ranks - 2) * unit.own) * self.reduced
         bytes_held.add(BUFFERS, self._input)
-        if not unit.has_shard_gradient:
-            bytes_held.add(GRADIENTS, unit.own * _FP32)
-            unit.has_shard_gradient = True
+        bytes_held.add(GRADIENTS, unit.own * _FP32 * (not unit.has_shard_gradient))
+        unit.has_shard_gradient = True
         bytes_held.note("reduce")
         self._drop_grown(unit)
 

@@ -91,7 +91,7 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm and head.
+    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm, the head.
 
     `experts` are those of a layer that ranks share out, which `layers` count, too.
     """
@@ -99,6 +99,7 @@ class Weights(NamedTuple):
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     embedding: int
+    norm: int
     head: int
 
     @property
@@ -356,10 +357,9 @@ def weights(
         shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
         experts.append(sum(map(sizes.__getitem__, shared_out)))
         layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
-    embedding = sizes["embed.weight"]
-    return Weights(
-        tuple(layers), tuple(experts), embedding, sum(sizes.values()) - layers[-1] - embedding
-    )
+    norm = sum(size for name, size in sizes.items() if name.startswith("norm."))
+    ends = sizes["embed.weight"], norm, sizes.get("head.weight", 0)
+    return Weights(tuple(layers), tuple(experts), *ends)
 
 
 class Elements(NamedTuple):
@@ -397,4 +397,4 @@ def elements_of(
     plain = int(held.total(found.layers)) - experts
     if held.has_embedding or (held.has_head and model.tie_embeddings):
         plain += found.embedding
-    return Elements(plain + (found.head if held.has_head else 0), experts)
+    return Elements(plain + (found.norm + found.head) * held.has_head, experts)

@@ -24,6 +24,7 @@ TENSOR_AXES: Final = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 # What the unit of a layer's experts is called, after the layer.
 EXPERTS: Final = ".mlp.experts"
 EMBED: Final = "embed"
+HEAD: Final = "head"
 # Whole on each rank of tp, which uses it for a part of what it is for: some of the heads, a part
 # of each expert's width, or of an adapter's inputs or outputs; or only one of the ranks uses it, as
 # it is added once.
@@ -155,18 +156,18 @@ def sums_in_place(layout: Layout, target: Target) -> bool:
     return layout.zero == 0 or (target.on_cpu and not target.fsdp2 and not on_host)
 
 
-def unit_of(name: str, *, ep: int = 1, joins_head: bool = False) -> str:
+def unit_of(name: str, *, ep: int = 1, apart: Sequence[str] = (EMBED,)) -> str:
     """Return the unit that a parameter is gathered and summed with, of a stage.
 
     A block, or the rest of the stage. Experts that ranks share out are one of their own: others
-    have them. So is the embedding: its gradient comes last, the others of the rest come first, and
-    its backward has no use for its weights; unless it `joins_head`, in the rest.
+    have them. So are the ends that are `apart`: the embedding's gradient comes last, the others of
+    the rest come first, and its backward has no use for its weights.
     """
     room, _, rest = name.partition(".")
     if room == "layers":
         block, _, inner = rest.partition(".")
         return f"layers.{block}{EXPERTS if ep > 1 and inner.startswith(EXPERTS[1:]) else ''}"
-    return EMBED if room == EMBED and not joins_head else "rest"
+    return room if room in apart else "rest"
 
 
 def data_rank(layout: Layout, at: Mapping[str, int]) -> int:

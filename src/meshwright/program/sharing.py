@@ -14,6 +14,7 @@ from meshwright.program.messages import Axis, Collective, CollectiveKind, Phase
 from meshwright.program.shards import (
     EMBED,
     EXPERTS,
+    HEAD,
     Sharding,
     data_rank,
     sums_in_place,
@@ -24,6 +25,8 @@ from meshwright.program.stages import Stage
 from meshwright.spec.training import TrainSpec
 
 _FP32: Final = 4  # bytes
+# A gradient of an embedding is a sum by the ids of tokens alone; the loss is made in the backward.
+_UNUSED: Final = ((EMBED, "backward"), (HEAD, "forward"))
 _OF_REPLICAS: Final = "replicas: sum gradients"
 
 
@@ -57,10 +60,15 @@ def _axes(layout: Layout, sharding: Sharding) -> _Axes:
 
 
 def unit_in(program: Program, name: str) -> str:
-    """Return the unit of a parameter of a program: FSDP2 has a tied embedding with the rest."""
-    layout, is_tied = program.layout, program.model.tie_embeddings
-    joins_head = is_tied and not sums_in_place(layout, program.target)
-    return unit_of(name, ep=layout.ep, joins_head=joins_head)
+    """Return the unit of a parameter of a program.
+
+    FSDP2 has embedding and head apart, whose weights only a forward and only a backward uses; where
+    they are tied, in the rest.
+    """
+    layout, apart = program.layout, [EMBED]
+    if not sums_in_place(layout, program.target):
+        apart = [] if program.model.tie_embeddings else [EMBED, HEAD]
+    return unit_of(name, ep=layout.ep, apart=apart)
 
 
 def _is_cut(sharding: Sharding) -> bool:
@@ -117,8 +125,8 @@ def gathers(
             size = (unit.deferred + unit.prompt) * element
             reason = f"ZeRO: the weights of {_what(unit.name)}"
             for phase, times in _passes(program, layout.zero == 3):
-                if unit.name == EMBED and phase == "backward":
-                    continue  # sums gradients by the ids of tokens alone
+                if (unit.name, phase) in _UNUSED:
+                    continue
                 axis = unit.axes.shard
                 yield Collective("all_gather", axis, size, times, phase, "weights", reason)
 
@@ -127,8 +135,8 @@ def _what(unit: str) -> str:
     """Return what a unit is, in words."""
     if unit.endswith(EXPERTS):
         return "a block's experts"
-    if unit == EMBED:
-        return "the embedding"
+    if unit in (EMBED, HEAD):
+        return "the embedding" if unit == EMBED else "the head"
     return "a block" if unit.startswith("layers.") else "the rest of the stage"
 
 

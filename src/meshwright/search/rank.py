@@ -9,19 +9,13 @@ from operator import mul
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
+from meshwright.predict.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.predict.memory import KeptBytes, activations, kept_of
 from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
-from meshwright.predict.step import (
-    UnitSeconds,
-    Waits,
-    data_wait,
-    host_seconds,
-    transfer_seconds,
-    unit_waits,
-)
+from meshwright.predict.step import host_seconds, transfer_seconds
 from meshwright.predict.work import HeldLayers
 from meshwright.search.fits import Fits, preference
 from meshwright.search.sharded import Choice, Shardings

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from operator import ge
 
 from meshwright.layout import Layout
+from meshwright.predict.data_messages import UnitSeconds, data_messages, unit_messages
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.memory import model_states
 from meshwright.predict.setting import Setting, held_by
-from meshwright.predict.step import UnitSeconds, data_messages, optimizer_seconds, unit_messages
+from meshwright.predict.step import optimizer_seconds
 from meshwright.predict.work import HeldLayers
 from meshwright.search.space import (
     OF_SHARDING,
@@ -28,7 +29,7 @@ from meshwright.spec.training import Offload
 class Choice:
     """A ZeRO stage with its shards and what is offloaded, priced for one division of the devices.
 
-    `unit` are the seconds of a layer's messages in each microbatch, `states` the bytes of model
+    `unit` are the seconds of a microbatch's messages, `states` the bytes of model
     states on the first and the last pipeline rank, `once` the seconds of messages and of the update
     once a step on ranks that hold such layers.
     """
@@ -78,7 +79,7 @@ class Shardings:
         unit = unit_messages(setting, self.kernels, layout)
         choice = Choice(sharding, offload, unit, (first, last))
         sent, update = self.once(one, choice, held[0])
-        return (sent + update, unit.gather + unit.reduce, first, last), choice
+        return (sent + update, *unit.largest, first, last), choice
 
     def once(self, one: Layout, choice: Choice, held: HeldLayers) -> tuple[float, float]:
         """Return the seconds of a pipeline rank's messages and of its update, once a step."""

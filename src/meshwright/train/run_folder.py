@@ -69,6 +69,11 @@ class RunFolder:
         """What a rank is doing, as `execute.flight_recorder` keeps it."""
         return self.path / "logs" / f"rank-{rank}.ledger"
 
+    @property
+    def nccl_trace(self) -> Path:
+        """NCCL's last collectives of a rank that hung on a GPU; the rank's number follows."""
+        return self.path / "logs" / "nccl-rank-"
+
     def failure(self, rank: int) -> Path:
         """The exception that ended a rank, as JSON."""
         return self.path / "logs" / f"rank-{rank}.failure.json"

@@ -1,0 +1,245 @@
+"""Seconds of data parallelism: what ZeRO gathers and sums in each microbatch, and what once a step.
+
+The messages are those of `program.sharing`; tests hold the sums against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.predict.kernels import Kernels, Seconds
+from meshwright.predict.microbatch import MicrobatchTimes
+from meshwright.predict.setting import Setting
+from meshwright.predict.work import HeldLayers, elements_of, weights
+from meshwright.program.messages import CollectiveKind
+from meshwright.program.shards import sums_in_place
+
+
+class EndWaits(NamedTuple):
+    """Seconds that an end of the model waits for ZeRO in a forward and in a backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+class Waits(NamedTuple):
+    """Seconds that layers of a microbatch wait for ZeRO, by kind, and the ends; by pass.
+
+    `first` is of the embedding, `last` of the final norm and the head, with which an embedding goes
+    that `is_joined` to it, wherever both are.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    first: EndWaits = EndWaits()
+    last: EndWaits = EndWaits()
+    is_joined: bool = False
+
+    def passes(self, held: HeldLayers) -> tuple[float, float]:
+        """Return a forward's and a backward's of what a pipeline rank holds."""
+        ends = [self.last] if held.has_head else []
+        if held.has_embedding and not (self.is_joined and held.has_head):
+            ends.append(self.first)
+        forward, backward = held.total(self.forward), held.total(self.backward)
+        return (
+            forward + sum(end.forward for end in ends),
+            backward + sum(end.backward for end in ends),
+        )
+
+    def of(self, held: HeldLayers) -> float:
+        """Return both."""
+        return sum(self.passes(held))
+
+
+class _Peers(NamedTuple):
+    """Ranks that some elements meet: along which axes, how many, and how far apart they are."""
+
+    elements: float
+    shard: str
+    shards: int
+    shard_stride: int
+    replicate: str
+    replicas: int
+    replica_stride: int
+
+
+def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
+    """Yield the ranks that elements meet over data: those of experts have others."""
+    tp, ranks, replicas = layout.tp, layout.shard_ranks, layout.replica_ranks
+    yield _Peers(plain, "shard", ranks, tp, "replicate", replicas, tp * ranks)
+    if experts:
+        ranks, replicas = layout.expert_shard_ranks, layout.expert_replica_ranks
+        apart = tp * layout.ep
+        names = "expert_shard", "expert_replicate"
+        yield _Peers(experts, names[0], ranks, apart, names[1], replicas, apart * ranks)
+
+
+class EndSeconds(NamedTuple):
+    """Seconds of ZeRO of an end of the model: of gathers in each pass, and of a sum."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    reduce: float = 0.0
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of ZeRO in a microbatch: of a layer's gather and sum, of the ends, of the host.
+
+    `host` is a layer's of one pass. `first`, `last` and `is_joined` as in `Waits`.
+    """
+
+    gather: float
+    reduce: float
+    host: float
+    first: EndSeconds = EndSeconds()
+    last: EndSeconds = EndSeconds()
+    is_joined: bool = False
+
+    @property
+    def largest(self) -> tuple[float, ...]:
+        """Return what layouts are compared by: seconds of a layer, and of each end."""
+        return self.gather + self.reduce, sum(self.first), sum(self.last)
+
+
+def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSeconds:
+    """Return the seconds of ZeRO's messages of a microbatch."""
+    ranks, zero = layout.shard_ranks, layout.zero
+    if ranks == 1 or zero < 2:
+        return UnitSeconds(0.0, 0.0, 0.0)
+    model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
+    found = weights(model, layout.tp, ranks, layout.ep)
+    experts, kind = max(found.experts), gathering(setting, layout)
+    for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
+        among = one.shards, one.shard_stride, one.shard
+        gather += network.seconds(kind, one.elements * setting.element, *among)
+    found = weights(model, layout.tp, ranks, layout.ep, trained=True)
+    for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
+        among = one.shards, one.shard_stride, one.shard
+        size = one.elements * setting.reduced_bytes
+        reduce += network.seconds(reduction(setting, layout), size, *among)
+    own = sums_in_place(layout, setting.target)  # else a unit is taken up in either pass
+    is_joined = model.tie_embeddings and not own
+    ends = _ends(setting, kernels, layout)
+    return UnitSeconds(gather, reduce, 0.0 if own else kernels.per_unit / 2, *ends, is_joined)
+
+
+def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
+    """Return the seconds of the embedding, and of the last norm and the head, in a microbatch.
+
+    Ours has embedding and head as units that only one pass gathers, if they are not tied, see
+    `program.sharing`; of ranks that sum in place each step gathers the ends once. Other systems are
+    taken to gather an end for both passes.
+    """
+    model, zero, network = setting.model, layout.zero, kernels.network
+    in_place, is_ours = sums_in_place(layout, setting.target), setting.system.fuses_loss
+    among = layout.shard_ranks, layout.tp, "shard"
+
+    def gather(*units: int) -> float:
+        if zero < 3 or in_place:
+            return 0.0
+        kind = gathering(setting, layout)
+        return sum(network.seconds(kind, one * setting.element, *among) for one in units)
+
+    def reduce(*units: int) -> float:
+        kind, each = reduction(setting, layout), setting.reduced_bytes
+        return sum(network.seconds(kind, one * each, *among) for one in units)
+
+    cut = weights(model, layout.tp, layout.shard_ranks, layout.ep)
+    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, trained=True)
+    if in_place or model.tie_embeddings or not is_ours:
+        # The last end's own, and what is tied to it where FSDP2 has both in one unit.
+        joined = model.tie_embeddings and not in_place
+        both, sums = (one.norm + one.head + one.embedding * joined for one in (cut, own))
+        first, last = gather(cut.embedding), gather(both)
+        return (
+            EndSeconds(first, first, reduce(own.embedding)),
+            EndSeconds(last, last, reduce(sums)),
+        )
+    return (
+        EndSeconds(gather(cut.embedding), 0.0, reduce(own.embedding)),
+        EndSeconds(gather(cut.norm), gather(cut.norm, cut.head), reduce(own.norm, own.head)),
+    )
+
+
+def gathering(setting: Setting, layout: Layout) -> str:
+    """Return how ZeRO gathers a unit's weights, as a kind of `predict.network`."""
+    return "rows" if sums_in_place(layout, setting.target) else "all_gather"
+
+
+def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
+    """Return what sums gradients over the ranks that share rows."""
+    in_place = sums_in_place(layout, setting.target)
+    return "all_to_all" if in_place else "reduce_scatter"
+
+
+def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
+    """Return what layers of a microbatch wait for ZeRO: gathers, and sums of gradients.
+
+    A unit is gathered while the one before it computes, and reduced behind it, so the longer of
+    the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3. The embedding is gathered
+    before anything computes, and summed beside the layer that the next microbatch begins with.
+    """
+    gather, reduce, host, first, last, is_joined = unit
+    if not gather and not reduce:
+        nothing = (0.0,) * len(parts.layers)
+        return Waits(nothing, nothing)
+
+    def wait(sent: float, computed: float) -> float:
+        return sent - kernels.overlap * min(sent, computed)
+
+    def backward(one: Seconds) -> float:
+        return one.backward + one.recompute + one.tp_backward + one.tp_recompute
+
+    before, after = parts.layers[0], parts.last
+    return Waits(
+        tuple(wait(gather, one.forward + one.tp_forward) + host for one in parts.layers),
+        tuple(wait(gather + reduce, backward(one)) + host for one in parts.layers),
+        EndWaits(first.forward, wait(first.backward + first.reduce, before.forward)),
+        EndWaits(
+            wait(last.forward, after.forward + after.tp_forward),
+            wait(last.backward + last.reduce, backward(after)),
+        ),
+        is_joined,
+    )
+
+
+def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
+    """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
+
+    Of ZeRO 3 the gathers of the ends, where ranks keep them through a step. A ring takes a turn for
+    each of its ranks and each message, of which a layer has its share. A turn waits for the slowest
+    of all nodes, each of which meets the messages of all others.
+    """
+    found = elements_of(setting.model, layout, held, trained=True)
+    network, reduced = kernels.network, setting.reduced_bytes
+    turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
+    seconds = 0.0
+    for one in _peers(layout, *found):
+        among = one.shards, one.shard_stride, one.shard
+        if one.shards > 1 and layout.zero <= 2:
+            if layout.zero == 1:
+                kind = reduction(setting, layout)
+                seconds += network.seconds(kind, one.elements * reduced, *among)
+            gather = gathering(setting, layout)
+            seconds += network.seconds(gather, one.elements * setting.element, *among)
+        if one.replicas > 1:
+            size = one.elements * reduced / one.shards
+            copies = one.replicas, one.replica_stride, one.replicate
+            seconds += network.seconds("all_reduce", size, *copies)
+    if layout.zero == 3 and sums_in_place(layout, setting.target):
+        ends = elements_of(setting.model, layout, held._replace(kinds=(0,) * len(held.kinds)))
+        size, among = ends.plain * setting.element, (layout.shard_ranks, layout.tp, "shard")
+        seconds += network.seconds(gathering(setting, layout), size, *among)
+    return seconds + turns * (setting.cluster.nodes - 1) ** 2 * kernels.data_latency
+
+
+def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
+    """Return what a step waits for these messages.
+
+    They overlap with the backward of the last microbatch and the first forward, `room` seconds.
+    """
+    if not setting.system.overlaps_data:
+        return seconds
+    return max(seconds - kernels.overlap * min(seconds, room), 0.0)
