@@ -11,13 +11,10 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.report.ahead import layouts_page, plan_page
+from meshwright.report.ahead import layouts_page
 from meshwright.report.page import Page
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
-from meshwright.search.command import training_command
-from meshwright.search.plan import plan
-from meshwright.spec.loading import load_config
 from run_folders import step_event, write_run
 
 PIPELINE = ("layout.pp=2", "layout.microbatch=1", "train.batch=8", "model.n_layers=4")
@@ -224,43 +221,6 @@ def test_several_runs_side_by_side(config):
     assert "train.batch" in differ
     assert "train.lr" not in differ
     assert "model.dim" not in differ
-
-
-def test_a_plan_for_many_devices():
-    overrides = [
-        *("model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"),
-        *("train.batch=1024", "train.seq_len=8192", "train.precision=bf16"),
-    ]
-    made = plan(load_config(None, overrides), 6)
-    page = plan_page(made, command=training_command(overrides, made))
-    valid(page)
-    text = text_of(page)
-    assert made.best.layout.label in text
-    # What has run is said before the last thing, the command that trains.
-    assert "Nothing has run on a GPU yet" in text
-    command = text.rpartition("This trains the best layout: ")[2]
-    assert command.startswith("meshwright launch torchrun model.preset=llama-3-70b cluster.pre")
-    assert command.split()[-1].startswith("layout.")
-    assert all(one.layout.label in text for one in made.found.ranked)
-    assert all(reason in text for reason in made.found.reasons)
-    assert len(page.figures["timeline"][0]["layout"]["annotations"]) == 1
-    assert {"memory", "causes", "messages"} <= set(page.figures)
-    (mesh,) = page.figures["mesh"]
-    cells = mesh["data"][0]["text"]
-    assert len(cells) == made.best.layout.pp
-    assert len(cells[0]) <= 32
-    columns = 512 // made.best.layout.pp
-    assert f"Of {columns} columns the first {len(cells[0])} are drawn" in text
-
-
-def test_a_plan_that_does_not_fit():
-    overrides = [
-        *("model.preset=llama-3-70b", "cluster.preset=a40", "cluster.nodes=1"),
-        *("cluster.devices_per_node=1", "train.batch=1"),
-    ]
-    text = text_of(plan_page(plan(load_config(None, overrides), 3)))
-    assert "No layout fits." in text
-    assert "Nearest is" in text
 
 
 def test_layouts_side_by_side():

@@ -2,17 +2,21 @@
 
 import json
 import re
+import shlex
 import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
 from meshwright.cli import main
+from meshwright.predict.calibration import shipped_calibration
 from meshwright.search.plan import plan
 from meshwright.serve.answer import answer, devices_answer, model_words
 from meshwright.serve.app import HOST, LARGEST_BODY, MISSING, application, serve
+from meshwright.serve.conditions import Conditions
 from meshwright.serve.page import page
 from meshwright.serve.worker import reply
 from meshwright.spec.loading import load_config
@@ -33,7 +37,7 @@ def client():
 
 
 def test_the_answer_is_the_plan():
-    made, found = plan(load_config(None, SMALL), 8), answer(QUESTION)
+    made, found = plan(load_config(None, SMALL)), answer(QUESTION)
     assert found["command"] == "meshwright plan " + " ".join(SMALL)
     assert [one["label"] for one in found["ranked"]] == [o.layout.label for o in made.found.ranked]
     (best,) = found["shown"]
@@ -42,6 +46,124 @@ def test_the_answer_is_the_plan():
     assert max(rank["total"] for rank in best["ranks"]) == made.best.memory.total
     ends = [span[2] for rank in best["timeline"]["ranks"] for span in rank]
     assert max(ends) <= best["timeline"]["actions_end"] * (1 + 1e-9) < best["step_time_s"]
+
+
+def frozen(tmp_path, capsys, *words, code=0):
+    """What the page of `plan --html` was given, and the document that the command prints."""
+    path = tmp_path / "plan.html"
+    assert main(["plan", *words, "--html", str(path), "--json"]) == code
+    text = path.read_text()
+    given = json.loads(re.search(r'id="given">(.*?)</script>', text, re.DOTALL)[1])
+    assert len(text) < 2**20
+    return given, json.loads(capsys.readouterr().out)
+
+
+def test_a_frozen_page_has_the_plan_of_many_devices(tmp_path, capsys):
+    large = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=64"]
+    large += ["train.batch=1024", "train.seq_len=8192", "train.precision=bf16", "--top", "4"]
+    given, made = frozen(tmp_path, capsys, *large)
+    found = given["frozen"]
+    assert sorted(given["words"]) == sorted(large[:-2])
+    assert [one["label"] for one in found["ranked"]] == [one["label"] for one in made["ranked"]]
+    # Each of them is there in detail, with the numbers of the ranking.
+    for one, ranked in zip(found["shown"], made["ranked"], strict=True):
+        assert one | {key: ranked[key] for key in ranked if key != "why"} == one
+        assert one["timeline"]["ranks"]
+    assert found["ruled_out"] == made["ruled_out"]
+    assert found["train"] == made["command"]
+    assert found["train"].startswith("meshwright launch torchrun model.preset=llama-3-70b")
+    assert found["command"] == "meshwright plan " + " ".join(large)
+    assert found["calibration"] == made["calibration"]
+    assert "Nothing has run on a GPU yet" in found["has_run"]
+    assert found["points"] == []
+
+
+def test_a_frozen_page_of_a_file_says_what_it_states(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "llama-3-8b"\n[cluster]\npreset = "h100-sxm"\n')
+    given, made = frozen(tmp_path, capsys, str(file), "train.batch=64", "--devices", "8..16")
+    assert given["words"] == [SMALL[0], SMALL[2], SMALL[1]]
+    assert given["frozen"]["points"] == made["answers"]["devices"]
+
+
+def test_a_frozen_page_where_nothing_fits(tmp_path, capsys):
+    words = ["model.preset=llama-3-70b", "cluster.preset=a40", "cluster.nodes=1"]
+    words += ["cluster.devices_per_node=1", "train.batch=1"]
+    found = frozen(tmp_path, capsys, *words, code=1)[0]["frozen"]
+    assert found["unfit"].startswith("No layout fits. The nearest is")
+    assert found["ranked"] == found["shown"] == []
+    assert found["train"] is None
+
+
+def test_what_was_measured_of_a_cluster_counts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MESHWRIGHT_CALIBRATION", raising=False)
+    plain = answer(QUESTION)
+    step = 2 * plain["ranked"][0]["step_time_s"]
+    measured = f"layout={plain['ranked'][0]['label']} step={step:.3f}s"
+    assert main(["plan", *SMALL, "--measured", measured]) == 0
+    capsys.readouterr()
+    assert main(["plan", *SMALL, "--json"]) == 0
+    corrected = json.loads(capsys.readouterr().out)
+    # The page finds what is kept of the cluster, as the command does from now on.
+    kept = Conditions({"XDG_CACHE_HOME": str(tmp_path)})
+    found = answer(QUESTION, kept)
+    assert found["ranked"][0]["step_time_s"] == corrected["ranked"][0]["step_time_s"]
+    assert found["ranked"][0]["step_time_s"] > 1.3 * plain["ranked"][0]["step_time_s"]
+    assert found["calibration"]["source"].startswith("plan --measured: ")
+    assert not found["is_shipped"]
+    assert plain["is_shipped"]
+    point = devices_answer({"words": SMALL, "first": 8, "last": 8}, kept)["points"][0]
+    assert point["step_time_s"] == found["ranked"][0]["step_time_s"]
+    others = [*SMALL[:1], "cluster.preset=a100-80gb", *SMALL[2:]]
+    assert answer({"words": others}, kept)["is_shipped"]
+
+
+def test_conditions_reach_the_process_that_plans():
+    known = shipped_calibration()
+    slow = {name: value * 2 for name, value in known.constants.items() if name.endswith("launch")}
+    own = replace(known, constants={**known.constants, **slow}, source="mine", date="2026-01-01")
+    conditions = Conditions({}, own, margin=0.2, top=3, flags=("--margin", "0.2"))
+    lines = [json.dumps(conditions.as_json()), json.dumps(["plan", QUESTION])]
+    worker = [sys.executable, "-m", "meshwright.serve.worker"]
+    said = subprocess.run(
+        worker, input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    found = json.loads(said.stdout)["answer"]
+    assert found["calibration"] == {"source": "mine", "date": "2026-01-01"}
+    assert len(found["ranked"]) == 3
+    assert found["command"].endswith(" --margin 0.2")
+    assert all(one["peak_memory_bytes"] <= 0.8 * found["limit"] for one in found["ranked"])
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "says"),
+    [
+        (["--margin", "0.1", "--top", "3"], "--margin 0.1 --top 3", "fitted by"),
+        (
+            ["--measured", "layout=shard8 zero3 mb1 step=34s", "--no-keep"],
+            "--measured 'layout=shard8 zero3 mb1 step=34s' --no-keep",
+            "corrected by what was measured",
+        ),
+    ],
+)
+def test_the_page_is_served_under_the_conditions_of_the_command(
+    words, flags, says, monkeypatch, capsys
+):
+    told = []
+    monkeypatch.setattr("meshwright.cli.serve.serve", lambda *given: told.append(given))
+    assert main(["plan", *SMALL, "--serve", *words]) == 0
+    ((_, asked, conditions, _),) = told
+    assert asked == [SMALL[0], SMALL[2], SMALL[1]]
+    found = answer({"words": asked}, conditions)
+    assert found["command"].endswith(flags)
+    assert says in found["calibration"]["source"]
+    # The command to copy says the same.
+    capsys.readouterr()
+    assert main([*shlex.split(found["command"])[1:], "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [one["label"] for one in made["ranked"]] == [o["label"] for o in found["ranked"]]
+    assert made["ranked"][0]["step_time_s"] == found["ranked"][0]["step_time_s"]
 
 
 def test_pins_bind_and_why_not_is_said_of_any_layout():
@@ -162,7 +284,7 @@ def test_it_keeps_answering_after_bad_input(client):
 @needs_ui
 def test_a_search_without_end_is_ended():
     client_of = pytest.importorskip("starlette.testclient")
-    short = application(PORT, [], limit_s=1e-3)
+    short = application(PORT, limit_s=1e-3)
     with client_of.TestClient(short, base_url=f"http://{HOST}:{PORT}") as opened:
         for _ in range(2):
             found = opened.post("/api/plan", json=QUESTION)
@@ -176,7 +298,7 @@ def test_a_taken_port_is_refused_and_a_free_one_is_of_this_machine_alone():
         taken.bind((HOST, 0))
         taken.listen()
         with pytest.raises(Exception, match="cannot be had"):
-            serve(taken.getsockname()[1], [], print)
+            serve(taken.getsockname()[1], [], Conditions(), print)
     words = [sys.executable, "-m", "meshwright", "plan", "--serve", *SMALL]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -1,5 +1,7 @@
 """The page of `plan --serve` in a browser: a plan asked, pinned, read, copied and run."""
 
+import contextlib
+import io
 import json
 import shlex
 import subprocess
@@ -7,10 +9,10 @@ import sys
 
 import pytest
 
-from meshwright.serve.answer import answer, devices_answer
+from meshwright.cli import main
+from meshwright.serve.answer import answer
 from meshwright.serve.app import application
-from meshwright.serve.page import page
-from test_report_browser import BROWSER, NAMES, browser  # noqa: F401
+from test_report_browser import BROWSER, NAMES, axe, browser, violations  # noqa: F401
 
 pytestmark = [
     pytest.mark.early,
@@ -20,6 +22,7 @@ pytestmark = [
     ),
 ]
 LARGE = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "train.batch=1024"]
+SMALL = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]
 WIDE = """() => document.documentElement.scrollWidth - document.documentElement.clientWidth"""
 
 
@@ -88,7 +91,7 @@ def test_plan_pin_read_copy_and_run(opened, address, capsys):
     assert " tp8 " in f" {expected} "
     shown.click("[data-copy=command]")
     command = shown.evaluate("() => navigator.clipboard.readText()")
-    run = [sys.executable, "-m", *shlex.split(command), "--json", "--top", "8"]
+    run = [sys.executable, "-m", *shlex.split(command), "--json"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["ranked"][0]["label"] == expected
     assert not said
@@ -142,21 +145,45 @@ def test_a_config_is_dropped(opened, tmp_path):
     assert "6.74B parameters" in shown.inner_text("#asked")
 
 
-def test_frozen_it_shows_the_same_and_asks_nobody(browser, tmp_path):  # noqa: F811
-    words = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]
-    found = answer({"words": words})
-    found |= devices_answer({"words": words, "first": 4, "last": 8})
-    path = tmp_path / "plan.html"
-    path.write_text(page(words, found))
-    context = browser.new_context()
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    """The page that `plan --html` writes, and the document that it prints."""
+    path = tmp_path_factory.mktemp("frozen") / "plan.html"
+    words = ["plan", *SMALL, "layout.microbatch=1", "--devices", "4..8", "--top", "3"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*words, "--html", str(path), "--json"]) == 0
+    return path, json.loads(out.getvalue())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_frozen_it_shows_the_plan_and_asks_nobody(browser, frozen, axe, scheme):  # noqa: F811
+    path, made = frozen
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 390, "height": 900})
     shown = context.new_page()
     asked, said = [], []
     shown.on("request", lambda request: asked.append(request.url))
     shown.on("console", lambda message: said.append(message.text))
     shown.goto(path.as_uri())
     drawn(shown, 1)
-    assert best(shown) == found["ranked"][0]["label"]
+    assert best(shown) == made["ranked"][0]["label"]
     assert shown.locator("#curve svg").count() == 1
+    # What was asked is a text, not a control that nobody answers.
+    assert shown.locator("form").is_hidden()
+    told = shown.inner_text("#given-words")
+    assert all(word in told for word in ("llama-3-8b", "h100-sxm", "64", "layout.microbatch"))
+    # What was planned is all there: a second layout beside the first needs no server.
+    shown.locator("#results table button").nth(1).press("Enter")
+    heads = shown.locator(".sides h3").all_inner_texts()
+    assert [one["label"] for one in made["ranked"][:2]] == [h for h in heads if " mb1" in h]
+    assert made["command"] == shown.inner_text("#train")
+    assert shown.evaluate(WIDE) <= 0
+    assert violations(shown, axe) == []
     assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
     assert not said
     context.close()
+
+
+def test_axe_finds_nothing_on_the_served_page(opened, axe):  # noqa: F811
+    shown, _, _ = opened()
+    assert violations(shown, axe) == []

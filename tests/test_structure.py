@@ -25,7 +25,6 @@ ORDER = [
     "data",
     "search",
     "report",
-    "serve",
     "execute",
     "checkpoint",
     "train",
@@ -34,6 +33,7 @@ ORDER = [
     "prove",
     "bench",
     "launch",
+    "serve",
     "cli",
 ]
 TORCH_FREE_ROOMS = [

@@ -32,7 +32,7 @@ from meshwright.cli.questions import (
     ways_to_fit_json,
 )
 from meshwright.cli.scaling import compare_plans
-from meshwright.cli.serve import add_serve, serve_page
+from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
 from meshwright.execute.processor import processor
@@ -46,7 +46,6 @@ from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.price import Prediction, RankMemory, memories
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting
-from meshwright.report.ahead import plan_page
 from meshwright.report.terminal import memory_chart, timeline_chart
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.command import training_command
@@ -116,11 +115,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 where no layout fits."""
     if args.compare:
         return compare_plans(args.compare, as_json=args.json)
-    if args.serve:
-        return serve_page(args)
     run_folder, named = _run_folder(args.after_oom), take_measured(args)
-    config = read_config(args, None if run_folder is None else run_folder.config)
     _check(args)
+    if args.serve:
+        return serve_page(args, named)
+    config = read_config(args, None if run_folder is None else run_folder.config)
     calibration = read_calibration(args.calibration) if args.calibration else None
     lacks, shared, machine = None, 1.0, None
     if calibration is None:
@@ -162,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     more = answers(args, made)
     if more:
         document["answers"] = {one.name: one.document for one in more}
-    _write(args, made, document)
+    _write(args, made, document, named if measured is not None and measured.kept is None else [])
     if not args.json:
         _print_plan(made, seconds, machine)
         print_answers(more)
@@ -179,13 +178,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--margin {args.margin} must be in [0, 1)")
 
 
-def _write(args: argparse.Namespace, made: Plan, document: dict[str, Any]) -> None:
-    """Write the files that are asked for, and the document on stdout with `--json`."""
+def _write(
+    args: argparse.Namespace, made: Plan, document: dict[str, Any], named: list[str]
+) -> None:
+    """Write the files that are asked for, and the document on stdout with `--json`.
+
+    `named` is what was measured and is not kept.
+    """
     if args.save:
         write_atomic(args.save, (json.dumps(document, indent=1) + "\n").encode())
     if args.html:
-        curve = document.get("answers", {}).get("devices", ())
-        write_atomic(args.html, plan_page(made, curve, document["command"]).html().encode())
+        write_atomic(args.html, frozen_page(args, named, made, document).encode())
     if args.json:
         print_json(document)
 

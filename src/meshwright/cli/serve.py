@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
-from meshwright.cli.common import read_words
+from meshwright.cli.common import read_config, read_words
+from meshwright.cli.measured import measured_for
 from meshwright.errors import EXIT_DONE, ConfigError
-from meshwright.serve.answer import SECTIONS
+from meshwright.launch.measured import VARIABLES
+from meshwright.predict.calibration import read_calibration
+from meshwright.search.plan import Plan
+from meshwright.search.rank import MARGIN
+from meshwright.serve.answer import asked_words, document
 from meshwright.serve.app import serve
-from meshwright.spec.dump import toml_value
+from meshwright.serve.conditions import TOP, Conditions
+from meshwright.serve.page import page
 from meshwright.spec.loading import read_given
 
 
@@ -24,20 +32,59 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def serve_page(args: argparse.Namespace) -> int:
-    """Serve the page until it is interrupted; it begins with what the arguments say."""
-    file, overrides = read_words(args)
-    words = list(overrides)
-    if file is not None:
-        read = read_given(Path(file))
-        given = [
-            f"{section}.{key}={toml_value(value.value)}"
-            for section in SECTIONS
-            for key, value in read[section].items()
-        ]
-        words = given + words
+def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
+    """Serve the page until it is interrupted; it begins with what the arguments say.
+
+    What is `named` as measured counts for it, as for a plan in the terminal.
+    """
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} must be from 0 to {(1 << 16) - 1}")
+    calibration = read_calibration(args.calibration) if args.calibration else None
+    if named:
+        measured = measured_for(
+            list(named), read_config(args), calibration, os.environ, keeps=not args.no_keep
+        )
+        assert measured is not None
+        measured.print()
+        # What is kept of a cluster is found again by each question about it.
+        calibration = measured.calibration if measured.kept is None else None
+    environ = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    flags = tuple(_flags(args, named if calibration else ()))
+    conditions = Conditions(environ, calibration, args.margin, args.top, flags)
+    words = asked_words(read_given(*read_words(args)))
     with suppress(KeyboardInterrupt):
-        serve(args.port, words, lambda address: print(f"{address}  Ctrl-C ends it", flush=True))
+        serve(
+            args.port,
+            words,
+            conditions,
+            lambda address: print(f"{address}  Ctrl-C ends it", flush=True),
+        )
     return EXIT_DONE
+
+
+def frozen_page(
+    args: argparse.Namespace, named: Sequence[str], made: Plan, planned: Mapping[str, Any]
+) -> str:
+    """Return the page of a plan that was made, with each of its ranked layouts in detail.
+
+    `named` is what was measured and is not kept; `planned` is the plan's own document.
+    """
+    stated = read_given(*read_words(args))
+    labels = [one.layout.label for one in made.found.ranked]
+    found = document(made, args.words, labels, stated, tuple(_flags(args, named)))
+    points = planned.get("answers", {}).get("devices", [])
+    return page(asked_words(stated), {**found, "points": points})
+
+
+def _flags(args: argparse.Namespace, named: Sequence[str]) -> Iterator[str]:
+    """Yield what a command says beside its words to plan under the same conditions."""
+    if args.margin != MARGIN:
+        yield from ("--margin", f"{args.margin:g}")
+    if args.top != TOP:
+        yield from ("--top", str(args.top))
+    if args.calibration is not None:
+        yield from ("--calibration", str(args.calibration))
+    for text in named:
+        yield from ("--measured", text)
+    if named:
+        yield "--no-keep"

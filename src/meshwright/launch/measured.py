@@ -22,6 +22,8 @@ from meshwright.spec.loading import Config
 CALIBRATION: Final = "cluster.calibration"
 # Set to "shipped", nothing is measured without being asked for, and nothing that is kept is read.
 VARIABLE: Final = "MESHWRIGHT_CALIBRATION"
+# What decides where calibrations are kept, and whether they are read.
+VARIABLES: Final = (VARIABLE, "HOME", "XDG_CACHE_HOME")
 # The number goes up where the constants' meaning changes: what was kept before is not read.
 _FOLDER: Final = "calibrations-4"
 _CLUSTERS: Final = "clusters-1"

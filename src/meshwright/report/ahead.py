@@ -1,22 +1,18 @@
-"""Pages of what has not run: a plan, a simulation, and layouts that were run side by side."""
+"""Pages of a simulation, and of layouts that were run side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.predict.price import Prediction
-from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting
-from meshwright.program.lower import Program, lower
+from meshwright.program.lower import Program
 from meshwright.program.profile import StepProfile
-from meshwright.report.causes import CAUSE_NAMES, bars, stacked
-from meshwright.report.colours import CAUSE_LOOKS, INK, MEASURED, PREDICTED, SOFT
-from meshwright.report.curves import line, lines
+from meshwright.report.causes import bars
+from meshwright.report.colours import MEASURED, PREDICTED
 from meshwright.report.figure import byte_unit, seconds, time_unit
 from meshwright.report.page import (
     Page,
-    commands,
     facts,
     folded,
     grid,
@@ -25,50 +21,12 @@ from meshwright.report.page import (
     prose,
     table,
 )
-from meshwright.report.peaks import PROCESS, TENSORS, peak_name
+from meshwright.report.peaks import TENSORS, peak_name
 from meshwright.report.placement import mesh_chart, mesh_words, placement_table
 from meshwright.report.steps import step_sections
 from meshwright.report.words import profile_warnings
-from meshwright.search.advice import lost_by, warnings
-from meshwright.search.plan import Plan
 from meshwright.spec.parts import parameter_count
-from meshwright.spec.words import HAS_RUN
 from meshwright.units import counted, format_bytes, format_count
-
-
-def plan_page(
-    made: Plan, curve: Sequence[Mapping[str, Any]] = (), command: str | None = None
-) -> Page:
-    """Return the page of a plan: a step of its winner, why the others lost, how to train it.
-
-    `curve` has the best layout of other numbers of devices, as `Point.as_json` says it; `command`
-    is what trains the winner.
-    """
-    setting, best = made.setting, made.best
-    predicted = predicted_profile(setting, best.layout) if best else None
-    devices = f"{setting.cluster.devices} x {setting.cluster.device.name}"
-    page = Page(f"Plan for {devices}", _asked(setting))
-    page.section(
-        "headline",
-        "At a glance",
-        facts(_winner(made, best, predicted)) if best else "",
-        prose(f"Best: `{best.layout.label}`: {mesh_words(best.layout)}.") if best else _unfit(made),
-        notices([(text[0].upper() + text[1:] + ".", "") for text in warnings(best, setting)])
-        if best
-        else "",
-    )
-    page.section("ranked", "Layouts, ranked", *_ranked(page, made))
-    if any(one["fits"] for one in curve):
-        page.section("devices", "More and fewer devices", _curve(page, curve))
-    if best is not None:
-        program = lower(setting.model, setting.train, best.layout, setting.target)
-        _layout(page, program)
-        step_sections(page, predicted, None, best.layout, setting.cluster)
-    source = setting.calibration.source
-    page.section("source", "What it rests on", prose(f"Calibration: {source}.", HAS_RUN))
-    if command is not None:
-        page.section("train", "Train it", prose("This trains the best layout:"), commands(command))
-    return page
 
 
 def _asked(setting: Setting) -> str:
@@ -79,121 +37,6 @@ def _asked(setting: Setting) -> str:
         f"{count} parameters; batch {train.batch} x {train.seq_len} tokens, {train.precision}; "
         f"{nodes}"
     )
-
-
-def _winner(
-    made: Plan, best: Prediction, predicted: StepProfile | None
-) -> list[tuple[str, str, str]]:
-    held = best.memory
-    share = f"of {format_bytes(held.limit)} on the worst rank, {held.total / held.limit:.0%}"
-    each = format_count(best.tokens_per_s / best.layout.world)
-    worst = predicted.worst if predicted else None
-    name = peak_name(worst.peak) if worst and worst.peak else PROCESS
-    return [
-        (
-            "Parameters",
-            format_count(parameter_count(made.setting.model)),
-            made.setting.model.family,
-        ),
-        ("Devices", f"{best.layout.world}", made.setting.cluster.device.name),
-        ("Step", seconds(best.time.total), "predicted"),
-        ("Tokens a second", format_count(best.tokens_per_s), f"{each} a device"),
-        ("MFU", f"{best.mfu:.1%}", f"{best.tflops_per_device:.0f} TFLOP/s a device"),
-        (name.capitalize(), format_bytes(held.total), share),
-    ]
-
-
-def _unfit(made: Plan) -> str:
-    held, layout = made.found.unfit, made.found.unfit_layout
-    nearest = ""
-    if held is not None and layout is not None:
-        nearest = (
-            f"Nearest is `{layout.label}`, which needs {format_bytes(held.total)} of "
-            f"{format_bytes(held.limit)}."
-        )
-    return notices([("No layout fits.", nearest)])
-
-
-def _curve(page: Page, points: Sequence[Mapping[str, Any]]) -> str:
-    """Return the chart of tokens a second over the number of devices."""
-    fitting = [one for one in points if one["fits"]]
-    xs = [float(one["devices"]) for one in fitting]
-    ideal = [fitting[0]["tokens_per_s"] * at / xs[0] for at in xs]
-    drawn = lines(
-        [
-            line("in step with the first", xs, ideal, SOFT, line={"dash": "dot"}),
-            line("tokens/s", xs, [one["tokens_per_s"] for one in fitting], INK),
-        ],
-        "tokens/s",
-        280,
-        x_title="devices",
-    )
-    rows = [
-        (
-            str(one["devices"]),
-            one["label"],
-            format_bytes(one["peak_memory_bytes"]),
-            format_count(one["tokens_per_s"]),
-            f"{one['mfu']:.1%}",
-            f"{one['takes']['days']:.3g}",
-            "-" if one["takes"]["cost"] is None else f"{one['takes']['cost']:,.4g}",
-        )
-        if one["fits"]
-        else (str(one["devices"]), "no layout fits", *"-----")
-        for one in points
-    ]
-    tokens = format_count(fitting[0]["takes"]["tokens"])
-    heads = ("devices", "layout", "memory", "tokens/s", "MFU", "days", "cost")
-    return page.chart(
-        "devices-curve",
-        "Tokens per second by the number of devices",
-        drawn,
-        f"The best layout of each number; days and cost are those of {tokens} tokens.",
-        table(heads, rows),
-    ) + table(heads, rows)
-
-
-def _ranked(page: Page, made: Plan) -> list[str]:
-    ranked, best = made.found.ranked, made.best
-    reasons = table(
-        ("reason", "layouts"),
-        [(reason, f"{count:,}") for reason, count in made.found.reasons.items()],
-        caption=f"Ruled out, of {made.found.considered:,} legal layouts",
-    )
-    if best is None:
-        return [reasons]
-    rows = [
-        (
-            one.layout.label,
-            format_bytes(one.memory.total),
-            seconds(one.time.total),
-            format_count(one.tokens_per_s),
-            f"{one.mfu:.1%}",
-            "best" if one is best else lost_by(one, best),
-        )
-        for one in ranked
-    ]
-    causes = {one.layout.label: one.time.causes for one in ranked}
-    drawn, used = stacked(
-        causes, [f"{seconds(one.time.total)}, {one.mfu:.1%} MFU" for one in ranked]
-    )
-    listed = table(("layout", "memory", "step", "tokens/s", "MFU", "why not"), rows)
-    chart = page.chart(
-        "ranking",
-        "Predicted time of a step",
-        drawn,
-        "The best layout of each division of the devices. The first is the one to take: where "
-        "another is a little faster, the first is simpler.",
-        table(
-            ("layout", *(CAUSE_NAMES[cause] for cause in used)),
-            [
-                (label, *(seconds(found.get(cause, 0.0)) for cause in used))
-                for label, found in causes.items()
-            ],
-        ),
-        key=key_of([(CAUSE_NAMES[cause], CAUSE_LOOKS[cause]) for cause in used]),
-    )
-    return [chart, listed, reasons]
 
 
 def _layout(page: Page, program: Program) -> None:

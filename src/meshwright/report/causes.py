@@ -9,7 +9,7 @@ from typing import Any, Final
 from meshwright.layout import Layout
 from meshwright.predict.catalogue import Cluster
 from meshwright.program.profile import CAUSES, RankProfile, StepProfile
-from meshwright.report.colours import CAUSE_LOOKS, MEASURED, PREDICTED, Look
+from meshwright.report.colours import MEASURED, PREDICTED, Look
 from meshwright.report.figure import Figure, axis, byte_unit, figure, seconds, time_unit
 from meshwright.report.markup import escape, joined
 from meshwright.report.page import Page, key_of, table
@@ -110,28 +110,6 @@ def bars(
             ticks="",
         ),
     )
-
-
-def stacked(
-    rows: Mapping[str, Mapping[str, float]], printed: Sequence[str]
-) -> tuple[Figure, list[str]]:
-    """Return bars of seconds stacked by cause, each with a text at its end, and the causes used."""
-    used = [c for c in CAUSES if any(found.get(c, 0.0) > 0 for found in rows.values())]
-    totals = [sum(found.values()) for found in rows.values()]
-    unit, scale = time_unit(max(totals))
-    ends = [total * scale for total in totals]
-    drawn = bars(list(rows), [("step", MEASURED, ends, printed)], f"time of a step, {unit}", row=28)
-    (whole,) = drawn["data"]
-    whole["marker"] = {"color": "rgba(0,0,0,0)"}
-    bases = [0.0] * len(rows)
-    for cause in used:
-        values = [found.get(cause, 0.0) * scale for found in rows.values()]
-        texts = [f"{CAUSE_NAMES[cause]}: {seconds(value / scale)}" for value in values]
-        part = {**whole, "name": cause, "x": values, "base": list(bases), "customdata": texts}
-        part |= {"marker": CAUSE_LOOKS[cause].marker(), "text": None}
-        drawn["data"].append({**part, "hovertemplate": "%{customdata}<extra></extra>"})
-        bases = [base + value for base, value in zip(bases, values, strict=True)]
-    return drawn, used
 
 
 def causes_chart(

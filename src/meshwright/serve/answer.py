@@ -1,4 +1,4 @@
-"""`answer`: what the page of `plan --serve` asks, as one document of JSON that it draws.
+"""`answer`: what a page of a plan asks, as one document of JSON that it draws.
 
 A question is the words of a command line, `section.key=value`, each checked by the loader of
 configs, and labels of layouts to show in detail.
@@ -6,54 +6,73 @@ configs, and labels of layouts to show in detail.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from meshwright.errors import ConfigError, MeshwrightError, refusal
-from meshwright.layout import Layout
-from meshwright.predict.price import Prediction, memories, price
+from meshwright.errors import ConfigError, refusal
+from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.setting import Setting
-from meshwright.predict.spans import pipeline_spans
-from meshwright.predict.step import pace_of
-from meshwright.search.advice import lost_by, warnings
+from meshwright.search.advice import lost_by
+from meshwright.search.command import training_command
 from meshwright.search.pins import given
-from meshwright.search.plan import Plan, check_legal, on_cluster, plan, prediction_json
+from meshwright.search.plan import Plan, prediction_json
 from meshwright.search.scaling import counts_between, curve
+from meshwright.serve.conditions import Conditions
+from meshwright.serve.detail import detail
 from meshwright.spec.catalogue import LOCAL
 from meshwright.spec.dump import given_toml, toml_value
 from meshwright.spec.hf import spec_from_hf
 from meshwright.spec.loading import Config, load_config, read_given
 from meshwright.spec.parts import parameter_count
+from meshwright.spec.resolve import Values
+from meshwright.spec.words import HAS_RUN
 from meshwright.units import format_bytes, format_count
 
 # What the page may set: nothing that writes, and nothing of another run.
 SECTIONS: Final = ("model", "train", "cluster", "layout", "lora")
 _MOST_WORDS: Final = 64
 _MOST_SHOWN: Final = 2
-_TOP: Final = 8
-# So many actions are drawn of a step, and so many numbers of devices are planned for a curve.
-_MOST_SPANS: Final = 1500
+# So many numbers of devices are planned for a curve, and so many tokens are trained on.
 _MOST_COUNTS: Final = 12
 _TOKENS: Final = 1e12
+_PLAIN: Final = Conditions()
 
 
-def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+def answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return the plan of a question; raises `ConfigError` for one that makes no sense."""
     words, shown = _words(question), _labels(question)
-    config = _config(words)
-    made = plan(config, _TOP)
-    best = made.best
-    labels = shown or ([best.layout.label] if best else [])
+    made = conditions.plan(_config(words))
+    labels = shown or ([made.best.layout.label] if made.best else [])
+    return document(made, words, labels, read_given(None, words), conditions.flags)
+
+
+def document(
+    made: Plan,
+    words: Sequence[str],
+    labels: Sequence[str],
+    stated: Mapping[str, Values],
+    flags: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return a plan as a page draws it, with the layouts of such labels in detail.
+
+    `words` and `flags` are those of the command line; `stated` is what it and its config say.
+    """
+    best, known = made.best, made.setting.calibration
     return {
-        "words": words,
-        "command": shlex.join(["meshwright", "plan", *words]),
-        "config": given_toml(read_given(None, words)),
+        "command": shlex.join(["meshwright", "plan", *words, *flags]),
+        "train": training_command(words, made),
+        "config": given_toml(stated),
         "asked": _asked(made.setting),
+        "calibration": {"source": known.source, "date": known.date},
+        "is_shipped": known is shipped_calibration(),
+        "has_run": HAS_RUN,
         "limit": made.setting.cluster.device.memory,
         "considered": made.found.considered,
         "ruled_out": made.found.reasons,
-        "fixed": {key: str(value) for key, value in given(config).items()},
+        "fixed": {key: str(value) for key, value in given(made.config).items()},
+        "choices": [[one.what, one.text] for one in made.choices],
         "ranked": [
             {
                 **prediction_json(one),
@@ -62,11 +81,27 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             for one in made.found.ranked
         ],
         "unfit": _unfit(made),
-        "shown": [_shown(made, label) for label in labels],
+        "shown": [detail(made, label) for label in labels],
     }
 
 
-def devices_answer(question: Mapping[str, Any]) -> dict[str, Any]:
+def asked_words(stated: Mapping[str, Values]) -> list[str]:
+    """Return what a config states of what the page asks, as words of a command line."""
+    return [
+        f"{section}.{key}={_word(value.value)}"
+        for section in SECTIONS
+        for key, value in stated.get(section, {}).items()
+        if value.value is not None
+    ]
+
+
+def _word(value: Any) -> str:
+    """Return a value as an override has it: a plain name without quotes."""
+    is_name = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]*", value)
+    return str(value) if is_name and value not in ("true", "false") else toml_value(value)
+
+
+def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return the best layout of each number of devices from `first` to `last`, doubling."""
     words = _words(question)
     first, last = (question.get(key) for key in ("first", "last"))
@@ -79,8 +114,9 @@ def devices_answer(question: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"first = {first} must be at most last = {last}")
     counts = counts_between(first, last)[:_MOST_COUNTS]
     config = _config(words)
-    made = plan(config, 1)
-    points = curve(made.setting, counts, _TOKENS, config.cluster.price, pins=given(config))
+    made = conditions.plan(config)
+    price, pins = config.cluster.price, given(config)
+    points = curve(made.setting, counts, _TOKENS, price, conditions.margin, pins)
     return {"points": [one.as_json() for one in points]}
 
 
@@ -144,64 +180,3 @@ def _unfit(made: Plan) -> str | None:
         return None
     needs = f"{format_bytes(held.total)} of {format_bytes(held.limit)}"
     return f"No layout fits. The nearest is {layout.label}, which needs {needs}."
-
-
-def _shown(made: Plan, label: str) -> dict[str, Any]:
-    """Return a layout in detail, or why it is none."""
-    try:
-        layout = Layout.parse(label)
-        check_legal(made.setting, layout)
-        setting = on_cluster(made.setting, layout)
-        found = price(setting, layout)
-        return {
-            **prediction_json(found),
-            "why_not": _why_not(made, found),
-            "warnings": warnings(found, setting),
-            "ranks": [
-                {"rank": held.rank, "bytes": held.by_category(), "total": held.total}
-                for held in memories(setting, layout)
-            ],
-            "timeline": _timeline(setting, found),
-        }
-    except MeshwrightError as error:
-        return {"label": label[:200], "why_not": str(error), "refused": True}
-
-
-def _why_not(made: Plan, found: Prediction) -> str:
-    """Return why a layout is not the best one."""
-    said = []
-    if found.devices != made.setting.cluster.devices:
-        said.append(f"it has {found.devices} ranks, not {made.setting.cluster.devices}")
-    others = {
-        key: value
-        for key, value in given(made.config).items()
-        if getattr(found.layout, key) != value
-    }
-    said += [f"{key} is fixed to {value}" for key, value in others.items()]
-    held, share = found.memory, 1 - made.margin
-    if held.total > held.limit * share:
-        room = format_bytes(held.limit * share)
-        said.append(f"it needs {format_bytes(held.total)}; {room} are to be filled")
-    if made.best is not None and found.layout != made.best.layout:
-        said.append(lost_by(found, made.best))
-    return "; ".join(said) or "it is the best"
-
-
-def _timeline(setting: Setting, found: Prediction) -> dict[str, Any]:
-    """Return the actions of each pipeline rank: kind, start, end, stage, microbatch."""
-    layout, time = found.layout, found.time
-    slowest = time.ranks[time.slowest]
-    after = slowest["data"] + slowest["optimizer"] + slowest["host"]
-    kernels = setting.kernels()
-    pace = pace_of(setting, kernels, layout)
-    drawn = pipeline_spans(setting, kernels, layout, pace, time.total - after)
-    most = _MOST_SPANS // layout.pp
-    ranks = [[s for s in one.spans if s.track == "compute"] for one in drawn]
-    return {
-        "total": time.total,
-        "actions_end": time.total - after,
-        "left_out": sum(max(len(own) - most, 0) for own in ranks),
-        "ranks": [
-            [[s.name, s.start, s.end, s.stage, s.microbatch] for s in own[:most]] for own in ranks
-        ],
-    }

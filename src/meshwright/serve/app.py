@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from meshwright.errors import ConfigError
 from meshwright.parsing import parse_json
+from meshwright.serve.conditions import Conditions
 from meshwright.serve.page import page, policy
 from meshwright.serve.planner import Planner
 from meshwright.serve.worker import DEEDS
@@ -19,6 +20,7 @@ from meshwright.serve.worker import DEEDS
 HOST: Final = "127.0.0.1"
 LARGEST_BODY: Final = 1 << 18
 LIMIT_S: Final = 60.0
+_PLAIN: Final = Conditions()
 MISSING: Final = "`plan --serve` needs the extra `ui`: pip install 'meshwright[ui]'"
 try:
     import uvicorn
@@ -57,10 +59,15 @@ async def _body(request: Request) -> bytes | None:
     return body
 
 
-def application(port: int, words: Sequence[str] = (), limit_s: float = LIMIT_S) -> Starlette:
+def application(
+    port: int,
+    words: Sequence[str] = (),
+    conditions: Conditions = _PLAIN,
+    limit_s: float = LIMIT_S,
+) -> Starlette:
     """Return the application for a port; `words` are what its page asks at first."""
     # The curve over devices takes longer: the next plan does not wait for it.
-    planners = {deed: Planner(limit_s) for deed in DEEDS}
+    planners = {deed: Planner(limit_s, conditions) for deed in DEEDS}
     first = page(words)
 
     def said(status: int, text: str) -> Response:
@@ -113,7 +120,9 @@ def application(port: int, words: Sequence[str] = (), limit_s: float = LIMIT_S) 
     return Starlette(routes=routes, lifespan=alive)
 
 
-def serve(port: int, words: Sequence[str], tell: Callable[[str], None]) -> None:
+def serve(
+    port: int, words: Sequence[str], conditions: Conditions, tell: Callable[[str], None]
+) -> None:
     """Serve until interrupted; `tell` gets the address. Port 0 is any free one.
 
     Raises `ConfigError` where the extra is missing or the port is taken.
@@ -129,7 +138,7 @@ def serve(port: int, words: Sequence[str], tell: Callable[[str], None]) -> None:
             raise ConfigError(f"--port {port} cannot be had on {HOST}: {error}") from None
         port = listening.getsockname()[1]
         config = uvicorn.Config(
-            application(port, words),
+            application(port, words, conditions),
             log_level="warning",
             limit_concurrency=32,
             timeout_keep_alive=5,

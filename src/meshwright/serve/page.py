@@ -9,6 +9,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from meshwright.report.causes import CAUSE_NAMES
 from meshwright.report.colours import (
     ACTIONS,
     CAUSE_LOOKS,
@@ -19,13 +20,17 @@ from meshwright.report.colours import (
 )
 from meshwright.report.markup import escape
 from meshwright.report.page import policy as policy_of
+from meshwright.report.timelines import NAMES as KIND_NAMES
 from meshwright.spec.catalogue import catalogue_rows
 from meshwright.spec.presets import PRESETS
 from meshwright.version import __version__
 
 
 def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> str:
-    """Return the page; with an answer it is frozen: it shows that, and asks nobody."""
+    """Return the page; with an answer it is frozen: it shows that, and asks nobody.
+
+    `words` are what it asks, as overrides.
+    """
     given = {
         "words": list(words),
         "frozen": answer,
@@ -36,6 +41,8 @@ def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> 
         "actions": {
             kind: [_drawn(look), _drawn(OTHER_STAGE[kind])] for kind, look in ACTIONS.items()
         },
+        "names": dict(CAUSE_NAMES),
+        "kinds": dict(KIND_NAMES),
         "dark": dict(DARK),
     }
     return Template(_asset("page.html")).substitute(

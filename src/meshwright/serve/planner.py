@@ -8,6 +8,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from meshwright.serve.conditions import Conditions
+
 # Bytes of an answer.
 _LONGEST: Final = 1 << 24
 _MODULE: Final = "meshwright.serve.worker"
@@ -16,8 +18,8 @@ _MODULE: Final = "meshwright.serve.worker"
 class Planner:
     """A worker that is started when it is first asked, and anew after it had to be ended."""
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, conditions: Conditions) -> None:
+        self.limit_s, self.conditions = limit_s, conditions
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
@@ -52,6 +54,8 @@ class Planner:
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST,
             )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(self.conditions.as_json()).encode() + b"\n")
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps([deed, question]).encode() + b"\n")

@@ -1,7 +1,8 @@
 """The process that plans for the page: a line of JSON in, a line of JSON out.
 
-It is one of its own, so that a search that takes too long can be ended, and what it has learnt of a
-model and a cluster stays with it from one question to the next.
+It is a process of its own, so that a search that takes too long can be ended, and what it has
+learnt of a model and a cluster stays with it from one question to the next. The first line has the
+conditions that hold for all questions.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from typing import Any, Final
 from meshwright.errors import MeshwrightError
 from meshwright.parsing import parse_json
 from meshwright.serve.answer import answer, devices_answer, model_words
+from meshwright.serve.conditions import Conditions
 
-DEEDS: Final[Mapping[str, Callable[[Any], Any]]] = {
+DEEDS: Final[Mapping[str, Callable[[Any, Conditions], Any]]] = {
     "plan": answer,
     "devices": devices_answer,
-    "model": lambda document: {"words": model_words(document)},
+    "model": lambda document, _: {"words": model_words(document)},
 }
+_PLAIN: Final = Conditions()
 
 
-def reply(deed: str, question: Any) -> dict[str, Any]:
+def reply(deed: str, question: Any, conditions: Conditions = _PLAIN) -> dict[str, Any]:
     """Return `{"answer": ...}`, or `{"error": ...}` where a question cannot be answered."""
     try:
         if deed != "model" and not isinstance(question, dict):
             return {"error": "a question is a JSON object"}
-        return {"answer": DEEDS[deed](question)}
+        return {"answer": DEEDS[deed](question, conditions)}
     except MeshwrightError as error:
         return {"error": str(error)}
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -36,9 +39,11 @@ def reply(deed: str, question: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until the input ends."""
+    conditions = Conditions.from_json(parse_json(sys.stdin.readline()))
     for line in sys.stdin:
         deed, question = parse_json(line)
-        sys.stdout.write(json.dumps(reply(deed, question), separators=(",", ":")) + "\n")
+        found = reply(deed, question, conditions)
+        sys.stdout.write(json.dumps(found, separators=(",", ":")) + "\n")
         sys.stdout.flush()
 
 
