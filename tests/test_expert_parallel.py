@@ -43,6 +43,7 @@ from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.update import update
 from ranks import on_ranks
+from seeded import without_sums
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = model_spec(
@@ -219,12 +220,7 @@ def another_expert(parallel):
 
 def no_sum_of_routers(parallel):
     """Each rank of tp keeps its part of the routers' gradients."""
-    parallel.held[:] = [
-        held._replace(sharding=replace(held.sharding, is_partial=False))
-        if "router" in held.name
-        else held
-        for held in parallel.held
-    ]
+    without_sums(parallel, ".router.weight")
 
 
 ROUTER, DOWN = "layers.1.mlp.router.weight", "layers.1.mlp.experts.down.weight"

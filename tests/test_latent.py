@@ -1,6 +1,5 @@
 """Latent attention and routers of sigmoids: parity, faults that proofs must catch, checkpoints."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.train.optimizer import build_optimizer
 from ranks import on_ranks
+from seeded import without_sums
 
 SIZES = {
     "family": "deepseek_v3",
@@ -109,15 +109,7 @@ def test_a_layout_is_one_device(case):
 def no_sum(*names):
     """Each rank of tp keeps its part of some gradients."""
 
-    def fault(parallel):
-        parallel.held[:] = [
-            held._replace(sharding=replace(held.sharding, is_partial=False))
-            if held.name.endswith(names)
-            else held
-            for held in parallel.held
-        ]
-
-    return fault
+    return lambda parallel: without_sums(parallel, *names)
 
 
 def blocks(parallel):

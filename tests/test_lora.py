@@ -29,6 +29,7 @@ from meshwright.spec.parts import parts, trained_parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
+from seeded import without_sums
 
 SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 96, "ffn_dim": 48}
 TRAIN = TrainSpec(batch=8, seq_len=16, seed=3)
@@ -117,11 +118,7 @@ def test_fsdp2_leaves_frozen_weights_alone(label):
 
 def unsummed(parallel: Parallel) -> None:
     """Take a gradient of a part of the outputs for that of all."""
-    for at, held in enumerate(parallel.held):
-        sharding = held.sharding
-        if sharding.is_partial:
-            object.__setattr__(sharding, "is_partial", False)
-            parallel.held[at] = held._replace(sharding=sharding)
+    without_sums(parallel)
 
 
 def rescaled(parallel: Parallel) -> None:

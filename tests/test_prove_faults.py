@@ -18,6 +18,7 @@ from meshwright.prove.parity import check, prove_parity
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
+from seeded import without_sums
 
 pytestmark = pytest.mark.early
 
@@ -65,9 +66,7 @@ def no_reduce_in_backward(parallel):
 
 def no_sum_of_norms(parallel):
     """Norms under sequence parallelism keep the gradient of their own tokens."""
-    parallel.held[:] = [
-        held._replace(sharding=replace(held.sharding, is_partial=False)) for held in parallel.held
-    ]
+    without_sums(parallel)
 
 
 def no_residual_scale(parallel):
