@@ -85,8 +85,9 @@ def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
             own = event.self_device_time_total
         else:
             own = event.self_cpu_time_total if event.thread == main else 0
-        # What is no operator is Python's time, and what it waits for.
-        kind = _kind(event) if own > 0 and "::" in event.name else None
+        # What is no operator is Python's time, and what it waits for: a span of FSDP2's, too.
+        is_operator = "::" in event.name and not event.name.startswith("FSDP::")
+        kind = _kind(event) if own > 0 and is_operator else None
         if kind is not None:
             yield kind, own / 1e6
 
