@@ -94,9 +94,6 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
         assert row["predicted_peak_bytes"] == pytest.approx(
             row["peak_bytes"], rel=labels[row["layout"]]
         )
-        for each in row["shares_s"]:
-            # Operations are timed by another clock than waits: on a busy machine they may overlap.
-            assert min(each.values()) > -1e-3 - 0.05 * sum(each.values()), (row["layout"], each)
         for kind in ("products", "attention", "norms", "rotation", "optimizer"):
             assert all(each[kind] > 0 for each in row["shares_s"]), kind
     waits = {row["layout"]: row["shares_s"] for row in rows}
@@ -107,6 +104,16 @@ def test_layouts_are_measured_side_by_side(tmp_path, capsys):
     assert waits["shard2 zero3 mb2"][0]["waiting: data"] > 0
     # The last stage alone has the loss.
     assert waits["pp2 1f1b mb2"][1]["loss"] > waits["pp2 1f1b mb2"][0]["loss"] == 0
+
+
+@pytest.mark.perf  # operations are timed by another clock than waits, and overlap on a busy machine
+def test_the_shares_of_a_step_do_not_overlap(capsys):
+    labels = ("dp2 mb2", "tp2 mb2", "shard2 zero3 mb2")
+    words = ["--rounds", "1", "--steps", "2", "--shares", "--json"]
+    assert main(["bench", "layouts", *SMALL, "--layout", *labels, *words]) == 0
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        for each in row["shares_s"]:
+            assert min(each.values()) > -1e-3 - 0.05 * sum(each.values()), (row["layout"], each)
 
 
 def test_an_operation_is_of_the_kind_of_what_called_it():
