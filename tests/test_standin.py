@@ -1,19 +1,22 @@
 """The path of a GPU, rehearsed on a stand-in: messages, host waits and the order of streams."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
-from benchmarks.rehearsal import KINDS, case
+from benchmarks.rehearsal import FAULTS, KINDS, case, checked, seeded
 
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
-from meshwright.simulate.on_standin import watch
+from meshwright.simulate.on_standin import Watched, out_of_order, watch
 from meshwright.simulate.stream_order import HOST, StreamOrder
 
 SOME = ("shard2 zero3 mb2 recompute-full", "mb2 offload-optimizer")
 
 
 def test_a_step_on_a_gpu_waits_for_nothing_and_orders_its_streams():
-    found = list(watch([case(label) for label in SOME]))
+    found = list(watch([{**case(label), "ranks": [0]} for label in SOME]))
     assert [one.label for one in found] == [Layout.parse(label).label for label in SOME]
     for one in found:
         assert one.passed, one
@@ -22,8 +25,58 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_orders_its_streams():
 
 @pytest.mark.slow
 def test_every_kind_of_layout_does():
-    for one in watch([case(*kind) for kind in KINDS]):
-        assert one.passed, one
+    for kind, one in zip(KINDS, checked([case(*kind) for kind in KINDS]), strict=True):
+        assert not one.caught, (kind, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_a_seeded_fault_is_caught_and_by_the_check_that_is_for_it(fault):
+    assert seeded(fault).caught == [fault.check]
+
+
+def test_a_fault_is_put_where_its_text_stands_once_alone():
+    for fault in FAULTS:
+        module, old, new = fault.edit
+        text = Path(find_spec(module).origin).read_text(encoding="utf-8")
+        assert text.count(old) == 1, fault
+        compile(text.replace(old, new), module, "exec")
+
+
+@pytest.mark.slow
+def test_a_fault_whose_text_is_gone_is_told():
+    with pytest.raises(MeshwrightError, match="does not have once: no such text"):
+        list(watch([case("mb2")], [("meshwright.execute.batch", "no such text", "")]))
+
+
+def sends(rank, *messages):
+    return Watched("a layout", rank, (), (), (), (), 0.0, messages)
+
+
+def test_messages_of_a_group_are_in_one_order():
+    total, gather = ((kind, "data", (0, 1), 8, -1, 0) for kind in ("all_reduce", "all_gather"))
+    assert out_of_order([sends(0, total, gather), sends(1, total, gather)]) == ()
+    swapped = out_of_order([sends(0, total, gather), sends(1, gather, total)])
+    assert [text.partition(" of rank 0 ")[0] for text in swapped] == [
+        "data of ranks 0, 1: message 1",
+        "data of ranks 0, 1: message 2",
+    ]
+    (missing,) = out_of_order([sends(0, total, gather), sends(1, total)])
+    assert missing.endswith("of rank 1 None")
+
+
+def test_transfers_of_a_pair_are_in_one_order():
+    away = [("send", "pp", (0, 1), 8, 1, microbatch) for microbatch in (0, 1)]
+    come = [("recv", "pp", (0, 1), 8, 0, microbatch) for microbatch in (0, 1)]
+    assert out_of_order([sends(0, *away), sends(1, *come)]) == ()
+    assert len(out_of_order([sends(0, *away), sends(1, *come[::-1])])) == 2
+    # Both ways share a communicator: a receive that waits first holds up the send behind it.
+    back = [("recv", "pp", (0, 1), 8, 1, 0), ("send", "pp", (0, 1), 8, 0, 0)]
+    assert out_of_order([sends(0, away[0], back[0]), sends(1, come[0], back[1])]) == ()
+    assert out_of_order([sends(0, away[0], back[0]), sends(1, back[1], come[0])])
+    # A ring begins the two of a step together.
+    around = [(kind, "cp", (0, 1), 8, peer, 0) for peer in (0, 1) for kind in ("send", "recv")]
+    assert out_of_order([sends(0, *around[2:]), sends(1, *around[1::-1])]) == ()
 
 
 @pytest.mark.slow

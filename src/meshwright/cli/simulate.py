@@ -24,7 +24,7 @@ from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page
 from meshwright.report.page import Page
 from meshwright.search.plan import setting_of
-from meshwright.simulate.on_standin import watch
+from meshwright.simulate.on_standin import out_of_order, watch
 from meshwright.simulate.profile import both_profiles
 from meshwright.simulate.run import (
     Simulated,
@@ -133,8 +133,10 @@ def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_docu
         took = format_seconds(one.seconds)
         verdict = "passed" if one.passed else "FAILED"
         print(f"rank {one.rank}: {verdict}, in {took}", file=sys.stderr)
+    between = list(out_of_order(found))
     if as_document:
-        print_json({"label": layout.label, "ranks": [one._asdict() for one in found]})
+        rows = [{**one._asdict(), "sent": len(one.sent)} for one in found]
+        print_json({"label": layout.label, "ranks": rows, "between_ranks": between})
     for one in () if as_document else found:
         say(f"rank {one.rank} of {layout.label}, on a stand-in for a GPU")
         for faults, fine in (
@@ -146,7 +148,12 @@ def _on_standin(config: Config, layout: Layout, ranks: Sequence[int], *, as_docu
                 say(text, "  ")
         for text in one.named:
             say(f"the host waits: {text}", "  ")
-    return EXIT_DONE if all(one.passed for one in found) else EXIT_CHECK_FAILED
+    if len(found) > 1 and not as_document:
+        told = [f"FAILED: {text}" for text in between[:SHOWN]]
+        for text in told or ["these ranks begin the messages between them in one order"]:
+            say(text)
+    passed = all(one.passed for one in found) and not between
+    return EXIT_DONE if passed else EXIT_CHECK_FAILED
 
 
 def _page(found: Simulation) -> Page:

@@ -1,6 +1,7 @@
 """Rehearses ranks on the stand-in for a GPU, in a process of its own: what GPUs do, to the letter.
 
-Reads a JSON list of cases from its input, and writes a line for each rank of a case as it is done.
+Reads a JSON document of cases and edits from its input, and writes a line for each rank of a case
+as it is done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
 from meshwright.errors import MeshwrightError
@@ -19,6 +21,8 @@ NAMED: Final[Mapping[str, str]] = {
     "optimize.py:take": "for gradients, which the host's optimizer takes",
     "optimizer.py:step_scaled": "for the norm, by which the host's optimizer clips",
     "_fsdp_collectives.py:foreach_reduce": "for gradients that are added up on the host",
+    # The same, where the head is a unit of its own and reduces from there.
+    "data.py:leave": "for gradients that are added up on the host",
     "_fsdp_param_group.py:finalize_backward": "for gradients, which lie on the host",
 }
 
@@ -27,7 +31,8 @@ class Watched(NamedTuple):
     """What a rank did on the stand-in: sentences on what is wrong, and the host's named waits.
 
     `messages` are differences from the program's, `syncs` waits of the host that nothing names,
-    `order` uses of memory, pinned memory too, that streams or the host do not wait for.
+    `order` uses of memory, pinned memory too, that streams or the host do not wait for. `sent` are
+    the messages in their order: kind, label of the group, its ranks, bytes, peer, microbatch.
     """
 
     label: str
@@ -37,6 +42,7 @@ class Watched(NamedTuple):
     order: tuple[str, ...]
     named: tuple[str, ...]
     seconds: float
+    sent: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -44,11 +50,14 @@ class Watched(NamedTuple):
         return not (self.messages or self.syncs or self.order)
 
 
-def watch(cases: Sequence[Mapping[str, Any]]) -> Iterator[Watched]:
+def watch(
+    cases: Sequence[Mapping[str, Any]], edits: Sequence[Sequence[str]] = ()
+) -> Iterator[Watched]:
     """Yield what ranks do on the stand-in, in a process of its own.
 
     A case has `model`, `train`, `layout` and `optimizer` as their specs' JSON documents, `packed`
-    and `ranks`. Raises `MeshwrightError` where the process ends without an answer.
+    and `ranks`. `edits` seed faults, as `standin.Edit` has them. Raises `MeshwrightError` where the
+    process ends without an answer.
     """
     command = [sys.executable, "-m", "meshwright.simulate.on_standin"]
     with subprocess.Popen(
@@ -57,23 +66,54 @@ def watch(cases: Sequence[Mapping[str, Any]]) -> Iterator[Watched]:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdin.write(json.dumps(list(cases)))
+        process.stdin.write(json.dumps({"cases": list(cases), "edits": list(edits)}))
         process.stdin.close()
         for line in process.stdout:
             found = json.loads(line)
             lists = {key: tuple(found[key]) for key in ("messages", "syncs", "order", "named")}
-            yield Watched(found["label"], found["rank"], **lists, seconds=found["seconds"])
+            sent = tuple((*one[:2], tuple(one[2]), *one[3:]) for one in found["sent"])
+            yield Watched(
+                found["label"], found["rank"], **lists, seconds=found["seconds"], sent=sent
+            )
         told = process.stderr.read().strip()
     if process.returncode:
         raise MeshwrightError(f"the rehearsal on the stand-in ended: {told[-2000:]}")
 
 
+def out_of_order(found: Sequence[Watched]) -> tuple[str, ...]:
+    """Return where ranks begin the messages of a group, or of a pair of them, in another order.
+
+    Those of one layout; of ranks that are not among them nothing is known. A pair of a pipeline has
+    its transfers in one order both ways, a ring begins those of a step together.
+    """
+    logs: dict[tuple[Any, ...], dict[int, list[tuple[Any, ...]]]] = {}
+    for one in found:
+        for kind, label, ranks, size, peer, microbatch in one.sent:
+            where: tuple[Any, ...] = (label, ranks)
+            what: tuple[Any, ...] = (kind, size)
+            if kind in ("send", "recv"):
+                way = (one.rank, peer) if kind == "send" else (peer, one.rank)
+                both = tuple(sorted(way)) if label == "pp" else way
+                where, what = (f"{label}, transfers", both), (way, size, microbatch)
+            logs.setdefault(where, {}).setdefault(one.rank, []).append(what)
+    return tuple(
+        f"{where[0]} of ranks {', '.join(map(str, where[1]))}: message {at + 1} of rank {first} is "
+        f"{mine}, of rank {other} {theirs}"
+        for where, by_rank in logs.items()
+        for (first, log), *others in [list(by_rank.items())]
+        for other, another in others
+        for at, (mine, theirs) in enumerate(zip_longest(log, another))
+        if mine != theirs
+    )
+
+
 def _main() -> None:
     # Before anything of what trains: its branches for CUDA become those for the stand-in.
-    from meshwright.simulate.standin import install
+    from meshwright.simulate.standin import Edit, install
 
-    device = install()
-    for case in json.load(sys.stdin):
+    asked = json.load(sys.stdin)
+    device = install([Edit(*one) for one in asked["edits"]])
+    for case in asked["cases"]:
         for rank in case["ranks"]:
             print(json.dumps(_rehearsed(case, rank, device)._asdict()), flush=True)
 
@@ -116,6 +156,7 @@ def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
         tuple(dict.fromkeys(seen[0].order.faults)),
         tuple(dict.fromkeys(filter(None, (_named(one, layout) for one in waits)))),
         done.seconds,
+        tuple(map(tuple, seen[0].sent)),
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +63,22 @@ class Rehearsal:
         return max(self.phases, key=lambda phase: phase.total)
 
 
+class Begun(NamedTuple):
+    """A message as a rank begins it: of a group of ranks, or with a `peer`, -1 without one."""
+
+    kind: str
+    label: str
+    ranks: tuple[int, ...]
+    bytes: int
+    peer: int
+    microbatch: int
+
+
 class Observer(Protocol):
     """Is told of the step that is rehearsed."""
+
+    def began(self, message: Begun) -> None:
+        """A message begins."""
 
     def begins_step(self) -> None:
         """The step begins."""
@@ -97,6 +111,15 @@ class _Phases(FlightRecorder):
         """It has been handed to the device."""
         if self.observer is not None:
             self.observer.ends_step()
+
+    def begin(
+        self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
+    ) -> int:
+        """Enter that a message begins."""
+        if self.observer is not None:
+            found = self._groups[group]
+            self.observer.began(Begun(kind, found.label, found.ranks, size, peer, self._place[2]))
+        return super().begin(kind, group, size, peer, waits=waits)
 
     def end(self, *entries: int) -> None:
         """Enter that something has ended."""

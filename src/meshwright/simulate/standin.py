@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils import backend_registration
@@ -158,23 +158,34 @@ def module() -> Module:
     return found
 
 
-def install() -> torch.device:
-    """Make the stand-in a device of torch in this process, and have branches for CUDA take it."""
+class Edit(NamedTuple):
+    """A fault that is seeded: a text that stands once in a module, and what takes its place."""
+
+    module: str
+    old: str
+    new: str
+
+
+def install(edits: Sequence[Edit] = ()) -> torch.device:
+    """Make the stand-in a device of torch in this process, and have branches for CUDA take it.
+
+    `edits` change the modules that train as they are imported.
+    """
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
 
     def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
         module().order.keep(tensor, stream.number)
 
     torch.Tensor.record_stream = record_stream  # type: ignore[assignment]
-    literal_branches()
+    literal_branches(edits)
     return torch.device(NAME, 0)
 
 
-def literal_branches() -> None:
+def literal_branches(edits: Sequence[Edit] = ()) -> None:
     """Have the rooms that train be imported with the stand-in where they say CUDA."""
     early = [name for name in sys.modules if name.startswith(_ROOMS)]
     assert not early, f"imported before the stand-in: {early}"
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(edits))
 
 
 class _Renamed(ast.NodeTransformer):
@@ -188,6 +199,8 @@ class _Renamed(ast.NodeTransformer):
 
 
 class _Loader(SourceFileLoader):
+    edits: Sequence[Edit] = ()
+
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = ast.fix_missing_locations(_Renamed().visit(ast.parse(data)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
@@ -195,14 +208,23 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Return code that is made anew: no file of bytes has this one."""
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        text = self.get_data(path).decode()
+        for _, old, new in (edit for edit in self.edits if edit.module == fullname):
+            if text.count(old) != 1:
+                raise ImportError(f"{fullname} does not have once: {old}")
+            text = text.replace(old, new)
+        return self.source_to_code(text, path)
 
 
 class _Finder(MetaPathFinder):
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        self._edits = edits
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(_ROOMS):
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Loader(name, spec.loader.path)
+            spec.loader = loader = _Loader(name, spec.loader.path)
+            loader.edits = self._edits
         return spec

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.simulate.rehearse import Begun
 from meshwright.simulate.standin import NAME, module
 from meshwright.simulate.stream_order import HOST, StreamOrder, place
 
@@ -24,8 +25,8 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells a `StreamOrder` of each operation: which stream it is on, what it reads and writes.
 
     A collective that nobody waits for at once is on a stream of its own until a recorder is told
-    that it was waited for. `in_step` is what held up the
-    host in the step, with its place in the code.
+    that it was waited for. `in_step` is what held up the host in the step, with its place in the
+    code; `sent` are the step's messages in the order in which they begin.
     """
 
     def __init__(self, recorder: Any) -> None:
@@ -35,12 +36,18 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._travelling: dict[int, int] = {}  # entries of the recorder, and their streams
         self._recorder = recorder
         self.in_step: list[str] = []
+        self.sent: list[Begun] = []
         recorder.observer = self
 
     def begins_step(self) -> None:
         """The step that is rehearsed begins."""
         self.syncs.clear()
+        self.sent.clear()
         self.order.waits.clear()
+
+    def began(self, message: Begun) -> None:
+        """Keep what begins."""
+        self.sent.append(message)
 
     def ends_step(self) -> None:
         """It has been handed to the device."""
