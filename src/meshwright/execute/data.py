@@ -72,8 +72,8 @@ def distribute_data(
     """Replicate or shard a model over data: its ends, block by block, and then the rest.
 
     `replicas` and `shards` name the axes of the mesh, and of that on which experts lie where they
-    are shared out. An `embed` of its own is gathered for its forward alone, and a `head` by who
-    uses it, see `HeadUnit`: for the backward it is gathered ahead. With `keeps_frozen`
+    are shared out. An `embed` of its own is gathered for its forward alone. The loss gathers a
+    `head`, see `HeadUnit`, which is prefetched for the backward. With `keeps_frozen`
     weights that are not trained have the dtype of products, and may stay whole. Gradients are
     summed, not averaged: the loss is already divided by the global number of target tokens, which
     stays right for uneven batches.
@@ -160,7 +160,7 @@ class HeadUnit:
         return weight
 
     def leave(self, gradient: Tensor | None) -> None:
-        """Add a gradient to the weights', and do with both what is due after a backward."""
+        """Add a gradient to the weights', and have FSDP2 reduce and reshard as after a backward."""
         if gradient is not None:
             defer(self._head.weight, lambda: gradient)
         for group in _param_groups(_state(self._head)):

@@ -43,7 +43,7 @@ def loss_sum(
     nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
     is not a number until the backward fills it in. `fuses` has loss and gradient compiled where no
     other rank is needed for them and products are in half precision. `cap` bounds logits. A `unit`
-    has the weights in place of `weight`, and takes their gradient.
+    holds the weights in place of `weight`, and takes their gradient.
     """
     if torch.is_grad_enabled():
         own = None if unit is not None else local(weight)

@@ -61,7 +61,7 @@ def ask_for_traces(
     prefix = next((environ[name] for name in _FILES if name in environ), None)
     if prefix is None or _PIPES not in environ:
         return []
-    for rank in ranks:  # those of a hang before
+    for rank in ranks:  # left by an earlier hang
         Path(f"{prefix}{rank}").unlink(missing_ok=True)
     asked = [rank for rank in ranks if _write(Path(f"{environ[_PIPES]}{rank}.pipe"))]
     sizes: dict[Path, int] = {}

@@ -83,8 +83,8 @@ def watch(
 def out_of_order(found: Sequence[Watched]) -> tuple[str, ...]:
     """Return where ranks begin the messages of a group, or of a pair of them, in another order.
 
-    Those of one layout; of ranks that are not among them nothing is known. A pair of a pipeline has
-    its transfers in one order both ways, a ring begins those of a step together.
+    `found` is of ranks of one layout; ranks that were not rehearsed are not compared. A pair of
+    pipeline ranks has one order for transfers both ways; a ring has one for each direction.
     """
     logs: dict[tuple[Any, ...], dict[int, list[tuple[Any, ...]]]] = {}
     for one in found:
