@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.execute.allocations import events_of, pieces_of
-from meshwright.launch.rank_environ import rank_environ
+from meshwright.launch.ranks.rank_environ import rank_environ
 from meshwright.models import blockwise
 from meshwright.models.plain_attention import band
 

@@ -29,11 +29,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from meshwright.execute.batch import Batch
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import Link
 from meshwright.execute.pipeline import Pipeline, Scale
-from meshwright.execute.world import World
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.tensor_parallel.deferred import Deferral
+from meshwright.execute.transport.groups import Link
+from meshwright.execute.transport.world import World
 from meshwright.program.schedule import (
     SCHEDULES,
     Action,

@@ -22,10 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.layouts import Stepper
-from meshwright.execute import groups
-from meshwright.execute.products import take_route
-from meshwright.execute.world import World
-from meshwright.launch.rank_environ import ALLOCATOR
+from meshwright.execute.kernels.products import take_route
+from meshwright.execute.transport import groups
+from meshwright.execute.transport.world import World
+from meshwright.launch.ranks.rank_environ import ALLOCATOR
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.spec.loading import load_config

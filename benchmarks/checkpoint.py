@@ -31,10 +31,10 @@ from meshwright.checkpoint.restore import StoredSource, newest_good, restore
 from meshwright.checkpoint.saver import Saved, Saver
 from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
 from meshwright.execute.build import Source, build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.products import target_of
-from meshwright.execute.world import World
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.kernels.products import target_of
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
@@ -44,9 +44,9 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 from meshwright.units import MIB
 
 RANKS: Final = 2

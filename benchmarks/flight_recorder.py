@@ -30,22 +30,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.execute.build import build, seeded
-from meshwright.execute.collective_recorder import CollectiveRecorder
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.products import target_of
-from meshwright.execute.world import World
-from meshwright.launch.machine import detect
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.kernels.products import target_of
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
+from meshwright.launch.machines.machine import detect
 from meshwright.layout import resolve_layout
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.loading import load_config
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 
 RANKS: Final = 2
 STEPS: Final = 6  # of a block, of which the first does not count
@@ -128,7 +128,7 @@ def run_rank(rank: int, folder: str, blocks: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    recorder = FlightRecorder.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
+    recorder = FlightRecorder.open(Path(folder) / f"rank-{rank}.recorder", rank, RANKS)
     training = Training(World(rank, RANKS, torch.device("cpu"), store, recorder=recorder))
     for recorded in (True, False):
         training.block(recorded=recorded)  # warms up

@@ -17,12 +17,12 @@ from meshwright.checkpoint.inspect import inspect
 from meshwright.checkpoint.tensors import Stored
 from meshwright.checkpoint.weights import load_model, write_weights
 from meshwright.errors import ConfigError
-from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder import FlightRecorder
 from meshwright.launch.certificate import BOUNDS, first_difference, on_another
-from meshwright.launch.diagnosis import diagnose
-from meshwright.launch.disk import runs_of
-from meshwright.launch.planned import predicted
+from meshwright.launch.pricing.planned import predicted
 from meshwright.launch.session import Run, prepare_job
+from meshwright.launch.supervise.diagnosis import diagnose
+from meshwright.launch.supervise.disk import runs_of
 from meshwright.models import build_model, init_model
 from meshwright.models.hf import INDEX, load_hf, save_hf
 from meshwright.program.profile import to_json
@@ -32,7 +32,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.stored import stored_spec, stored_tokenizer
-from meshwright.train.run_folder import create, read_job
+from meshwright.training.run_folder import create, read_job
 
 SMALL: Final = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "context": 64}
 TINY: Final = (
@@ -197,8 +197,8 @@ def _runs(folder: Path) -> list[Reader]:
     for rank in (0, 1):
         FlightRecorder.open(at.flight_recorder(rank), rank, 2, 0).phase("load")
     run = files_of(at.path)
-    names = tuple(name for name in run if not name.endswith(".ledger"))
-    recorders = tuple(name for name in run if name.endswith(".ledger"))
+    names = tuple(name for name in run if not name.endswith(".recorder"))
+    recorders = tuple(name for name in run if name.endswith(".recorder"))
     pages = tuple(name for name in names if name in ("events.jsonl", "ledger.json"))
 
     def read(at: Path) -> None:

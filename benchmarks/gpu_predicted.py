@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import Shape
-from meshwright.execute.processor import processor
+from meshwright.execute.machine.processor import processor
 from meshwright.layout import Layout
 from meshwright.predict.calibration import (
     Calibration,

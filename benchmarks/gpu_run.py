@@ -20,9 +20,9 @@ from benchmarks.gpu_page import machine_line, page, proof_line
 from benchmarks.gpu_predicted import Trained, layers_within
 from benchmarks.gpu_rows import MARGIN_S, Row, next_row
 from meshwright.data.files import write_atomic
-from meshwright.launch.machine import detect
-from meshwright.launch.measured import source_of
-from meshwright.launch.rank_environ import rank_environ
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.pricing.measured import source_of
+from meshwright.launch.ranks.rank_environ import rank_environ
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.calibration import as_toml, blocks_of
 from meshwright.predict.catalogue import device_named, find_device

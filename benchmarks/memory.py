@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.memory import HeldMemory, measure
-from meshwright.execute.world import World
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.bench.memory import measure
-from meshwright.execute.world import World
+from meshwright.execute.transport.world import World
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
 from meshwright.program.target import Processor, Target, route

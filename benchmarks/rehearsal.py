@@ -125,14 +125,14 @@ FAULTS = (
     ),
     Fault(
         "the host's optimizer reads a norm that is still on its way",
-        ("meshwright.train.optimizer", "norm.to(device)", "norm.to(device, non_blocking=True)"),
+        ("meshwright.training.optimizer", "norm.to(device)", "norm.to(device, non_blocking=True)"),
         "mb2 offload-optimizer",
         "order",
     ),
     Fault(
         "the host reads the norm of the gradient within the step",
         (
-            "meshwright.train.update",
+            "meshwright.training.update",
             '    world.recorder.phase("update")\n',
             '    world.recorder.phase("update")\n    found.norm.item()\n',
         ),

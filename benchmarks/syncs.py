@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.products import target_of
-from meshwright.execute.world import World
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.kernels.products import target_of
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
@@ -32,10 +32,10 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.readings import ArrivingNumbers
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.readings import ArrivingNumbers
+from meshwright.training.update import update
 
 
 class Steps(NamedTuple):

@@ -31,13 +31,13 @@ import torch.multiprocessing as mp
 
 from benchmarks.flight_recorder import DEMO, RANKS, STEPS, Training, interval
 from meshwright.checkpoint.state import Trained
-from meshwright.execute.collective_recorder import CollectiveRecorder
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.world import World
-from meshwright.launch.machine import detect
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.transport.world import World
+from meshwright.launch.machines.machine import detect
 from meshwright.spec.loading import Config, load_config
-from meshwright.train.recording import MEMORY_AFTER, Recording
-from meshwright.train.run_folder import Job, RunFolder, RunTokenizer
+from meshwright.training.recording import MEMORY_AFTER, Recording
+from meshwright.training.run_folder import Job, RunFolder, RunTokenizer
 
 PROFILES: Final = 5
 
@@ -86,7 +86,7 @@ def run_rank(rank: int, folder: str, blocks: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    recorder = FlightRecorder.open(Path(folder) / f"rank-{rank}.ledger", rank, RANKS)
+    recorder = FlightRecorder.open(Path(folder) / f"rank-{rank}.recorder", rank, RANKS)
     with CollectiveRecorder(recorder):
         training = Traced(
             World(rank, RANKS, torch.device("cpu"), store, recorder=recorder), Path(folder)

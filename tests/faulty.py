@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.checkpoint.commit import read_manifest, step_name, verify
 from meshwright.checkpoint.weights import load_model
-from meshwright.execute.flight_recorder_file import read_flight_recorder
+from meshwright.execute.record.flight_recorder_file import read_flight_recorder
 from meshwright.launch.session import train
 from outcomes import outcome_of
 from runs import TINY, clean_environ, faulty_worker, rank_pids
@@ -121,7 +121,7 @@ def wait_for_steps(folder: Path, process):
 
 def wait_for_phase(folder, process, phase):
     def is_there():
-        reading = read_flight_recorder(folder / "logs" / "rank-1.ledger")
+        reading = read_flight_recorder(folder / "logs" / "rank-1.recorder")
         return reading is not None and reading.phase == phase
 
     wait_for(is_there, f"rank 1 in {phase}", process)

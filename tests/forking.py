@@ -53,20 +53,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from meshwright.launch.rank_environ import ALLOCATOR
+from meshwright.launch.ranks.rank_environ import ALLOCATOR
 
 FORKED: Final = {
     "meshwright",
-    "meshwright.launch.worker",
-    "meshwright.launch.proof_worker",
-    "meshwright.launch.bench_worker",
+    "meshwright.launch.ranks.worker",
+    "meshwright.launch.proofs.proof_worker",
+    "meshwright.launch.measure.bench_worker",
     "ranks",
 }
 # Imported by the server: what ranks and commands would import themselves.
 PRELOADED: Final = (
     *("torch", "torch._dynamo", "torch.profiler", "safetensors.torch"),
-    *("meshwright.launch.worker", "meshwright.launch.proof_worker"),
-    *("meshwright.launch.bench_worker", "meshwright.launch.session", "meshwright.cli.train"),
+    *("meshwright.launch.ranks.worker", "meshwright.launch.proofs.proof_worker"),
+    *(
+        "meshwright.launch.measure.bench_worker",
+        "meshwright.launch.session",
+        "meshwright.cli.train",
+    ),
 )
 # Variables that the C library, torch and Python read once, as they are loaded.
 READ_AT_LOAD: Final = (

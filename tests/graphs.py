@@ -9,10 +9,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshwright.execute import build
-from meshwright.execute.compiled import compile_block
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import open_groups
-from meshwright.execute.products import target_of
+from meshwright.execute.kernels.compiled import compile_block
+from meshwright.execute.kernels.products import target_of
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.program.target import Route

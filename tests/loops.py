@@ -17,17 +17,17 @@ from meshwright.checkpoint.weights import weights_from
 from meshwright.data import IGNORE, open_data
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import build
+from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.gather import on_stages
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.products import target_of
+from meshwright.execute.kernels.products import target_of
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.compare import mine
 from meshwright.spec.training import DataSpec, OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 
 CHAT = Path(__file__).parent.parent / "examples" / "chat"
 STEPS = 20

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from meshwright.launch.restart import recoveries
+from meshwright.launch.supervise.restart import recoveries
 
 
 class Outcome(NamedTuple):

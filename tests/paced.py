@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.execute.batch import Batch
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import Link
 from meshwright.execute.pipeline import Pipeline, Scale
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.tensor_parallel.deferred import Deferral
+from meshwright.execute.transport.groups import Link
 from meshwright.program.profile import RankProfile, Span
 
 

@@ -126,7 +126,7 @@ def _serve(rank: int, n: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from meshwright.execute.world import World
+    from meshwright.execute.transport.world import World
 
     # Where a rank dies in C++, all its threads are printed: such a crash may not come again.
     torch._C._set_print_stack_traces_on_fatal_signal(True)

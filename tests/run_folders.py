@@ -14,7 +14,7 @@ from meshwright.program.profile import (
     to_json,
 )
 from meshwright.program.timing import end_times
-from meshwright.train.run_folder import create
+from meshwright.training.run_folder import create
 from runs import clean_environ
 
 SECONDS = {"F": 0.010, "I": 0.011, "W": 0.008, "B": 0.019}

@@ -3,8 +3,14 @@
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.launch import accelerators
-from meshwright.launch.accelerators import Build, check_build, find_gpus, torch_build, unused_note
+from meshwright.launch.machines import accelerators
+from meshwright.launch.machines.accelerators import (
+    Build,
+    check_build,
+    find_gpus,
+    torch_build,
+    unused_note,
+)
 from meshwright.spec.loading import load_config
 
 CPU_BUILD = """from typing import Optional

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from meshwright.bench import shares
 from meshwright.bench.device import saturation
 from meshwright.cli.main import main
-from meshwright.execute import shared
-from meshwright.execute.groups import open_groups
-from meshwright.execute.tp_regions import all_reduce
-from meshwright.execute.world import World, exchange
+from meshwright.execute.tensor_parallel.tp_regions import all_reduce
+from meshwright.execute.transport import shared
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World, exchange
 from meshwright.layout import Layout
 from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.predict.work import Product

@@ -9,14 +9,14 @@ import torch
 from meshwright.checkpoint.commit import old_steps, point, prune, steps
 from meshwright.cli import main
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.execute.world import World
-from meshwright.launch.diagnosis import diagnose
+from meshwright.execute.transport.world import World
+from meshwright.launch.supervise.diagnosis import diagnose
 from meshwright.models.hf import load_hf
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
 from meshwright.spec.loading import load_config
 from meshwright.spec.stored import BEST, best_step, find_step
-from meshwright.train.best import LOSSES, Best, HeldOut
+from meshwright.training.best import LOSSES, Best, HeldOut
 from runs import TINY
 
 RUN = [

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from meshwright.execute import channel, shared
-from meshwright.execute.channel import LARGEST, ROOM, open_channel
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.flight_recorder_file import RECORD, RING_AT, SLOTS
-from meshwright.execute.groups import open_groups
-from meshwright.execute.tape import Tape
-from meshwright.execute.world import World, exchange
-from meshwright.launch.explain import TIMED_OUT, lost_a_peer
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder_file import RECORD, RING_AT, SLOTS
+from meshwright.execute.record.tape import Tape
+from meshwright.execute.transport import channel, shared
+from meshwright.execute.transport.channel import LARGEST, ROOM, open_channel
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World, exchange
+from meshwright.launch.supervise.explain import TIMED_OUT, lost_a_peer
 from meshwright.layout import Layout
 from ranks import on_ranks, ranks
 

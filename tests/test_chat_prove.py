@@ -10,8 +10,8 @@ from loops import CHAT, DATA, OPTIMIZER, STEPS, plain_steps, sampled
 from loops import TRAIN as ROWS
 from meshwright.cli import main
 from meshwright.data import IGNORE
-from meshwright.execute.groups import open_groups
-from meshwright.launch.proof import prove_cases
+from meshwright.execute.transport.groups import open_groups
+from meshwright.launch.proofs.proof import prove_cases
 from meshwright.layout import Layout
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cli import bench
 from meshwright.cli.main import main
-from meshwright.launch.rank_environ import ALLOCATOR, rank_environ, sets_allocator
+from meshwright.launch.ranks.rank_environ import ALLOCATOR, rank_environ, sets_allocator
 from meshwright.layout import Layout, Machine
 from meshwright.predict.calibration import as_toml
 from meshwright.search.choices import choices, rows_of

@@ -9,9 +9,9 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.cli.clean import format_age
-from meshwright.launch.disk import DiskEntry, DiskSelection, size_of
-from meshwright.launch.elastic import Word
-from meshwright.launch.lock import RunLock
+from meshwright.launch.supervise.disk import DiskEntry, DiskSelection, size_of
+from meshwright.launch.supervise.elastic import Word
+from meshwright.launch.supervise.lock import RunLock
 
 DAY = 86400
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from meshwright.execute.build import build, seeded
-from meshwright.execute.collective_recorder import CollectiveRecorder
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.flight_recorder_file import TRANSFERS
-from meshwright.execute.groups import open_groups, pairs_of, warm
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder_file import TRANSFERS
+from meshwright.execute.transport.groups import open_groups, pairs_of, warm
 from meshwright.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.program.lower import lower
@@ -23,9 +23,9 @@ from meshwright.prove.compare import mine
 from meshwright.simulate.fake import fake_world
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 
 
 def stuck(logs):

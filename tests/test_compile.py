@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from meshwright.launch.proof import prove_cases
+from meshwright.launch.proofs.proof import prove_cases
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
 from meshwright.spec.resolve import model_spec

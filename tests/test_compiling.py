@@ -13,8 +13,8 @@ from meshwright.bench.compiling import compiling
 from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.errors import EXIT_REFUSED, ConfigError
-from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.planned import settled
+from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
+from meshwright.launch.pricing.planned import settled
 from meshwright.layout import Layout, Machine
 from meshwright.predict.calibration import as_toml
 from meshwright.predict.price import price
@@ -24,7 +24,7 @@ from meshwright.search.plan import plan, setting_of
 from meshwright.search.saved import load_planned
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import RunFolder, compiled_as
+from meshwright.training.run_folder import RunFolder, compiled_as
 
 LAYOUT = Layout(dp_replicate=2, microbatch=2)
 MACHINE = Machine("cpu", 2, 2, "CPU", False)

@@ -247,14 +247,14 @@ def test_schema_covers_every_key():
 
 
 def test_train_is_both_a_function_and_a_room():
-    import meshwright.train.events
+    import meshwright.training.events
 
     assert callable(mw.train)
     config = mw.load_config(overrides=["layout.dp_replicate=64", "train.batch=64"])
     environ = {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2"} | RANK_0_OF_2
     with pytest.raises(ConfigError, match="needs a multiple of 64 ranks"):
         mw.train(config, environ)
-    assert meshwright.train.events.JsonLines
+    assert meshwright.training.events.JsonLines
 
 
 RANK_0_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

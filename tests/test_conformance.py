@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from conformance_cases import CASES, SHARED_OUT, labelled, make
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.wire import Wire, WireMessage, WorkCounter
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.wire import Wire, WireMessage, WorkCounter
 from meshwright.layout import Layout
 from meshwright.program.collectives import collectives
 from meshwright.program.flops import attention_flops, matmul_flops
@@ -24,7 +24,7 @@ from meshwright.prove.compare import mine, program_of
 from meshwright.prove.conformance import prove_conformance, torch_order
 from meshwright.prove.matrix import matrix
 from meshwright.spec.parts import parts
-from meshwright.train.update import gradients
+from meshwright.training.update import gradients
 from ranks import on_ranks, ranks
 
 
@@ -48,7 +48,7 @@ def test_a_program_is_what_its_ranks_do(case):
 
 # What is wrong must be found.
 
-COLLECTIVES = "meshwright.execute.wire.collectives"
+COLLECTIVES = "meshwright.execute.transport.wire.collectives"
 
 
 def lying(change):

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from conformance_cases import CASES, labelled
 from meshwright.execute.build import build, seeded
-from meshwright.execute.gradients import local_shard
-from meshwright.execute.groups import open_groups
+from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.execute.transport.groups import open_groups
 from meshwright.program.operations import operations
 from meshwright.prove.batches import make_batch
 from meshwright.prove.compare import mine, program_of

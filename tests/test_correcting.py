@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.launch.correcting import AT, Correcting, correcting
-from meshwright.launch.correction import corrected_event, main
-from meshwright.launch.measured import VARIABLE, as_measured_here
+from meshwright.launch.pricing.correcting import AT, Correcting, correcting
+from meshwright.launch.pricing.correction import corrected_event, main
+from meshwright.launch.pricing.measured import VARIABLE, as_measured_here
 from meshwright.layout import Layout, Machine
 from meshwright.program.events import Events
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
 from meshwright.search.plan import explain, setting_of
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import Job, RunTokenizer, choose_folder, create
+from meshwright.training.run_folder import Job, RunTokenizer, choose_folder, create
 from run_folders import step_event
 from runs import clean_environ
 

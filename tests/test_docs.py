@@ -15,7 +15,7 @@ from benchmarks.fault_cases import CASES
 
 from meshwright.cli import main
 from meshwright.cli.common import read_config
-from meshwright.launch.machine import detect
+from meshwright.launch.machines.machine import detect
 from meshwright.layout import resolve_layout
 from meshwright.spec.loading import KEYS
 

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.data.sampler import Rows
 from meshwright.execute.batch import Batch, Feed
-from meshwright.execute.documents import attend_documents, bounds_of, takes_bounds
+from meshwright.execute.kernels.documents import attend_documents, bounds_of, takes_bounds
 from meshwright.models.attention import attend
 from meshwright.models.context import causal_mask
 from syncs import Syncs
@@ -99,7 +99,7 @@ def by_loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False)
 
 def test_a_gpu_gets_all_documents_in_one_call(monkeypatch):
     """What the kernel is handed, with a stand-in for the kernel: it was not run on a GPU here."""
-    from meshwright.execute import documents
+    from meshwright.execute.kernels import documents
 
     monkeypatch.setattr(varlen, "varlen_attn", by_loop)
     tensors = draw(torch.float64)

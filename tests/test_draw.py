@@ -10,7 +10,7 @@ import pytest
 from meshwright.cli import main
 from meshwright.cli import prove as command
 from meshwright.errors import ConfigError
-from meshwright.launch import proof
+from meshwright.launch.proofs import proof
 from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.prove.case import Case

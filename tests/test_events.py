@@ -13,12 +13,12 @@ import traceback
 
 import pytest
 
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.flight_recorder_file import forget, read_flight_recorder
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder_file import forget, read_flight_recorder
 from meshwright.launch.session import train
-from meshwright.launch.supervisor import failure_of
-from meshwright.train.events import JsonLines
-from meshwright.train.run_folder import RunFolder
+from meshwright.launch.supervise.supervisor import failure_of
+from meshwright.training.events import JsonLines
+from meshwright.training.run_folder import RunFolder
 from runs import clean_environ, faulty_worker
 
 
@@ -150,7 +150,7 @@ def test_what_is_cut_off_again_is_ones_own(tmp_path, outcome):
 
 FILL = """
 from pathlib import Path
-from meshwright.train.events import JsonLines
+from meshwright.training.events import JsonLines
 real, filler = JsonLines.write, Path(FILLER)
 def write(self, event):
     if event["event"] == "step" and event["step"] == 2:
@@ -222,7 +222,7 @@ def filled(folder, name):
 
 
 def test_a_recorder_takes_the_room_of_the_one_before_it(disk):
-    path = disk / "rank-0.ledger"
+    path = disk / "rank-0.recorder"
     FlightRecorder.open(path, 0, 2).step(7)
     filled(disk, "filler")
     forget(path)
@@ -240,7 +240,9 @@ def test_one_that_was_killed_comes_before_one_that_could_not_say_why(tmp_path, m
     """On a full disk rank 0 leaves no word of having lost rank 1."""
     folder = RunFolder(tmp_path)
     full = "; the disk of {} is full, so that it could not say why"
-    monkeypatch.setattr("meshwright.launch.supervisor.is_full", lambda path: path == tmp_path)
+    monkeypatch.setattr(
+        "meshwright.launch.supervise.supervisor.is_full", lambda path: path == tmp_path
+    )
     mute, killed = failure_of(folder, 0, 3), failure_of(folder, 1, -9)
     assert mute.cause.endswith(full.format(tmp_path))
     assert (mute.is_first_hand, killed.is_first_hand) == (False, True)
@@ -250,7 +252,7 @@ def test_one_that_was_killed_comes_before_one_that_could_not_say_why(tmp_path, m
 def test_a_recorder_without_any_room_says_so(disk):
     filled(disk, "filler")
     with pytest.raises(OSError, match=r"No space left|bytes were written"):
-        FlightRecorder.open(disk / "rank-0.ledger", 0, 2)
+        FlightRecorder.open(disk / "rank-0.recorder", 0, 2)
     assert os.listdir(disk) == ["filler"]
 
 
@@ -280,7 +282,7 @@ def fill(name):
             pass
 if attempt:
     fill(f"again-{rank}")
-from meshwright.launch.worker import FlightRecorder
+from meshwright.launch.ranks.worker import FlightRecorder
 phase = FlightRecorder.phase
 def entered(self, name):
     phase(self, name)

@@ -16,14 +16,14 @@ from meshwright.checkpoint.restore import StoredSource, newest_good, restore, st
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
 from meshwright.cli import main
-from meshwright.execute import measured
 from meshwright.execute.build import build, seeded
-from meshwright.execute.data import replicas_of
-from meshwright.execute.dispatch import over_ranks
-from meshwright.execute.flight_recorder_file import Group
-from meshwright.execute.groups import Link, open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.launch.explain import mismatch
+from meshwright.execute.data_parallel.data import replicas_of
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.expert_parallel.dispatch import over_ranks
+from meshwright.execute.observe import measured
+from meshwright.execute.record.flight_recorder_file import Group
+from meshwright.execute.transport.groups import Link, open_groups
+from meshwright.launch.supervise.explain import mismatch
 from meshwright.layout import Layout
 from meshwright.models.experts import Experts, Routing, same
 from meshwright.program.lower import lower
@@ -39,9 +39,9 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.parts import active_parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 from ranks import on_ranks
 from seeded import without_sums
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.collective_recorder import CollectiveRecorder
-from meshwright.execute.flight_recorder import FlightRecorder, Pending
-from meshwright.execute.flight_recorder_file import (
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+from meshwright.execute.record.flight_recorder import FlightRecorder, Pending
+from meshwright.execute.record.flight_recorder_file import (
     SIZE,
     SLOTS,
     FlightRecorderFile,
@@ -16,16 +16,16 @@ from meshwright.execute.flight_recorder_file import (
     ranks_of,
     read_flight_recorder,
 )
-from meshwright.execute.groups import open_groups
-from meshwright.execute.tape import Tape
-from meshwright.execute.tp_regions import all_reduce, begin_gather, begin_scatter
-from meshwright.execute.world import World
+from meshwright.execute.record.tape import Tape
+from meshwright.execute.tensor_parallel.tp_regions import all_reduce, begin_gather, begin_scatter
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from ranks import ranks
 
 
 def test_a_reader_sees_where_the_rank_is(tmp_path):
-    path = tmp_path / "rank-1.ledger"
+    path = tmp_path / "rank-1.recorder"
     seen = []
     recorder = FlightRecorder.open(path, 1, 2, attempt=3, on_phase=lambda *at: seen.append(at))
     file = FlightRecorderFile(path)
@@ -47,13 +47,13 @@ def test_a_reader_sees_where_the_rank_is(tmp_path):
 
 
 def test_others_can_read_the_file_before_anything_acts_at_the_start(tmp_path):
-    path, seen = tmp_path / "rank-0.ledger", []
+    path, seen = tmp_path / "rank-0.recorder", []
     FlightRecorder.open(path, 0, 1, on_phase=lambda *_: seen.append(read_flight_recorder(path)))
     assert [found.phase for found in seen] == ["start"]
 
 
 def test_collectives_are_counted_by_group_and_waited_for(tmp_path):
-    path = tmp_path / "rank-0.ledger"
+    path = tmp_path / "rank-0.recorder"
     recorder = FlightRecorder.open(path, 0, 4)
     tp, unnamed = recorder.group("5", (0, 1), "tp"), recorder.group("6", (0, 2, 3))
     recorder.step(1)
@@ -82,7 +82,7 @@ def test_collectives_are_counted_by_group_and_waited_for(tmp_path):
 
 
 def test_a_wait_for_what_has_not_ended_may_be_over_for_a_while(tmp_path):
-    path = tmp_path / "rank-0.ledger"
+    path = tmp_path / "rank-0.recorder"
     recorder = FlightRecorder.open(path, 0, 2)
     group = recorder.group("5", (0, 1), "tp")
     entries = [recorder.begin("all_reduce", group, 8) for _ in range(2)]
@@ -121,7 +121,7 @@ def test_ranks_of_any_group_are_kept():
 
 def entered(recorder):
     file = recorder._memory
-    from meshwright.execute.flight_recorder_file import RECORD, RING_AT
+    from meshwright.execute.record.flight_recorder_file import RECORD, RING_AT
 
     rows = [RECORD.unpack_from(file, RING_AT + slot * RECORD.size) for slot in range(SLOTS)]
     return sorted(row for row in rows if row[0])
@@ -129,7 +129,7 @@ def entered(recorder):
 
 @ranks(2)
 def test_every_collective_is_entered(world: World):
-    from meshwright.execute.flight_recorder_file import KINDS
+    from meshwright.execute.record.flight_recorder_file import KINDS
 
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     groups = open_groups(Layout.parse("tp2"), fresh)
@@ -164,7 +164,7 @@ def test_every_collective_is_entered(world: World):
 def test_what_fsdp_sends_is_entered(world: World):
     from torch.distributed.fsdp import fully_shard
 
-    from meshwright.execute.flight_recorder_file import KINDS
+    from meshwright.execute.record.flight_recorder_file import KINDS
 
     fresh = World(world.rank, 2, world.device, world.store, world.opened)
     groups = open_groups(Layout.parse("shard2 zero3"), fresh)

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.launch import engine
+from meshwright.launch.machines import engine
 from meshwright.launch.session import prepare_job
 from meshwright.layout import Layout
 from meshwright.layout.rules import broken, nearest_legal

@@ -19,22 +19,22 @@ from faulty import events_of, of
 from meshwright.checkpoint.commit import LOCK, clean, purge, steps
 from meshwright.cli import main
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.launch.diagnosis import diagnose
-from meshwright.launch.elastic import restarted
-from meshwright.launch.lock import read_holder, refused
-from meshwright.launch.restart import run_attempts
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.launch.ranks.worker import record_failure
 from meshwright.launch.session import train
-from meshwright.launch.supervisor import RanksFailed, failure_of
-from meshwright.launch.worker import record_failure
+from meshwright.launch.supervise.diagnosis import diagnose
+from meshwright.launch.supervise.elastic import restarted
+from meshwright.launch.supervise.lock import read_holder, refused
+from meshwright.launch.supervise.restart import run_attempts
+from meshwright.launch.supervise.supervisor import RanksFailed, failure_of
 from meshwright.program.events import Events
 from meshwright.report.markup import Html, escape
 from meshwright.report.page import Page, grid, prose, titled
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, report, run_page
 from meshwright.spec.loading import load_config
-from meshwright.train.events import JsonLines, _Scalars
-from meshwright.train.run_folder import read_job, resumed_folder
+from meshwright.training.events import JsonLines, _Scalars
+from meshwright.training.run_folder import read_job, resumed_folder
 from run_folders import write_run
 from runs import TINY, clean_environ
 
@@ -209,8 +209,8 @@ def test_events_and_flight_recorders_follow_no_link(tmp_path):
     (tmp_path / "rank-0.tmp").symlink_to(other)
     with pytest.raises(ConfigError, match=r"events\.jsonl is a link, and nothing is written"):
         JsonLines(tmp_path / "events.jsonl")
-    FlightRecorder.open(tmp_path / "rank-0.ledger", 0, 1)
-    assert not (tmp_path / "rank-0.ledger").is_symlink()
+    FlightRecorder.open(tmp_path / "rank-0.recorder", 0, 1)
+    assert not (tmp_path / "rank-0.recorder").is_symlink()
     assert other.read_text() == "of somebody else, without an end of line"
 
 

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from conformance_cases import make
 from meshwright.bench.memory import measure
 from meshwright.execute.build import build, describe, seeded
-from meshwright.execute.data import _state
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.groups import open_groups
-from meshwright.execute.wire import Wire
+from meshwright.execute.data_parallel.data import _state
+from meshwright.execute.tensor_parallel.deferred import Deferral
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.wire import Wire
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
 from meshwright.program.collectives import collectives

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.execute import interfaces
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.launch import gather
-from meshwright.launch.diagnosis import diagnose
-from meshwright.launch.explain import ELSEWHERE, explain, witnesses
-from meshwright.launch.gather import Gathering, check_sights, logged, make_copy, sight
-from meshwright.launch.supervisor import listen_on_loopback
-from meshwright.train.run_folder import RunFolder
+from meshwright.execute.machine import interfaces
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.launch.machines import gather
+from meshwright.launch.machines.gather import Gathering, check_sights, logged, make_copy, sight
+from meshwright.launch.supervise.diagnosis import diagnose
+from meshwright.launch.supervise.explain import ELSEWHERE, explain, witnesses
+from meshwright.launch.supervise.supervisor import listen_on_loopback
+from meshwright.training.run_folder import RunFolder
 from runs import TINY, clean_environ
 
 
@@ -173,4 +173,4 @@ def test_a_crash_on_a_node_with_disks_of_its_own_is_explained_on_the_first(corpu
     assert codes == [0, 0], said
     run = tmp_path / "runs" / "good"
     assert diagnose(run).state == "done"
-    assert (run / "logs" / "rank-1.ledger").is_file()
+    assert (run / "logs" / "rank-1.recorder").is_file()

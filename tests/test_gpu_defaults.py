@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from meshwright.bench import calibrate
 from meshwright.bench import device as on_device
-from meshwright.execute import products
-from meshwright.execute.products import take_route, target_of
-from meshwright.launch import notes, planned
-from meshwright.launch.planned import on_machine, setting_on, settled
+from meshwright.execute.kernels import products
+from meshwright.execute.kernels.products import take_route, target_of
+from meshwright.launch.checks.start import notes
+from meshwright.launch.pricing import planned
+from meshwright.launch.pricing.planned import on_machine, setting_on, settled
 from meshwright.layout import Machine, resolve_layout
 from meshwright.models.attention import attend, spread
 from meshwright.predict.calibration import as_toml, parse_calibration, shipped_calibration
@@ -31,7 +32,7 @@ from meshwright.search.microbatch import fastest
 from meshwright.search.plan import setting_of
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import Job
+from meshwright.training.run_folder import Job
 
 GPUS = Machine("cuda", 8, 32, "CUDA GPU", is_fixed=True)
 CPU = Machine("cpu", 2, 2, "two cores", is_fixed=False)

@@ -31,7 +31,7 @@ from meshwright.parsing import parse_json, parse_toml, printable
 from meshwright.predict.calibration import read_calibration
 from meshwright.spec.loading import load_config
 from meshwright.spec.stored import find_step
-from meshwright.train.run_folder import choose_folder
+from meshwright.training.run_folder import choose_folder
 
 DEEP = "[" * 5000 + "]" * 5000
 LONG = "9" * 5000

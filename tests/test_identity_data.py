@@ -13,7 +13,7 @@ from meshwright.data import blocks, files, open_data, open_store, prepare
 from meshwright.data.corpora import Files
 from meshwright.data.megatron import open_megatron, write_megatron
 from meshwright.errors import DataError
-from meshwright.launch.alike import differences
+from meshwright.launch.ranks.alike import differences
 from meshwright.spec.training import DataSpec
 
 

@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from meshwright.cli import main
-from meshwright.execute.secret import Secret
-from meshwright.launch import jobs
-from meshwright.launch.jobs import parse_time
-from meshwright.launch.supervisor import listen_on_loopback
+from meshwright.execute.machine.secret import Secret
+from meshwright.launch.jobs.job import jobs, parse_time
+from meshwright.launch.supervise.supervisor import listen_on_loopback
 from meshwright.spec.dump import to_toml
 from runs import clean_environ
 from written_jobs import CONFIG, script_of

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.execute import shared
-from meshwright.execute.deferred import Deferral, linears
-from meshwright.execute.groups import open_groups
-from meshwright.execute.tp_regions import TPRegion
+from meshwright.execute.tensor_parallel.deferred import Deferral, linears
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.execute.transport import shared
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from ranks import ranks
 

@@ -11,8 +11,8 @@ from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
 from meshwright.checkpoint.weights import load_model
 from meshwright.execute.build import build
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models.experts import Routing, SigmoidRouter
 from meshwright.program.lower import lower
@@ -23,7 +23,7 @@ from meshwright.prove.weights import telling, whole_buffers
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.optimizer import build_optimizer
+from meshwright.training.optimizer import build_optimizer
 from ranks import on_ranks
 from seeded import without_sums
 

@@ -19,7 +19,7 @@ from meshwright.cli import main
 from meshwright.data import open_data
 from meshwright.launch.session import summarise, train
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import read_job
+from meshwright.training.run_folder import read_job
 from runs import TINY, clean_environ, torchrun
 
 

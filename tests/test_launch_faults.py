@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.errors import ConfigError, DataError, RankFailed
 from meshwright.launch.session import train
-from meshwright.launch.supervisor import Timing, listen_on_loopback
+from meshwright.launch.supervise.supervisor import Timing, listen_on_loopback
 from runs import clean_environ, faulty_worker, rank_pids
 
 ONCE = ["layout.dp_replicate=2", "checkpoint.restarts=0"]
@@ -108,9 +108,9 @@ def test_busy_port(config, refused):
 
 def test_a_rank_that_raises_is_shown_with_its_traceback(config, tmp_path):
     body = (
-        "import meshwright.train.update as update\n"
+        "import meshwright.training.update as update\n"
         "def bad(*a):\n    raise ValueError('the fault of rank 1')\n"
-        "if rank == 1:\n    import meshwright.train.loop as loop; loop.update = bad"
+        "if rank == 1:\n    import meshwright.training.loop as loop; loop.update = bad"
     )
     with pytest.raises(RankFailed) as caught:
         train(config(*ONCE), clean_environ(), command=faulty_worker(body))
@@ -124,7 +124,7 @@ def test_a_rank_that_raises_is_shown_with_its_traceback(config, tmp_path):
 
 def test_a_killed_rank_is_named_with_its_signal(config, tmp_path):
     body = (
-        "import meshwright.train.loop as loop\n"
+        "import meshwright.training.loop as loop\n"
         "real = loop.update\n"
         "def deadly(*a):\n"
         "    if rank == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -141,7 +141,7 @@ def test_a_killed_rank_is_named_with_its_signal(config, tmp_path):
 
 def test_a_hung_rank_does_not_outlive_its_failed_peer(config, tmp_path):
     body = (
-        "import meshwright.train.loop as loop\n"
+        "import meshwright.training.loop as loop\n"
         "def stuck(*a):\n"
         "    if rank == 0:\n"
         "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        time.sleep(1000)\n"

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from meshwright.cli import main
-from meshwright.launch.machine import detect
-from meshwright.launch.trend import Trend
-from meshwright.launch.view import LiveView
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.supervise.trend import Trend
+from meshwright.launch.supervise.view import LiveView
 from meshwright.layout import Layout, resolve_layout
 from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.search.command import training_command

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.gradients import HeldParameter, global_norm, norms
-from meshwright.execute.groups import Link
-from meshwright.execute.parallelize import clip_grad_norm
+from meshwright.execute.data_parallel.gradients import HeldParameter, global_norm, norms
+from meshwright.execute.own_models.parallelize import clip_grad_norm
 from meshwright.execute.pipeline import Pipeline
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.tensor_parallel.deferred import Deferral
+from meshwright.execute.transport.groups import Link
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.program.schedule import Action

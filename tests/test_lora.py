@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.bench.memory import measure
 from meshwright.errors import ConfigError
-from meshwright.execute.groups import open_groups
+from meshwright.execute.own_models.parallelize import _refuse_adapters
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.parallelize import _refuse_adapters
-from meshwright.launch.engine import check_engine
+from meshwright.execute.transport.groups import open_groups
+from meshwright.launch.machines.engine import check_engine
 from meshwright.layout import Layout, broken
 from meshwright.models import build_model
 from meshwright.models.lora import LoraLinear

@@ -12,8 +12,8 @@ from meshwright.checkpoint.weights import load_model, weights_from, write_weight
 from meshwright.cli import main
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.execute.build import build
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import build_model
 from meshwright.models.hf import load_hf, save_hf
@@ -26,9 +26,9 @@ from meshwright.prove.weights import telling_weight
 from meshwright.spec.loading import load_config
 from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 from ranks import on_ranks
 from test_lora import NEOX, model
 

@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute import loss
-from meshwright.execute.groups import Link
 from meshwright.execute.loss import loss_sum
-from meshwright.execute.tp_regions import TPRegion
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.execute.transport.groups import Link
 from meshwright.program.sizes import loss_rows
 from meshwright.program.target import Target
 from ranks import ranks

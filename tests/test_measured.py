@@ -13,10 +13,10 @@ from meshwright.bench import blocks, calibrate, device
 from meshwright.cli import bench
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
-from meshwright.execute.processor import fingerprint
-from meshwright.launch import measured
-from meshwright.launch.machine import detect
-from meshwright.launch.measured import VARIABLE, as_measured_here, keep, kept_at, user_cache
+from meshwright.execute.machine.processor import fingerprint
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.pricing import measured
+from meshwright.launch.pricing.measured import VARIABLE, as_measured_here, keep, kept_at, user_cache
 from meshwright.layout import Layout
 from meshwright.predict.calibration import (
     as_toml,

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import published_left_out
 
 from meshwright.cli.main import main
-from meshwright.launch.measured import VARIABLE
+from meshwright.launch.pricing.measured import VARIABLE
 from meshwright.layout import Layout
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.measured import Measurement, correct, corrected

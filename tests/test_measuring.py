@@ -13,10 +13,11 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.errors import RankFailed, StoppedOnRequest
-from meshwright.launch import measuring, session
-from meshwright.launch.machine import detect
-from meshwright.launch.measured import VARIABLE, calibration_in_use, keep, kept_at
-from meshwright.launch.measuring import measured_first
+from meshwright.launch import session
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.measure import measuring
+from meshwright.launch.measure.measuring import measured_first
+from meshwright.launch.pricing.measured import VARIABLE, calibration_in_use, keep, kept_at
 from meshwright.layout import Layout
 from meshwright.predict.calibration import as_toml, parse_calibration, read_calibration
 from meshwright.prove.case import Case

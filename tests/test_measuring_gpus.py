@@ -76,7 +76,7 @@ def test_layouts_are_priced_for_the_gpu_that_they_run_on(gpu, label, capsys):
 
 
 def test_a_gpu_that_is_not_known_is_not_priced_as_a_cpu(gpu, monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.launch.planned.gpu_name", lambda: "NVIDIA GeForce 256")
+    monkeypatch.setattr("meshwright.launch.pricing.planned.gpu_name", lambda: "NVIDIA GeForce 256")
     words = [word for word in WORDS if "preset" not in word]
     assert main(["bench", "layouts", *words, "--layout", "mb2"]) == 2
     assert "NVIDIA GeForce 256 is not in the catalogue" in " ".join(capsys.readouterr().err.split())

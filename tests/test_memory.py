@@ -8,20 +8,20 @@ import torch
 from meshwright.bench.memory import measure
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import build, seeded
-from meshwright.execute.data import _param_groups, _state, replicas_of, wrapped
-from meshwright.execute.deferred import Deferral, linear
-from meshwright.execute.gradients import local_shard
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.data import _param_groups, _state, replicas_of, wrapped
+from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.tensor_parallel.deferred import Deferral, linear
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 from ranks import on_ranks
 
 RANKS, LAYERS, MIDDLE = 2, 6, 3

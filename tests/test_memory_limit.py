@@ -9,8 +9,8 @@ import torch
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError, RankFailed
+from meshwright.launch.ranks.worker import MemoryLimit, is_out_of_memory
 from meshwright.launch.session import train
-from meshwright.launch.worker import MemoryLimit, is_out_of_memory
 from meshwright.layout import Layout
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config

@@ -14,10 +14,10 @@ import torch
 
 from meshwright.checkpoint.weights import load_model
 from meshwright.errors import ConfigError
-from meshwright.execute.rendezvous import Rendezvous, Seat, own_seat, seated
-from meshwright.launch.machine import on_nodes
+from meshwright.execute.machine.rendezvous import Rendezvous, Seat, own_seat, seated
+from meshwright.launch.machines.machine import on_nodes
 from meshwright.launch.session import train
-from meshwright.launch.supervisor import listen_on_loopback
+from meshwright.launch.supervise.supervisor import listen_on_loopback
 from meshwright.layout import Mesh
 from meshwright.predict.network import place
 from meshwright.spec.loading import load_config

@@ -92,7 +92,7 @@ def test_in_a_run_folder(config, tmp_path, try_all):
         "lock",
         "checkpoints/latest",
         "checkpoints/lock",
-        "logs/rank-0.ledger",
+        "logs/rank-0.recorder",
         "report/index.html",
         *told,
     }

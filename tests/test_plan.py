@@ -12,8 +12,8 @@ import pytest
 import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError, nearest
-from meshwright.launch import planned
-from meshwright.launch.machine import gpu_name
+from meshwright.launch.machines.machine import gpu_name
+from meshwright.launch.pricing import planned
 from meshwright.layout import Layout, Machine
 from meshwright.search import rank
 from meshwright.search.plan import digest, plan

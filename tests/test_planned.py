@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.planned import predicted
+from meshwright.launch.pricing.planned import predicted
 from meshwright.layout import Machine, resolve_layout
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import Job, RunFolder, RunTokenizer
+from meshwright.training.run_folder import Job, RunFolder, RunTokenizer
 
 
 def step_time(ranks, cores):

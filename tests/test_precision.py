@@ -9,16 +9,16 @@ import torch
 from meshwright.errors import MeshwrightError
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.launch.session import train
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import GROWTH_STEPS, START, LossScale
-from meshwright.train.optimizer import build_optimizer, step_scaled
-from meshwright.train.update import overflowed, update
+from meshwright.training.loss_scale import GROWTH_STEPS, START, LossScale
+from meshwright.training.optimizer import build_optimizer, step_scaled
+from meshwright.training.update import overflowed, update
 from ranks import ranks
 from runs import clean_environ
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.execute import loss
-from meshwright.execute.groups import open_groups
-from meshwright.execute.masters import Weight
+from meshwright.execute.data_parallel.masters import Weight
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.tensor import together
-from meshwright.execute.tp_regions import TPRegion
+from meshwright.execute.tensor_parallel.tensor import together
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import ops
 from meshwright.prove import compare, trial
@@ -27,7 +27,7 @@ from meshwright.prove.parity import check, prove_parity
 from meshwright.prove.reference import run_reference
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
-from meshwright.train import update
+from meshwright.training import update
 from ranks import on_ranks
 
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 96}

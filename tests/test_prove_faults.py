@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.execute.data import replicas_of, wrapped
-from meshwright.execute.groups import Link, open_groups
-from meshwright.execute.tensor import together
-from meshwright.execute.tp_regions import TPRegion
+from meshwright.execute.data_parallel.data import replicas_of, wrapped
+from meshwright.execute.tensor_parallel.tensor import together
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.execute.transport.groups import Link, open_groups
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.prove.parity import check, prove_parity

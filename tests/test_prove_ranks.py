@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from meshwright.errors import RankFailed
-from meshwright.launch.proof import by_world, prove_cases
+from meshwright.launch.proofs.proof import by_world, prove_cases
 from meshwright.prove.matrix import matrix
 from runs import clean_environ
 
@@ -18,7 +18,7 @@ def failing_worker(body):
     """Ranks in which `Suite.prove` does something wrong."""
     code = (
         "import os, sys\n"
-        "from meshwright.launch import proof_worker\n"
+        "from meshwright.launch.proofs import proof_worker\n"
         "from meshwright.prove.suite import Suite\n"
         "prove = Suite.prove\n"
         "def wrong(self, case):\n"

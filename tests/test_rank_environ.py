@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import benchmark, proof, session
-from meshwright.launch.rank_environ import ALLOCATOR, rank_environ
+from meshwright.launch import session
+from meshwright.launch.measure import benchmark
+from meshwright.launch.proofs import proof
+from meshwright.launch.ranks.rank_environ import ALLOCATOR, rank_environ
 from meshwright.layout import Layout, Machine
 from meshwright.prove.case import Case
 from meshwright.spec.loading import load_config
@@ -69,9 +71,9 @@ def test_a_rank_that_others_have_started_has_it_before_torch_reads_it(monkeypatc
     monkeypatch.setattr(session, "detect", lambda *_: gpus)
     monkeypatch.setattr(session, "settled", lambda config, _: config)
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr("meshwright.execute.world.join", join)
-    monkeypatch.setattr("meshwright.launch.worker.follow_parent", lambda _: None)
-    monkeypatch.setattr("meshwright.launch.worker.StopRequest.listen", lambda _: None)
+    monkeypatch.setattr("meshwright.execute.transport.world.join", join)
+    monkeypatch.setattr("meshwright.launch.ranks.worker.follow_parent", lambda _: None)
+    monkeypatch.setattr("meshwright.launch.ranks.worker.StopRequest.listen", lambda _: None)
     with pytest.raises(Joined):
         session.train(load_config(None, ["layout.dp_replicate=2"]), environ)
     seen.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by torch, where its compiler is imported now

@@ -10,16 +10,16 @@ import torch
 
 from meshwright.execute.allocations import AllocatedPiece, LabellingTape, MemoryProfile, moments_of
 from meshwright.execute.build import build, seeded
-from meshwright.execute.clock import DeviceClock, clock_offset
-from meshwright.execute.collective_recorder import CollectiveRecorder
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import open_groups
-from meshwright.execute.measured import MeasuredMoment, memory_points, recorded
-from meshwright.execute.optimize import Shards
-from meshwright.execute.tape import Tape
-from meshwright.execute.wire import Wire, WireMessage, expected_messages
-from meshwright.execute.world import World
-from meshwright.launch.resuming import Resume
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.observe.clock import DeviceClock, clock_offset
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+from meshwright.execute.observe.measured import MeasuredMoment, memory_points, recorded
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.record.tape import Tape
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.wire import Wire, WireMessage, expected_messages
+from meshwright.execute.transport.world import World
+from meshwright.launch.checks.resuming import Resume
 from meshwright.launch.session import train
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
@@ -40,11 +40,11 @@ from meshwright.prove.compare import mine
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.run_folder import RunFolder, put_step
-from meshwright.train.step_profile import gather_ranks, is_detailed
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.run_folder import RunFolder, put_step
+from meshwright.training.step_profile import gather_ranks, is_detailed
+from meshwright.training.update import update
 from ranks import on_ranks, ranks
 from runs import clean_environ
 

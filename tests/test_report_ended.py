@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from meshwright.errors import Diverged
-from meshwright.launch import supervisor
-from meshwright.launch.restart import failed_event
-from meshwright.launch.worker import is_out_of_memory
+from meshwright.launch.ranks.worker import is_out_of_memory
+from meshwright.launch.supervise import supervisor
+from meshwright.launch.supervise.restart import failed_event
 from meshwright.report.ended import banner
 from meshwright.report.record import read_run
 from meshwright.report.run import comparison_page, run_page
 from meshwright.report.winner import winner
 from meshwright.spec.loading import load_config
-from meshwright.train.run_folder import RunFolder
+from meshwright.training.run_folder import RunFolder
 from run_folders import step_event, write_run
 
 START = {"event": "start", "steps": 100, "world": 1, "parameters": 10}

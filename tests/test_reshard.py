@@ -11,9 +11,9 @@ from meshwright.checkpoint.restore import StoredSource, newest_good, restore, st
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import OPTIMIZER, WEIGHTS, Trained, chunks_of, scalars_of
 from meshwright.execute.build import build, seeded
+from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.gather import on_rank_0
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
@@ -21,9 +21,9 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import UNIT_ROUNDOFFS, mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import gradients, update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import gradients, update
 from ranks import on_ranks
 
 LAYOUTS = {

@@ -14,15 +14,15 @@ from meshwright.cli.main import main
 from meshwright.data import open_data, train_bpe
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.certificate import certify
-from meshwright.launch.lock import RunLock
-from meshwright.launch.restart import append
-from meshwright.launch.resuming import Resume
+from meshwright.launch.checks.resuming import Resume
 from meshwright.launch.session import prepare_job
 from meshwright.launch.session import train as train_command
+from meshwright.launch.supervise.lock import RunLock
+from meshwright.launch.supervise.restart import append
 from meshwright.layout import Layout
 from meshwright.prove.shrink import shrink
-from meshwright.train.loop import train
-from meshwright.train.run_folder import create, read_job
+from meshwright.training.loop import train
+from meshwright.training.run_folder import create, read_job
 from ranks import on_ranks
 from runs import clean_environ
 

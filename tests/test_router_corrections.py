@@ -11,8 +11,8 @@ from meshwright.checkpoint.commit import steps
 from meshwright.checkpoint.restore import stored_of
 from meshwright.checkpoint.state import WEIGHTS
 from meshwright.cli import main
-from meshwright.execute.groups import open_groups
-from meshwright.execute.routing import correct_routers
+from meshwright.execute.expert_parallel.routing import correct_routers
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Balance
 from meshwright.models.experts import ExpertMLP, SigmoidRouter

@@ -5,9 +5,9 @@ import torch
 
 from meshwright.cli import main
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.routing import take_counts
-from meshwright.launch.view import experts_line
+from meshwright.execute.expert_parallel.routing import take_counts
+from meshwright.execute.transport.groups import open_groups
+from meshwright.launch.supervise.view import experts_line
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Balance
 from meshwright.models.experts import ExpertMLP
@@ -22,7 +22,7 @@ from meshwright.report.run import report
 from meshwright.spec.loading import load_config
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
-from meshwright.train.routing import routing_event
+from meshwright.training.routing import routing_event
 from ranks import on_ranks
 from run_folders import write_run
 

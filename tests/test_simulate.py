@@ -11,7 +11,7 @@ from conformance_cases import make
 from meshwright.bench.memory import measure
 from meshwright.cli import main
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.execute.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder import FlightRecorder
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
@@ -129,7 +129,7 @@ def test_a_thousand_ranks():
 
 def test_a_program_that_lies_is_found():
     case = make("tp2 sp mb4")
-    with mock.patch("meshwright.execute.wire.collectives", return_value=()):
+    with mock.patch("meshwright.execute.transport.wire.collectives", return_value=()):
         found = simulated(case, [0])
     assert not found.agrees
     assert any("all_gather of" in text for text in found.ranks[0].differences)

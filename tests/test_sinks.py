@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.execute.context import Ring, Ulysses, positions
-from meshwright.execute.documents import attend_documents, bounds_of, takes_bounds
-from meshwright.execute.groups import open_groups
+from meshwright.execute.context_parallel.context import Ring, Ulysses, positions
+from meshwright.execute.kernels.documents import attend_documents, bounds_of, takes_bounds
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import blockwise, build_model, init_model
 from meshwright.models.attention import attend

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.execute.flight_recorder_file import read_flight_recorder
+from meshwright.execute.record.flight_recorder_file import read_flight_recorder
 from runs import TINY
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -147,6 +147,6 @@ def test_tasks_that_slurm_deals_out_in_turns_are_numbered_node_by_node(
     run = tmp_path / "runs" / "job"
     start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
     assert start["nodes"] == ["n0", "n1"]
-    recorders = [read_flight_recorder(run / "logs" / f"rank-{rank}.ledger") for rank in range(4)]
+    recorders = [read_flight_recorder(run / "logs" / f"rank-{rank}.recorder") for rank in range(4)]
     tp = [group.ranks for recorder in recorders for group in recorder.groups if group.label == "tp"]
     assert set(tp) == {(0, 1), (2, 3)}

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from meshwright.data import IGNORE
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.models import build_model, init_model
 from meshwright.program.lower import lower
@@ -20,9 +20,9 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 from ranks import ranks
 
 MODEL = {"vocab_size": 2048, "dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4}

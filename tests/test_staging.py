@@ -6,7 +6,7 @@ import torch
 from meshwright.checkpoint import saver as saving
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.staging import Staging
-from meshwright.execute.world import World
+from meshwright.execute.transport.world import World
 
 
 class Late:
@@ -74,7 +74,7 @@ def test_a_saver_s_thread_takes_its_rank_s_gpu_first(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 8190, 8191, 8192, 5 * 8191 + 7])
 def test_numbers_of_shards_need_little_memory_and_are_those_of_the_whole(count, monkeypatch):
-    from meshwright.train import replicas
+    from meshwright.training import replicas
 
     monkeypatch.setattr(replicas, "_PERIODS", 2)
     shard = torch.randn(count)

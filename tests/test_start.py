@@ -10,10 +10,10 @@ import pytest
 from meshwright.cli import main
 from meshwright.data import train_bpe
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch import checks
+from meshwright.launch.checks.notes import config_notes, resume_notes, run_notes
+from meshwright.launch.checks.start import checks
 from meshwright.launch.doctor import examine_config
-from meshwright.launch.notes import config_notes, resume_notes, run_notes
-from meshwright.launch.planned import setting_on
+from meshwright.launch.pricing.planned import setting_on
 from meshwright.launch.session import prepare_job
 from meshwright.predict.price import memory
 from meshwright.spec.defaults import rate_for
@@ -23,7 +23,7 @@ from meshwright.spec.parts import parameter_count
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.schedule import learning_rate
-from meshwright.train.run_folder import create
+from meshwright.training.run_folder import create
 from meshwright.units import format_count
 from runs import TINY, clean_environ
 

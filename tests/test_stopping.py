@@ -16,19 +16,20 @@ from faulty import events_of, last_files, of, start_train, wait_for, wait_for_ph
 from meshwright.checkpoint.commit import step_name
 from meshwright.cli import main
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.flight_recorder_file import read_flight_recorder
-from meshwright.launch import certificate, supervisor
-from meshwright.launch.diagnosis import diagnose
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder_file import read_flight_recorder
+from meshwright.launch import certificate
 from meshwright.launch.session import Run
-from meshwright.launch.signals import StopSignals
-from meshwright.launch.stopping import Stopping, going_on, has_done_nothing
-from meshwright.launch.supervisor import Timing, supervise
-from meshwright.launch.view import Lasting, open_view
+from meshwright.launch.supervise import supervisor
+from meshwright.launch.supervise.diagnosis import diagnose
+from meshwright.launch.supervise.signals import StopSignals
+from meshwright.launch.supervise.stopping import Stopping, going_on, has_done_nothing
+from meshwright.launch.supervise.supervisor import Timing, supervise
+from meshwright.launch.supervise.view import Lasting, open_view
 from meshwright.report.record import read_run
 from meshwright.report.words import verdict
-from meshwright.train.interruptible import Interruptible
-from meshwright.train.run_folder import read_job
+from meshwright.training.interruptible import Interruptible
+from meshwright.training.run_folder import read_job
 from run_folders import write_run
 from runs import TINY, clean_environ, rank_pids
 
@@ -141,13 +142,13 @@ def test_ranks_vote_twice_a_second_and_leave_together():
 
 def test_an_evaluation_is_a_phase_of_its_own(tmp_path):
     """A flight recorder that said "forward" would tell that the step is not done."""
-    recorder = FlightRecorder.open(tmp_path / "rank-0.ledger", 0, 1)
+    recorder = FlightRecorder.open(tmp_path / "rank-0.recorder", 0, 1)
     recorder.step(1)
     recorder.action("F", 0, 0)
-    at = [read_flight_recorder(tmp_path / "rank-0.ledger")]
+    at = [read_flight_recorder(tmp_path / "rank-0.recorder")]
     recorder.phase("eval")
     recorder.action("F", 0, 3)
-    at.append(read_flight_recorder(tmp_path / "rank-0.ledger"))
+    at.append(read_flight_recorder(tmp_path / "rank-0.recorder"))
     assert [one.phase for one in at] == ["forward", "eval"]
     assert at[1].place() == "step 1, eval of microbatch 3 on stage 0"
     assert [has_done_nothing([one, None]) for one in at] == [True, False]
@@ -231,7 +232,9 @@ def test_a_second_ctrl_c_in_a_step_says_what_is_lost(corpus, tmp_path, outcome):
     folder = folder_of(tmp_path)
     wait_for_phase(folder, process, "update")
     wait_for(
-        lambda: read_flight_recorder(folder / "logs" / "rank-1.ledger").step == 4, "step 4", process
+        lambda: read_flight_recorder(folder / "logs" / "rank-1.recorder").step == 4,
+        "step 4",
+        process,
     )
     asked = time.monotonic()
     interrupt(process)

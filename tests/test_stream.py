@@ -18,8 +18,8 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.launch.session import prepare_job
 from meshwright.spec.loading import load_config
 from meshwright.spec.training import DataSpec
-from meshwright.train.loop import train
-from meshwright.train.run_folder import create, read_job
+from meshwright.training.loop import train
+from meshwright.training.run_folder import create, read_job
 from ranks import RankError, on_ranks
 from runs import clean_environ
 

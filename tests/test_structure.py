@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ ORDER = [
     "report",
     "execute",
     "checkpoint",
-    "train",
+    "training",
     "evaluate",
     "simulate",
     "prove",
@@ -36,6 +37,17 @@ ORDER = [
     "serve",
     "cli",
 ]
+# Each package of a room may import itself and those before it; the files beside them all of them.
+PACKAGES = {
+    "execute": [
+        *("machine", "record", "transport", "observe", "kernels", "tensor_parallel"),
+        *("context_parallel", "expert_parallel", "data_parallel", "own_models"),
+    ],
+    "launch": [
+        *("machines", "supervise", "pricing", "checks", "ranks", "measure", "proofs", "jobs"),
+        "peers",
+    ],
+}
 TORCH_FREE_ROOMS = [
     *("spec", "layout", "interop", "program", "predict", "search", "report", "serve", "data"),
 ]
@@ -78,6 +90,17 @@ def test_imports_go_one_way():
         allowed = ORDER[: ORDER.index(room) + 1]
         for imported, line in imported_rooms(path):
             assert imported in allowed, f"{path}:{line}: {room} must not import {imported}"
+
+
+@pytest.mark.parametrize("room", PACKAGES)
+def test_imports_between_the_packages_of_a_room_go_one_way(room):
+    order = PACKAGES[room]
+    assert {p.name for p in (SRC / room).iterdir() if (p / "__init__.py").is_file()} == set(order)
+    imported = re.compile(rf"(?:from|import) meshwright\.{room}\.(\w+)")
+    for number, package in enumerate(order):
+        for path in sorted((SRC / room / package).glob("*.py")):
+            for name in imported.findall(path.read_text()):
+                assert name in order[: number + 1], f"{path}: {package} must not import {name}"
 
 
 def test_every_room_is_in_the_order():

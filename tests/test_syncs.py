@@ -8,8 +8,8 @@ import torch
 from meshwright.data import open_data
 from meshwright.execute.batch import Feed
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.launch.session import prepare_job
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
@@ -18,13 +18,13 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train import loop
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.metrics import DeviceLaps, StepClock
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.readings import ArrivingNumbers
-from meshwright.train.run_folder import create, read_job
-from meshwright.train.update import update
+from meshwright.training import loop
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.metrics import DeviceLaps, StepClock
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.readings import ArrivingNumbers
+from meshwright.training.run_folder import create, read_job
+from meshwright.training.update import update
 from ranks import on_ranks
 from runs import clean_environ
 from syncs import Syncs

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from meshwright.bench.memory import measure
-from meshwright.execute.products import has_onednn
+from meshwright.execute.kernels.products import has_onednn
 from meshwright.layout import Layout
 from meshwright.predict.timeline import timeline
 from meshwright.program import attention as program_attention

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.launch import local
-from meshwright.launch.local import LocalRun
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.launch.ranks import local
+from meshwright.launch.ranks.local import LocalRun
 from meshwright.launch.session import prepare_job
-from meshwright.launch.supervisor import (
+from meshwright.launch.supervise.supervisor import (
     LocalRanks,
     RanksFailed,
     Timing,
     listen_on_loopback,
     supervise,
 )
-from meshwright.launch.traces import ask_for_traces, trace_files, traced
-from meshwright.launch.watchdog import Watchdog
-from meshwright.train.run_folder import RunFolder, create
+from meshwright.launch.supervise.traces import ask_for_traces, trace_files, traced
+from meshwright.launch.supervise.watchdog import Watchdog
+from meshwright.training.run_folder import RunFolder, create
 from runs import clean_environ
 
 TIMING = Timing(poll_s=0.02, trace_s=0.5)

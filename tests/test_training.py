@@ -10,18 +10,18 @@ import torch
 
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import build, seeded
+from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.gather import full_tensor
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.schedule import learning_rate
 from meshwright.spec.training import OptimizerSpec, TrainSpec
-from meshwright.train.loop import share
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer, set_learning_rate
-from meshwright.train.update import evaluate, gradients, update
+from meshwright.training.loop import share
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer, set_learning_rate
+from meshwright.training.update import evaluate, gradients, update
 from ranks import on_ranks, ranks
 
 SPECS = {
@@ -256,7 +256,7 @@ def test_only_matrices_decay_and_the_rate_reaches_all_groups():
 
 
 def test_events_with_infinite_numbers_stay_json(tmp_path):
-    from meshwright.train.events import JsonLines
+    from meshwright.training.events import JsonLines
 
     sink = JsonLines(tmp_path / "events.jsonl")
     sink.write({"event": "step", "loss": float("nan"), "peak_memory_bytes": {"0": 1}})

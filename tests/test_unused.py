@@ -3,8 +3,8 @@
 import pytest
 
 from meshwright.cli import main
+from meshwright.launch.checks.notes import run_notes
 from meshwright.launch.doctor import examine_config
-from meshwright.launch.notes import run_notes
 from meshwright.launch.session import prepare_job
 from meshwright.layout import Machine, left_over, resolve_layout, unsharded
 from meshwright.spec.loading import load_config

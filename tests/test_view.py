@@ -8,10 +8,10 @@ import types
 import pytest
 from rich.console import Console
 
-from meshwright.launch.view import EventTail, LiveView, QuietView, View
+from meshwright.launch.supervise.view import EventTail, LiveView, QuietView, View
 from meshwright.layout import Layout
 from meshwright.spec.training import LogSpec
-from meshwright.train.events import open_sinks
+from meshwright.training.events import open_sinks
 
 START = {
     "event": "start",

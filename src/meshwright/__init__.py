@@ -6,16 +6,20 @@ The names below are imported when they are used, so that planning never pays for
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import meshwright.train as _train_room
 from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.own import Checkpoints
     from meshwright.checkpoint.weights import load_model
-    from meshwright.execute.parallelize import clip_grad_norm, make_mesh, parallelize, positions
+    from meshwright.execute.own_models.parallelize import (
+        clip_grad_norm,
+        make_mesh,
+        parallelize,
+        positions,
+    )
+    from meshwright.launch.session import train
     from meshwright.layout import Layout
     from meshwright.search.plan import plan
     from meshwright.spec.loading import Config, load_config
@@ -40,28 +44,14 @@ _HOMES = {
     "Config": "meshwright.spec.loading",
     "load_config": "meshwright.spec.loading",
     "Layout": "meshwright.layout",
-    "clip_grad_norm": "meshwright.execute.parallelize",
+    "clip_grad_norm": "meshwright.execute.own_models.parallelize",
     "load_model": "meshwright.checkpoint.weights",
-    "make_mesh": "meshwright.execute.parallelize",
-    "parallelize": "meshwright.execute.parallelize",
+    "make_mesh": "meshwright.execute.own_models.parallelize",
+    "parallelize": "meshwright.execute.own_models.parallelize",
     "plan": "meshwright.search.plan",
-    "positions": "meshwright.execute.parallelize",
+    "positions": "meshwright.execute.own_models.parallelize",
+    "train": "meshwright.launch.session",
 }
-
-
-class _TrainRoom(ModuleType):
-    """The room `meshwright.train`, which is also the function `mw.train(config)`.
-
-    Importing anything in the room makes it an attribute of the package, so the two have to be one.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train a config: `meshwright.launch.session.train`."""
-        return importlib.import_module("meshwright.launch.session").train(*args, **kwargs)
-
-
-_train_room.__class__ = _TrainRoom
-train = _train_room
 
 
 def __getattr__(name: str) -> Any:

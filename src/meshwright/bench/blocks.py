@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.bench.timing import seconds_in_turns, seconds_of
-from meshwright.execute.data import DTYPES
+from meshwright.execute.data_parallel.data import DTYPES
 from meshwright.models.attention import attend
 from meshwright.models.blocks import Block
 from meshwright.models.rope import Rope

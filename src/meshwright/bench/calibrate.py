@@ -16,8 +16,8 @@ from meshwright.bench import device as on_device
 from meshwright.bench.compiling import compiling
 from meshwright.bench.links import collectives, overlap, shared, sums_both_ways
 from meshwright.bench.overheads import overheads
-from meshwright.execute.products import take_route
-from meshwright.execute.world import World
+from meshwright.execute.kernels.products import take_route
+from meshwright.execute.transport.world import World
 from meshwright.predict.calibration import QUIET
 from meshwright.predict.kernels import PASSES
 from meshwright.predict.network import through_channel

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshwright.bench.blocks import own, stack
 from meshwright.execute.build import compiler
-from meshwright.execute.data import DTYPES
-from meshwright.execute.products import take_route
+from meshwright.execute.data_parallel.data import DTYPES
+from meshwright.execute.kernels.products import take_route
 from meshwright.prove.case import Case
 
 _DEPTH: Final = 4  # blocks that are timed together

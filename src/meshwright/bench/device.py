@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from meshwright.bench.timing import seconds_in_turns, seconds_of
 from meshwright.data.sampler import IGNORE
-from meshwright.execute.data import DTYPES
-from meshwright.execute.groups import Link
+from meshwright.execute.data_parallel.data import DTYPES
 from meshwright.execute.loss import soften
+from meshwright.execute.transport.groups import Link
 from meshwright.predict.kernels import PASSES
 from meshwright.predict.work import Product
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from meshwright.bench.memory import measure
 from meshwright.bench.shares import kinds, shares
 from meshwright.execute.build import Source, build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.world import World
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
 from meshwright.models.init import weight_std
 from meshwright.program.shards import Region
 from meshwright.prove.batches import make_batch
@@ -26,9 +26,9 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 
 
 class Stepper:

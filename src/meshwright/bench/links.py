@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.bench.timing import seconds_between, seconds_together
-from meshwright.execute.groups import Link, open_groups
-from meshwright.execute.tp_regions import all_reduce, begin_gather, begin_scatter
-from meshwright.execute.world import World
+from meshwright.execute.tensor_parallel.tp_regions import all_reduce, begin_gather, begin_scatter
+from meshwright.execute.transport.groups import Link, open_groups
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from meshwright.program.messages import LARGEST_SHARED
 

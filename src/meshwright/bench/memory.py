@@ -22,17 +22,17 @@ from meshwright.execute.allocations import (
     pieces_of,
 )
 from meshwright.execute.build import build, seeded
-from meshwright.execute.groups import open_groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.world import World
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
 from meshwright.layout import broken
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
 from meshwright.spec.training import OptimizerSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 
 STEPS: Final = 4
 

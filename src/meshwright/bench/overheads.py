@@ -9,7 +9,7 @@ import statistics
 from typing import Final, NamedTuple
 
 from meshwright.bench.layouts import timed
-from meshwright.execute.world import World
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from meshwright.prove.case import Case
 from meshwright.spec.resolve import model_spec

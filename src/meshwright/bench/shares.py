@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.execute.clock import clock_of
-from meshwright.execute.collective_recorder import CollectiveRecorder
-from meshwright.execute.measured import recorded
-from meshwright.execute.shared import SPACE
-from meshwright.execute.tape import Tape
-from meshwright.execute.world import World
+from meshwright.execute.observe.clock import clock_of
+from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+from meshwright.execute.observe.measured import recorded
+from meshwright.execute.record.tape import Tape
+from meshwright.execute.transport.shared import SPACE
+from meshwright.execute.transport.world import World
 
 # An operation is of the first kind whose pattern is found in its name, else in the name of what
 # called it, and so on outwards.

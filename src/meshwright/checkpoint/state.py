@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.tensors import Chunk, Stored
 from meshwright.execute.build import region_of
-from meshwright.execute.gradients import HeldParameter, local_shard
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.gradients import HeldParameter, local_shard
+from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.parallel import Parallel
 from meshwright.layout import Layout
 from meshwright.program.shards import Region, Sharding, data_rank, whole

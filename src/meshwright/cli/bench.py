@@ -21,13 +21,13 @@ from meshwright.cli import peers
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
-from meshwright.execute.processor import processor
-from meshwright.launch.benchmark import measure_on_ranks
-from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machine import detect
-from meshwright.launch.measured import keep, kept_at, source_of
-from meshwright.launch.planned import on_machine
-from meshwright.launch.rank_environ import sets_allocator
+from meshwright.execute.machine.processor import processor
+from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.measure.benchmark import measure_on_ranks
+from meshwright.launch.pricing.measured import keep, kept_at, source_of
+from meshwright.launch.pricing.planned import on_machine
+from meshwright.launch.ranks.rank_environ import sets_allocator
 from meshwright.layout import Layout, Machine, broken, resolve_layout
 from meshwright.predict.calibration import as_toml, blocks_of, read_calibration
 from meshwright.predict.catalogue import device_named, find_device

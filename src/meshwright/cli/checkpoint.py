@@ -13,9 +13,9 @@ from meshwright.checkpoint.inspect import StepFacts, checkpoints_of, inspect
 from meshwright.cli.common import add_json, print_json
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE
-from meshwright.launch.lock import RunLock
+from meshwright.launch.supervise.lock import RunLock
 from meshwright.spec.stored import stored_base
-from meshwright.train.run_folder import tokenizer_of
+from meshwright.training.run_folder import tokenizer_of
 from meshwright.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:

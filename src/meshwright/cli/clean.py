@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from meshwright.cli.common import add_json, print_json
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.launch.disk import (
+from meshwright.launch.pricing.measured import user_cache
+from meshwright.launch.supervise.disk import (
     DiskEntry,
     DiskSelection,
     forget_gone,
@@ -20,7 +21,6 @@ from meshwright.launch.disk import (
     remove,
     runs_of,
 )
-from meshwright.launch.measured import user_cache
 from meshwright.units import format_bytes
 
 EXAMPLE = """\

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import ConfigError
-from meshwright.launch.measured import as_measured_here
+from meshwright.launch.pricing.measured import as_measured_here
 from meshwright.lines import GOES_ON, fitted, folded
 from meshwright.parsing import parse_json
 from meshwright.spec.loading import Config, load_config

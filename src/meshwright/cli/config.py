@@ -20,9 +20,9 @@ from meshwright.cli.common import (
 )
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.interop.flat import SYSTEMS
-from meshwright.launch.compiler import lacks_compiler
-from meshwright.launch.machine import detect
-from meshwright.launch.planned import settled
+from meshwright.launch.machines.compiler import lacks_compiler
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.pricing.planned import settled
 from meshwright.layout import resolve_layout
 from meshwright.spec.dump import given_toml
 from meshwright.spec.loading import Config, config_schema

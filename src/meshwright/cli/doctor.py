@@ -14,11 +14,11 @@ from rich.text import Text
 
 from meshwright.cli.common import add_json, print_json, read_config, say_line
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.execute.rendezvous import Rendezvous
-from meshwright.launch.diagnosis import Diagnosis, diagnose
+from meshwright.execute.machine.rendezvous import Rendezvous
 from meshwright.launch.doctor import examine_config, examine_machine
-from meshwright.launch.finding import Finding
-from meshwright.launch.measured import calibration_in_use
+from meshwright.launch.machines.finding import Finding
+from meshwright.launch.pricing.measured import calibration_in_use
+from meshwright.launch.supervise.diagnosis import Diagnosis, diagnose
 from meshwright.spec.loading import Config
 from meshwright.units import format_seconds
 

@@ -26,7 +26,7 @@ from meshwright.spec.loading import load_config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.stored import find_step, stored_spec
 from meshwright.spec.training import DataSpec
-from meshwright.train.run_folder import tokenizer_of
+from meshwright.training.run_folder import tokenizer_of
 from meshwright.units import format_seconds
 
 EXAMPLE = """\

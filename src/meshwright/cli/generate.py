@@ -16,7 +16,7 @@ from meshwright.data.encoders import ChatEncoder, encoder_of
 from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.models.generate import generate_tokens
 from meshwright.parsing import printable
-from meshwright.train.run_folder import tokenizer_of
+from meshwright.training.run_folder import tokenizer_of
 
 EXAMPLE = """\
 example:

@@ -18,7 +18,7 @@ from meshwright.interop.flat import System
 from meshwright.interop.importing import Imported, import_files, refusal_text
 from meshwright.interop.report import VERDICTS, KeyReport, Report
 from meshwright.interop.source import AUTO
-from meshwright.launch.machine import detect
+from meshwright.launch.machines.machine import detect
 from meshwright.layout import Machine, resolve_layout
 from meshwright.spec.dump import toml_value
 from meshwright.spec.loading import Config, build_config, read_given

@@ -9,11 +9,11 @@ from typing import Any, Final, Literal
 from meshwright.cli.common import add_config_arguments, read_words
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_DONE, ConfigError, refusal
-from meshwright.launch.jobs import JobSpec, Writer, local, parse_time, torchrun
-from meshwright.launch.manifests import jobset, pytorchjob, skypilot
-from meshwright.launch.on_ray import ray_job
-from meshwright.launch.on_ray import submit as submit_to_ray
-from meshwright.launch.slurm import slurm, submit
+from meshwright.launch.jobs.job import JobSpec, Writer, local, parse_time, torchrun
+from meshwright.launch.jobs.manifests import jobset, pytorchjob, skypilot
+from meshwright.launch.jobs.on_ray import ray_job
+from meshwright.launch.jobs.on_ray import submit as submit_to_ray
+from meshwright.launch.jobs.slurm import slurm, submit
 from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.search.plan import setting_of
 from meshwright.search.saved import load_planned

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.cli.common import read_rows, say
 from meshwright.errors import ConfigError
-from meshwright.execute.processor import processor
-from meshwright.launch.correction import (
+from meshwright.execute.machine.processor import processor
+from meshwright.launch.pricing.correction import (
     applied,
     keep_correction,
     measurement_of,

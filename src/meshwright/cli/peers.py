@@ -19,8 +19,9 @@ from rich.table import Table
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
-from meshwright.launch.machine import detect
-from meshwright.launch.match import (
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.peers.catalogue import MODES, PEERS, RANKS, PeerSizes
+from meshwright.launch.peers.match import (
     NOT_COUNTED,
     OURS,
     Bench,
@@ -31,7 +32,6 @@ from meshwright.launch.match import (
     sizes_of,
     versions,
 )
-from meshwright.launch.peers.catalogue import MODES, PEERS, RANKS, PeerSizes
 from meshwright.spec.training import ClusterSpec
 
 _NATIVE = "native"

@@ -35,12 +35,12 @@ from meshwright.cli.scaling import compare_plans
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.execute.processor import processor
-from meshwright.launch.compiler import lacks_compiler
-from meshwright.launch.machine import detect
-from meshwright.launch.measuring import measured_first
-from meshwright.launch.notes import layout_notes, preset_note
-from meshwright.launch.planned import on_machine, slower
+from meshwright.execute.machine.processor import processor
+from meshwright.launch.checks.notes import layout_notes, preset_note
+from meshwright.launch.machines.compiler import lacks_compiler
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.measure.measuring import measured_first
+from meshwright.launch.pricing.planned import on_machine, slower
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.predict.calibration import read_calibration, shipped_calibration
 from meshwright.predict.price import Prediction, RankMemory, memories
@@ -65,7 +65,7 @@ from meshwright.search.ways_to_fit import ways_to_fit
 from meshwright.spec.loading import Config
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parameter_count, trained_parameter_count
-from meshwright.train.run_folder import RunFolder, read_job
+from meshwright.training.run_folder import RunFolder, read_job
 from meshwright.units import format_bytes, format_count, format_seconds
 
 # A part of a step or of a peak below this share is not printed.

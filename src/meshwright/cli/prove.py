@@ -14,12 +14,12 @@ from typing import Any, TextIO
 
 from meshwright.cli.common import add_config_arguments, add_json, print_json, read_config, say_line
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
-from meshwright.launch.accelerators import check_build, count_gpus, find_gpus, torch_build
 from meshwright.launch.certificate import certify
-from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.engine import check_fp8
-from meshwright.launch.machine import detect
-from meshwright.launch.proof import by_world, fails_alike, prove_cases
+from meshwright.launch.machines.accelerators import check_build, count_gpus, find_gpus, torch_build
+from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
+from meshwright.launch.machines.engine import check_fp8
+from meshwright.launch.machines.machine import detect
+from meshwright.launch.proofs.proof import by_world, fails_alike, prove_cases
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.cli.common import read_config, read_words
 from meshwright.cli.measured import measured_for
 from meshwright.errors import EXIT_DONE, ConfigError
-from meshwright.launch.measured import VARIABLES
+from meshwright.launch.pricing.measured import VARIABLES
 from meshwright.predict.calibration import read_calibration
 from meshwright.search.plan import Plan
 from meshwright.search.rank import MARGIN

@@ -18,7 +18,7 @@ from meshwright.cli.common import add_config_arguments, add_json, print_json, re
 from meshwright.cli.measured import add_measured, measured_for, take_measured
 from meshwright.data.files import write_atomic
 from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError
-from meshwright.execute.processor import processor
+from meshwright.execute.machine.processor import processor
 from meshwright.layout import Layout
 from meshwright.program.profile import to_json
 from meshwright.report.ahead import simulation_page

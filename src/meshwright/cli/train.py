@@ -18,11 +18,11 @@ from meshwright.cli.common import (
     read_words,
 )
 from meshwright.errors import ConfigError
-from meshwright.execute.rendezvous import Rendezvous
+from meshwright.execute.machine.rendezvous import Rendezvous
 from meshwright.spec.loading import Config
 
 if TYPE_CHECKING:
-    from meshwright.launch.resuming import Resume
+    from meshwright.launch.checks.resuming import Resume
 
 EXAMPLE = """\
 examples:
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; with `--json` the outcome is one document on stdout, the view goes to stderr."""
     # Not at the top: the data and the view that it brings would slow down `--help`.
-    from meshwright.launch.resuming import Resume
+    from meshwright.launch.checks.resuming import Resume
     from meshwright.launch.session import summarise, train
 
     again = _resume(args)

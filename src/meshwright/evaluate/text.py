@@ -13,7 +13,7 @@ from meshwright.data.view import TokenView
 from meshwright.errors import ConfigError, DataError
 from meshwright.spec.stored import find_step
 from meshwright.spec.training import DataSpec
-from meshwright.train.run_folder import Job, RunFolder, read_job
+from meshwright.training.run_folder import Job, RunFolder, read_job
 
 Packing = Literal["stream", "documents"]
 

@@ -25,14 +25,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.execute.data import replicas_of
-from meshwright.execute.exchange import Exchange
-from meshwright.execute.gradients import local_shard
-from meshwright.execute.masters import Weight
-from meshwright.execute.measured import MeasuredMoment
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.data import replicas_of
+from meshwright.execute.data_parallel.exchange import Exchange
+from meshwright.execute.data_parallel.gradients import local_shard
+from meshwright.execute.data_parallel.masters import Weight
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.observe.measured import MeasuredMoment
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.tape import Tape
+from meshwright.execute.record.tape import Tape
 
 # How the profile names the operations in which a collective's memory is used.
 COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "gloo:")

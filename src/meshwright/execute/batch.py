@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.sampler import Rows
-from meshwright.execute.documents import bounds_of
+from meshwright.execute.kernels.documents import bounds_of
 
 
 class Batch(NamedTuple):

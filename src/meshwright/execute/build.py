@@ -10,27 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.execute.adapters import cut_adapted
-from meshwright.execute.apart import set_apart
-from meshwright.execute.context import Ring, Ulysses, positions
-from meshwright.execute.data import (
+from meshwright.execute.context_parallel.context import Ring, Ulysses, positions
+from meshwright.execute.data_parallel.data import (
     DTYPES,
     distribute_data,
     replicate_in_place,
     round_frozen,
 )
-from meshwright.execute.deferred import Deferral, local
-from meshwright.execute.dispatch import over_ranks
-from meshwright.execute.documents import attend_documents
-from meshwright.execute.experts import cut_experts
-from meshwright.execute.float8 import take_float8
-from meshwright.execute.gradients import HeldParameter
-from meshwright.execute.groups import Groups
+from meshwright.execute.data_parallel.gradients import HeldParameter
+from meshwright.execute.expert_parallel.dispatch import over_ranks
+from meshwright.execute.expert_parallel.experts import cut_experts
+from meshwright.execute.expert_parallel.routing import balance_routers, routers
+from meshwright.execute.kernels.apart import set_apart
+from meshwright.execute.kernels.documents import attend_documents
+from meshwright.execute.kernels.float8 import take_float8
+from meshwright.execute.kernels.products import take_route
+from meshwright.execute.kernels.recompute import recompute
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.products import take_route
-from meshwright.execute.recompute import recompute
-from meshwright.execute.routing import balance_routers, routers
-from meshwright.execute.tensor import (
+from meshwright.execute.tensor_parallel.adapters import cut_adapted
+from meshwright.execute.tensor_parallel.deferred import Deferral, local
+from meshwright.execute.tensor_parallel.tensor import (
     ColumnLinear,
     RowLinear,
     VocabEmbedding,
@@ -38,7 +37,8 @@ from meshwright.execute.tensor import (
     over_all_heads,
     together,
 )
-from meshwright.execute.tp_regions import TPRegion
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.execute.transport.groups import Groups
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.models import Transformer, build_model, init_parameter
 from meshwright.models.attention import Attention
@@ -123,7 +123,7 @@ def describe(
 def compiler(products: Route, *, splits: bool = False) -> Wrap:
     """Return what has a block compiled, its products by a route; `splits` as in `Deferral`."""
     # Not at the top: the compiler is a second of imports.
-    from meshwright.execute.compiled import compile_block
+    from meshwright.execute.kernels.compiled import compile_block
 
     return partial(compile_block, products=products, splits=splits)
 

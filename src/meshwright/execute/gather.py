@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.execute.gradients import HeldParameter
-from meshwright.execute.groups import Link
+from meshwright.execute.data_parallel.gradients import HeldParameter
 from meshwright.execute.parallel import Parallel
+from meshwright.execute.transport.groups import Link
 from meshwright.program.shards import Sharding
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.execute.data import HeadUnit
-from meshwright.execute.deferred import local
-from meshwright.execute.groups import Link
-from meshwright.execute.tp_regions import TPRegion, begin_gather
+from meshwright.execute.data_parallel.data import HeadUnit
+from meshwright.execute.tensor_parallel.deferred import local
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion, begin_gather
+from meshwright.execute.transport.groups import Link
 from meshwright.models.ops import softcapped
 
 

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import DTYPES, finish_replicas, head_unit, reshard
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.documents import takes_bounds
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.gradients import HeldParameter
-from meshwright.execute.groups import Groups, Link
+from meshwright.execute.data_parallel.data import DTYPES, finish_replicas, head_unit, reshard
+from meshwright.execute.data_parallel.gradients import HeldParameter
+from meshwright.execute.expert_parallel.routing import Routers, prepare_routers, sum_counts
+from meshwright.execute.kernels.documents import takes_bounds
 from meshwright.execute.loss import loss_sum
 from meshwright.execute.pipeline import Observe, Pipeline, Scale
-from meshwright.execute.routing import Routers, prepare_routers, sum_counts
-from meshwright.execute.tp_regions import TPRegion
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.tensor_parallel.deferred import Deferral
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.execute.transport.groups import Groups, Link
 from meshwright.models import Transformer
 from meshwright.models.context import causal_mask
 from meshwright.program.attention import ScoreBounds

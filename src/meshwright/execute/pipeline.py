@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import end_backward, finish_backward, prepare_backward
-from meshwright.execute.deferred import Deferral, Work
-from meshwright.execute.flight_recorder import FlightRecorder, Pending
-from meshwright.execute.groups import Link
+from meshwright.execute.data_parallel.data import end_backward, finish_backward, prepare_backward
+from meshwright.execute.record.flight_recorder import FlightRecorder, Pending
+from meshwright.execute.tensor_parallel.deferred import Deferral, Work
+from meshwright.execute.transport.groups import Link
 from meshwright.program.schedule import Action, Table
 
 Key = tuple[int, int]  # stage, microbatch

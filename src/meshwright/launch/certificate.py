@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from meshwright.checkpoint.commit import digest_of, read_manifest, step_name, steps
 from meshwright.errors import EXIT_STOPPED, StoppedOnRequest
-from meshwright.launch.resuming import Resume
+from meshwright.launch.checks.resuming import Resume
 from meshwright.launch.saved import Arrays, above_noise, distance, minus, read_whole
 from meshwright.launch.session import Run, train
 from meshwright.layout import Layout

@@ -16,22 +16,22 @@ from typing import Final
 
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
-from meshwright.execute.rendezvous import loopback_interface
-from meshwright.launch.checks import (
+from meshwright.execute.machine.rendezvous import loopback_interface
+from meshwright.launch.checks.notes import config_notes, layout_notes
+from meshwright.launch.checks.start import (
     check_device,
     check_extras,
     check_limit,
     check_memory,
     check_tokenizer,
 )
-from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.finding import Finding
-from meshwright.launch.machine import detect, memory_of_machine
-from meshwright.launch.notes import config_notes, layout_notes
-from meshwright.launch.planned import setting_on, settled
+from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
+from meshwright.launch.machines.finding import Finding
+from meshwright.launch.machines.machine import detect, memory_of_machine
+from meshwright.launch.machines.system import examine_system
+from meshwright.launch.pricing.planned import setting_on, settled
 from meshwright.launch.session import cache_folder
-from meshwright.launch.supervisor import LOOPBACK, listen_on_loopback
-from meshwright.launch.system import examine_system
+from meshwright.launch.supervise.supervisor import LOOPBACK, listen_on_loopback
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.lines import fitted
 from meshwright.predict.price import worst_memory

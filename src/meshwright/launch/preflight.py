@@ -19,12 +19,12 @@ from typing import Any, Final
 import torch
 
 from meshwright.errors import ConfigError, MeshwrightError, refusal
-from meshwright.execute.interfaces import is_loopback
-from meshwright.execute.rendezvous import Rendezvous
-from meshwright.execute.world import Meeting, meet, part, shared
+from meshwright.execute.machine.interfaces import is_loopback
+from meshwright.execute.machine.rendezvous import Rendezvous
+from meshwright.execute.transport.world import Meeting, meet, part, shared
 from meshwright.launch.doctor import data_identity, examine_config, examine_machine
-from meshwright.launch.finding import Finding
-from meshwright.launch.reach import links_finding, measure_links
+from meshwright.launch.machines.finding import Finding
+from meshwright.launch.machines.reach import links_finding, measure_links
 from meshwright.spec.loading import Config
 from meshwright.version import __version__
 

@@ -22,41 +22,41 @@ from meshwright.errors import (
     StoppedOnRequest,
     refusal,
 )
-from meshwright.execute.rendezvous import Rendezvous
-from meshwright.launch.checks import (
+from meshwright.execute.machine.rendezvous import Rendezvous
+from meshwright.launch.checks.notes import run_notes
+from meshwright.launch.checks.resuming import Resume, resumed
+from meshwright.launch.checks.start import (
     check_device,
     check_extras,
     check_limit,
     check_memory,
     check_tokenizer,
 )
-from meshwright.launch.compiler import check_compiler, lacks_compiler
-from meshwright.launch.elastic import forget, recorded, restarted, tell
-from meshwright.launch.engine import check_engine, check_fp8
-from meshwright.launch.fault import Fault
-from meshwright.launch.gather import hand_over, logged, one_folder
-from meshwright.launch.local import LocalRun
-from meshwright.launch.lock import RunLock
-from meshwright.launch.machine import detect, on_nodes
-from meshwright.launch.measured import user_cache
-from meshwright.launch.measuring import measured_first
-from meshwright.launch.notes import run_notes
-from meshwright.launch.planned import predicted, settled
-from meshwright.launch.rank_environ import gpu_environ
-from meshwright.launch.restart import append
-from meshwright.launch.resuming import Resume, resumed
-from meshwright.launch.signals import StopSignals
-from meshwright.launch.stopping import cut_short, going_on
-from meshwright.launch.supervisor import Timing, listen_on_loopback, worker_command
-from meshwright.launch.traces import trace_files
-from meshwright.launch.view import Lasting, open_view
+from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
+from meshwright.launch.machines.engine import check_engine, check_fp8
+from meshwright.launch.machines.gather import hand_over, logged, one_folder
+from meshwright.launch.machines.machine import detect, on_nodes
+from meshwright.launch.measure.measuring import measured_first
+from meshwright.launch.pricing.measured import user_cache
+from meshwright.launch.pricing.planned import predicted, settled
+from meshwright.launch.ranks.fault import Fault
+from meshwright.launch.ranks.local import LocalRun
+from meshwright.launch.ranks.rank_environ import gpu_environ
+from meshwright.launch.supervise.elastic import forget, recorded, restarted, tell
+from meshwright.launch.supervise.lock import RunLock
+from meshwright.launch.supervise.restart import append
+from meshwright.launch.supervise.signals import StopSignals
+from meshwright.launch.supervise.stopping import cut_short, going_on
+from meshwright.launch.supervise.supervisor import Timing, listen_on_loopback, worker_command
+from meshwright.launch.supervise.traces import trace_files
+from meshwright.launch.supervise.view import Lasting, open_view
 from meshwright.layout import Machine, left_over, resolve_layout
 from meshwright.lines import GOES_ON, fitted
 from meshwright.parsing import parse_json
 from meshwright.program.events import Events
 from meshwright.report.run import write_report
 from meshwright.spec.loading import Config
-from meshwright.train.run_folder import (
+from meshwright.training.run_folder import (
     Job,
     RunFolder,
     RunTokenizer,
@@ -244,8 +244,8 @@ def _train_joined(
     config = on_nodes(config, at)
     machine = _as_rank(config, at, environ)
     # Only here, where this process is a rank itself: a supervisor never needs torch.
-    from meshwright.execute.world import join
-    from meshwright.launch.worker import (
+    from meshwright.execute.transport.world import join
+    from meshwright.launch.ranks.worker import (
         StopRequest,
         follow_parent,
         open_flight_recorder,

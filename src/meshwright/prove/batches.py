@@ -6,7 +6,7 @@ import torch
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.documents import bounds_of
+from meshwright.execute.kernels.documents import bounds_of
 from meshwright.models.dropout import row_keys
 from meshwright.prove.case import Case
 

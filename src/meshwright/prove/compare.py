@@ -20,19 +20,19 @@ from torch import Tensor
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import build
-from meshwright.execute.data import DTYPES
+from meshwright.execute.data_parallel.data import DTYPES
+from meshwright.execute.data_parallel.gradients import HeldParameter
 from meshwright.execute.gather import on_stages
-from meshwright.execute.gradients import HeldParameter
-from meshwright.execute.groups import Groups
+from meshwright.execute.kernels.products import target_of
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.products import target_of
-from meshwright.execute.world import World
+from meshwright.execute.transport.groups import Groups
+from meshwright.execute.transport.world import World
 from meshwright.program.lower import Program, lower
 from meshwright.prove.case import Case
 from meshwright.prove.weights import logits_std, telling
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
-from meshwright.train.loop import share
+from meshwright.training.loop import share
 
 T = TypeVar("T")
 

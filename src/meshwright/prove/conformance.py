@@ -14,10 +14,15 @@ import torch
 import torch.distributed.pipelining.schedules as theirs
 
 from meshwright.execute.build import region_of, seeded
-from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.wire import Wire, WorkCounter, expected_messages, message_differences
-from meshwright.execute.world import World
+from meshwright.execute.transport.groups import Groups
+from meshwright.execute.transport.wire import (
+    Wire,
+    WorkCounter,
+    expected_messages,
+    message_differences,
+)
+from meshwright.execute.transport.world import World
 from meshwright.models import build_model, init_parameter
 from meshwright.program.actions import Action, Kind, Table
 from meshwright.program.flops import matmul_flops
@@ -27,7 +32,7 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import build_small, everyones, mine, program_of
 from meshwright.prove.verdict import Verdict
-from meshwright.train.update import gradients
+from meshwright.training.update import gradients
 
 # A verdict lists so many differences.
 SHOWN: Final = 20

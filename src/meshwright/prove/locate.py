@@ -19,10 +19,15 @@ from torch import Tensor, nn
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import cut
-from meshwright.execute.gradients import HeldParameter, global_norm, local_shard, scale_gradients
-from meshwright.execute.groups import Groups
+from meshwright.execute.data_parallel.gradients import (
+    HeldParameter,
+    global_norm,
+    local_shard,
+    scale_gradients,
+)
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.world import World
+from meshwright.execute.transport.groups import Groups
+from meshwright.execute.transport.world import World
 from meshwright.program.lower import Program
 from meshwright.program.shards import data_rank, whole
 from meshwright.prove.batches import make_batch
@@ -44,7 +49,7 @@ from meshwright.prove.reference import (
 from meshwright.prove.trial import Trial
 from meshwright.prove.verdict import Divergence, Quantity, relative_error
 from meshwright.prove.weights import telling
-from meshwright.train.update import gradients
+from meshwright.training.update import gradients
 
 # A part of a tensor has fewer roundings than the whole, so it varies more: its bound is wider.
 _SLACK: Final = 2.0

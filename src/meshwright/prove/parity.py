@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from meshwright.execute.groups import Groups
-from meshwright.execute.world import World
+from meshwright.execute.transport.groups import Groups
+from meshwright.execute.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import OPTIMIZERS, Case
 from meshwright.prove.compare import (

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import DTYPES
-from meshwright.execute.world import World
+from meshwright.execute.data_parallel.data import DTYPES
+from meshwright.execute.transport.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.optimizer import Updates

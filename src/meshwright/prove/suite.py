@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from meshwright.execute.groups import open_groups
-from meshwright.execute.world import World
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World
 from meshwright.layout import Layout
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case

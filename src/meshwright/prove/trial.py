@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.execute.gradients import HeldParameter
-from meshwright.execute.groups import Groups
-from meshwright.execute.optimize import Shards
-from meshwright.execute.world import World
+from meshwright.execute.data_parallel.gradients import HeldParameter
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.transport.groups import Groups
+from meshwright.execute.transport.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Difference, Fault, build_small, mine, program_of
 from meshwright.prove.optimizer import comparable
 from meshwright.prove.reference import Reference
 from meshwright.spec.schedule import learning_rate
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer, set_learning_rate
-from meshwright.train.update import evaluate, update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer, set_learning_rate
+from meshwright.training.update import evaluate, update
 
 
 class StepNumbers(NamedTuple):

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
-from meshwright.execute.data import DTYPES
+from meshwright.execute.data_parallel.data import DTYPES
+from meshwright.execute.data_parallel.gradients import HeldParameter
 from meshwright.execute.gather import on_stages
-from meshwright.execute.gradients import HeldParameter
-from meshwright.execute.groups import Groups
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.world import World
+from meshwright.execute.transport.groups import Groups
+from meshwright.execute.transport.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import (
@@ -33,7 +33,7 @@ from meshwright.prove.compare import (
     worse,
 )
 from meshwright.prove.verdict import Verdict
-from meshwright.train.update import gradients
+from meshwright.training.update import gradients
 
 # A sum in fp32 of so many terms is off by less than so many roundings of what is summed.
 _SUM = 32 * UNIT_ROUNDOFFS["fp32"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from meshwright.launch.measured import as_measured_here
+from meshwright.launch.pricing.measured import as_measured_here
 from meshwright.predict.calibration import Calibration
 from meshwright.search.plan import Plan, plan
 from meshwright.search.rank import MARGIN

@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from meshwright.execute.exchange import Exchange
-from meshwright.execute.masters import Weight
+from meshwright.execute.data_parallel.exchange import Exchange
+from meshwright.execute.data_parallel.masters import Weight
 from meshwright.simulate.fake import replaced
 from meshwright.simulate.memory import MemoryTracker
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.execute.gradients import local_shard
+from meshwright.execute.data_parallel.gradients import local_shard
 from meshwright.simulate.fake import replaced
 
 # What a storage is for. `activations` outlive the action that made them, `temporary` do not;

@@ -119,8 +119,8 @@ def _main() -> None:
 
 
 def _rehearsed(case: Mapping[str, Any], rank: int, device: Any) -> Watched:
-    from meshwright.execute.collective_recorder import CollectiveRecorder
-    from meshwright.execute.wire import message_differences
+    from meshwright.execute.observe.collective_recorder import CollectiveRecorder
+    from meshwright.execute.transport.wire import message_differences
     from meshwright.layout import Layout
     from meshwright.program.lower import lower
     from meshwright.program.target import Target

@@ -13,16 +13,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.execute import groups as rooms
 from meshwright.execute.batch import Batch, Feed
 from meshwright.execute.build import describe, materialise
-from meshwright.execute.deferred import Deferral
-from meshwright.execute.flight_recorder import FlightRecorder
-from meshwright.execute.groups import Groups, open_groups
-from meshwright.execute.optimize import Shards
+from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.parallel import Parallel
-from meshwright.execute.wire import Wire, WireMessage, WorkCounter, expected_messages
-from meshwright.execute.world import World
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.tensor_parallel.deferred import Deferral
+from meshwright.execute.transport import groups as rooms
+from meshwright.execute.transport.groups import Groups, open_groups
+from meshwright.execute.transport.wire import Wire, WireMessage, WorkCounter, expected_messages
+from meshwright.execute.transport.world import World
 from meshwright.models import Transformer
 from meshwright.program.actions import Action
 from meshwright.program.lower import Program
@@ -31,9 +31,9 @@ from meshwright.simulate.fake import CPU, fake_tensors, fake_world, replaced
 from meshwright.simulate.labels import labelled_in_data
 from meshwright.simulate.memory import HOST, START, Breach, MemoryTracker, Phase
 from meshwright.spec.training import OptimizerSpec
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.optimizer import build_optimizer
-from meshwright.train.update import update
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.update import update
 
 
 @dataclass(frozen=True)

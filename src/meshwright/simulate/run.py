@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshwright.errors import ConfigError, refusal
-from meshwright.execute.wire import message_differences
+from meshwright.execute.transport.wire import message_differences
 from meshwright.layout import Layout, Machine, resolve_layout
 from meshwright.predict.byte_count import PredictedMoment
 from meshwright.predict.memory import Term, outside

@@ -27,7 +27,7 @@ _ROOMS: Final = (
     "meshwright.models.",
     "meshwright.execute.",
     "meshwright.checkpoint.",
-    "meshwright.train.",
+    "meshwright.training.",
 )
 
 

@@ -1,0 +1,1 @@
+"""Weights gathered, gradients summed and updates shared between copies of the model."""

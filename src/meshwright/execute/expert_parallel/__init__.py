@@ -1,0 +1,1 @@
+"""Tokens sent to the ranks of their experts."""

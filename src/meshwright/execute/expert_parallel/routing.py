@@ -1,0 +1,98 @@
+"""The routers of a rank's stages: what training asks of them, and which experts tokens met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.execute.transport.groups import Groups, Link
+from meshwright.models import Transformer
+from meshwright.models.experts import ExpertMLP, Router, SigmoidRouter
+from meshwright.program.lower import Program
+
+Routers = dict[int, Router]
+
+
+def routers(model: Transformer) -> Routers:
+    """Return the routers of a model or a stage, by the number of their layer."""
+    return {
+        int(name): block.mlp.router
+        for name, block in zip(model.layers, model.blocks, strict=True)
+        if isinstance(block.mlp, ExpertMLP)
+    }
+
+
+def balance_routers(model: Transformer, program: Program, groups: Groups) -> None:
+    """Have a stage's routers do what training asks of them."""
+    train = program.train
+    for router in routers(model).values():
+        one = router.balance
+        one.aux, one.z = train.router_aux_loss, train.router_z_loss
+        one.rate = train.router_bias_rate
+        one.is_forced = train.routing == "balanced"
+        if groups.cp.size > 1:
+            one.ranks, one.summed = groups.cp.size, partial(_summed, groups.cp)
+
+
+def prepare_routers(
+    found: Routers, groups: Groups, scale: float, device: torch.device, experts: int
+) -> None:
+    """Prepare the backward of a batch: `scale` is one over its sequences, times the loss scale.
+
+    All ranks of tp see the same tokens: one of them adds the gradients, and counts what is told.
+    """
+    counts = groups.tp.rank == 0
+    for router in found.values():
+        one = router.balance
+        if one.rate:
+            one.lately = torch.zeros(experts, dtype=torch.int64, device=device)
+        one.scale = scale if counts else 0.0
+        if counts and one.met is None:
+            one.met = torch.zeros(experts, dtype=torch.int64, device=device)
+            one.losses = torch.zeros(2, dtype=torch.float32, device=device)
+
+
+def sum_counts(found: Routers, data: Link) -> None:
+    """Sum the tokens of a step over the ranks that see different ones; a collective along them."""
+    counts = [one.balance.lately for one in found.values() if one.balance.lately is not None]
+    if data.size > 1 and counts:
+        together = _summed(data, torch.stack(counts))
+        for one, total in zip(counts, together, strict=True):
+            one.copy_(total)
+
+
+def correct_routers(found: Routers, norm: Tensor) -> None:
+    """Move the routers' corrections after a step, unless its gradient's norm is not finite."""
+    for one in found.values():
+        if one.balance.rate and isinstance(one, SigmoidRouter):
+            one.correct(torch.isfinite(norm).to(one.correction))
+
+
+def take_counts(found: Routers, layers: Mapping[int, int], experts: int) -> list[float]:
+    """Return this rank's tokens by layer and expert and its losses since the last call; waits.
+
+    `layers` are the places of the model's layers with experts. The last two numbers are the
+    losses, the others `[layers, experts]` in order. All are sums over ranks' shares.
+    """
+    numbers = [0.0] * (len(layers) * experts + 2)
+    for layer, router in found.items():
+        one = router.balance
+        if one.met is None or one.losses is None:
+            continue
+        at = layers[layer] * experts
+        numbers[at : at + experts] = map(float, one.met.tolist())
+        for which, loss in enumerate(one.losses.tolist()):
+            numbers[-2 + which] += loss
+        one.met.zero_()
+        one.losses.zero_()
+    return numbers
+
+
+def _summed(link: Link, counts: Tensor) -> Tensor:
+    """Return the sum of counts over the ranks of a link."""
+    dist.all_reduce(counts, group=link.required)
+    return counts

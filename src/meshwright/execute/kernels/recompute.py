@@ -1,0 +1,75 @@
+"""Recomputing activations in the backward: whole blocks, or all but the dear operations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from meshwright.execute.transport import shared
+from meshwright.models import blockwise
+
+# What selective recompute keeps: products, attention and what came from tp's collectives. The rest
+# (norms, activations, rotations, casts) is a few percent of the time and most of the memory.
+# arXiv:2205.05198, section 5, extended from attention's inside to single operations. A ring's or
+# Ulysses' transfers are sent again: kept, they would be the whole keys and values of every layer.
+KEPT = frozenset(
+    getattr(getattr(torch.ops, space), name).default
+    for space, name in (
+        ("aten", "mm"),
+        ("aten", "addmm"),
+        ("aten", "bmm"),
+        ("aten", "linear"),
+        ("aten", "_scaled_mm"),
+        ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+        ("aten", "_scaled_dot_product_flash_attention"),
+        ("aten", "_scaled_dot_product_efficient_attention"),
+        ("aten", "_scaled_dot_product_cudnn_attention"),
+        ("_c10d_functional", "all_reduce"),
+        ("_c10d_functional", "reduce_scatter_tensor"),
+        (blockwise.SPACE, "attention"),
+    )
+)
+
+
+# By name, as they are registered later: attention by documents, on CPUs and GPUs, with a cap in
+# plain operations, and channels.
+_LATER = (
+    "meshwright::attend_documents",
+    "meshwright::capped_attention",
+    "torch_attn::_varlen_attn",
+    f"{shared.SPACE}::all_reduce",
+    f"{shared.SPACE}::reduce_scatter_tensor",
+)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = op in KEPT or op.name() in _LATER
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> None:
+    """Make a block recompute its forward in the backward: not, all of it, or all but products.
+
+    The method is replaced on the instance, so that parameters keep their names and the hooks of
+    data parallelism stay outside of it. Dropout needs no generator state: it is counter-based.
+    """
+    if kind == "none":
+        return
+    more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if kind == "selective":
+        more["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    inner = block.forward
+
+    # A function, which the compiler enters; a `partial` it would leave as it is, and compile none.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, **more, **kwargs)
+
+    block.forward = forward

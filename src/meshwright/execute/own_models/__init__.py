@@ -1,0 +1,1 @@
+"""Parallelism for models that users wrote themselves."""

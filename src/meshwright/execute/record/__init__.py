@@ -1,0 +1,1 @@
+"""The flight recorder: what a rank is doing, readable from outside."""

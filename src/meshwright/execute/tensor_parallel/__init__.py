@@ -1,0 +1,1 @@
+"""Layers cut over tp, and what is sent where their regions begin and end."""

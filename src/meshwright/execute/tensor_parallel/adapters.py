@@ -1,0 +1,81 @@
+"""Tensor parallelism of a model with low-rank adapters, whose own weights are frozen.
+
+An adapter is cut as its layer is: where that has some of the outputs, B has their rows and A is
+whole; where it has some of the inputs, A has their columns and B is whole. B multiplies before the
+region is left, so that one sum is of both products, and nothing else is sent. What is whole meets a
+part of the outputs or the inputs: its gradient is a part of a sum over tp.
+
+Frozen weights have no gradients to compute while those of inputs travel: layers enter a region
+together, and autograd does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.execute.tensor_parallel.deferred import local
+from meshwright.execute.tensor_parallel.tp_regions import TPRegion
+from meshwright.models.attention import Project
+from meshwright.models.blocks import Block
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.lora import LoraLinear
+
+
+def cut_adapted(block: Block, tp_region: TPRegion) -> None:
+    """Give every rank of tp its share of a block's linear layers and of their adapters."""
+    block.attn.project = block.mlp.project = entering(tp_region)
+    for module in block.modules():
+        if isinstance(module, LoraLinear):
+            module.local = local
+    for row in (block.attn.o, block.mlp.down):
+        assert isinstance(row, nn.Linear)
+        kind = RowLora if isinstance(row, LoraLinear) else FrozenRow
+        row.__class__ = kind
+        assert isinstance(row, RowLora | FrozenRow)
+        row.tp_region = tp_region
+
+
+def entering(tp_region: TPRegion) -> Project:
+    """Return what replaces `models.attention.each`: layers of one input, which enters once."""
+
+    def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
+        inside = tp_region.enter(x)
+        return [_column(layer, inside, context) for layer in layers]
+
+    return project
+
+
+def _column(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
+    """Return this rank's outputs `[batch, seq, out / ranks]` of the whole x `[batch, seq, in]`."""
+    out = F.linear(x, local(layer.weight), None if layer.bias is None else local(layer.bias))
+    return layer.added(out, x, context) if isinstance(layer, LoraLinear) else out
+
+
+class FrozenRow(nn.Linear):
+    """A linear layer whose inputs are cut: partial sums leave the region summed, then the bias."""
+
+    tp_region: TPRegion
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
+        return _left(self, F.linear(input, local(self.weight)), self.tp_region)
+
+
+class RowLora(LoraLinear):
+    """The same with an adapter, whose A has the columns of this rank's inputs."""
+
+    tp_region: TPRegion
+
+    def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
+        """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
+        first = self.tp_region.link.rank * input.shape[-1]
+        out = self.added(F.linear(input, local(self.weight)), input, context, first)
+        return _left(self, out, self.tp_region)
+
+
+def _left(layer: nn.Linear, partial: Tensor, tp_region: TPRegion) -> Tensor:
+    out = tp_region.leave(partial)
+    return out if layer.bias is None else out + local(layer.bias).to(out.dtype)

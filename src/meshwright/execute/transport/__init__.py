@@ -1,0 +1,1 @@
+"""Process groups and what carries messages between ranks."""

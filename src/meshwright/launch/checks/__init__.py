@@ -1,0 +1,1 @@
+"""What is refused or pointed out before a run starts."""

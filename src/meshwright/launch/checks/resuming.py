@@ -1,0 +1,57 @@
+"""A run that goes on from its newest step: whether that is its own, and what is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.checkpoint.commit import anew, read_manifest, steps
+from meshwright.checkpoint.identity import check_parts, identity_of, refuse_changed
+from meshwright.data import Dataset, StreamedDataset
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.program.events import Events, ending
+from meshwright.training.run_folder import Job, RunFolder, read_job
+
+
+class Resume(NamedTuple):
+    """A run to go on with, and the parts of its identity that may have changed."""
+
+    run: Path
+    allowed: tuple[str, ...] = ()
+
+
+def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job:
+    """Return the job of a run that goes on; refuses what its newest step was not written by."""
+    check_parts(resume.allowed)
+    found = steps(job.checkpoints)
+    if not found:
+        raise ConfigError(f"--resume {resume.run}: {job.checkpoints} holds no committed step")
+    for step in reversed(found):
+        # A step that is corrupt is the ranks' to set aside: one before it is looked at here.
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(step)
+            break
+    else:
+        what = f"--resume {resume.run}: no step of {job.checkpoints} is readable"
+        raise ConfigError(f"{what}. {anew(job.checkpoints)}")
+    now = identity_of(job.config, dataset.identity)
+    run = read_job(job.folder.path).run
+    if "run" in resume.allowed:  # from here on it is the run that wrote the step
+        run = str(manifest.get("run", ""))
+    refuse_changed(manifest, now, run, resume.allowed)
+    # A run that was killed after its last save has an evaluation and an end to come.
+    is_left = manifest["step"] == job.config.train.steps and not _has_ended(job.folder)
+    if manifest["step"] >= job.config.train.steps and not is_left:
+        raise ConfigError(
+            f"--resume {resume.run}: step {manifest['step']} is there, train.steps = "
+            f"{job.config.train.steps} asks for no more; give train.steps=N"
+        )
+    return replace(job, resume=True, allowed=resume.allowed, run=run)
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Whether a run tells that it came to its end, or was stopped there on request."""
+    last = ending(Events.read(folder.events)) if folder.events.is_file() else None
+    return last is not None and last["event"] == "end"

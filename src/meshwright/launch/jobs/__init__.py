@@ -1,0 +1,1 @@
+"""Jobs for torchrun, Slurm, Ray, SkyPilot and Kubernetes."""

@@ -1,0 +1,1 @@
+"""What a machine has: devices, compilers, links."""

@@ -1,0 +1,70 @@
+"""Measuring on local ranks: starts them with a request and hands on what rank 0 says.
+
+No torch here: the ranks are processes of `launch.bench_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.errors import StoppedOnRequest
+from meshwright.launch.machines.accelerators import check_torch
+from meshwright.launch.ranks.rank_environ import rank_environ
+from meshwright.launch.supervise.signals import StopSignals
+from meshwright.launch.supervise.supervisor import (
+    LocalRanks,
+    Timing,
+    listen_on_loopback,
+    supervise,
+)
+from meshwright.launch.supervise.view import EventTail
+from meshwright.training.run_folder import RunFolder
+
+REQUEST: Final = "request.json"
+FOUND: Final = "found.jsonl"
+
+
+def measure_on_ranks(
+    request: Mapping[str, Any],
+    ranks: int,
+    environ: Mapping[str, str],
+    show: Callable[[dict[str, Any]], None],
+    *,
+    threads: int = 1,
+    keeps_memory: bool = True,
+) -> None:
+    """Have local ranks measure what a request asks for; `show` gets each line of rank 0.
+
+    `threads` and `keeps_memory` as in `rank_environ`.
+    Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError`
+    where torch is not installed.
+    """
+    check_torch("measuring")
+    timing, on_gpus = Timing(), request["device"] == "cuda"
+    with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="meshwright-bench-") as path:
+        folder = Path(path)
+        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        tail = EventTail(folder / FOUND)
+
+        def look() -> None:
+            for said in tail.new():
+                show(said)
+            if signals.asked:
+                raise StoppedOnRequest("stopped on request")
+
+        processes = LocalRanks(
+            [sys.executable, "-m", "meshwright.launch.measure.bench_worker", path],
+            ranks,
+            RunFolder(folder),
+            rank_environ(environ, threads, keeps_memory=keeps_memory, on_gpus=on_gpus),
+            listen_on_loopback(None),
+            timing,
+        )
+        with processes:
+            supervise(processes, look, timing, lambda: False)
+        look()

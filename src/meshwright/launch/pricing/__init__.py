@@ -1,0 +1,1 @@
+"""What was predicted, and what is measured of it."""

@@ -1,0 +1,52 @@
+"""A run on GPUs of the catalogue corrects its prediction at its 20th step, beside the run.
+
+What is concluded is the work of `correction`, a process of its own, so that no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from meshwright.launch.pricing.measured import kept_of_cluster
+from meshwright.program.events import Event
+from meshwright.training.run_folder import Job
+
+# The step after which a run corrects its prediction.
+AT: Final = 20
+# Seconds that the end of a run waits for it.
+_PATIENCE_S: Final = 60.0
+
+
+class Correcting:
+    """Takes a run's events; begins the correction once the 20th step since the start is there."""
+
+    def __init__(self, begin: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._begin, self._steps = begin, 0
+        self._started: subprocess.Popen[bytes] | None = None
+
+    def write(self, event: Event) -> None:
+        """Take one event."""
+        self._steps += event["event"] == "step"
+        if self._started is None and self._steps == AT:
+            self._started = self._begin()
+
+    def close(self) -> None:
+        """Wait for the event, which is to be in the report."""
+        if self._started is not None:
+            try:
+                self._started.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self._started.kill()
+
+
+def correcting(job: Job, environ: Mapping[str, str]) -> list[Correcting]:
+    """Return what corrects the predictions of a run's cluster; nothing where that is not known."""
+    is_on_it = job.machine.device == "cuda" and kept_of_cluster(job.config, environ) is not None
+    if not is_on_it:
+        return []
+    words = [sys.executable, "-m", "meshwright.launch.pricing.correction", str(job.folder.path)]
+    null = subprocess.DEVNULL
+    return [Correcting(lambda: subprocess.Popen(words, stdin=null, stdout=null, stderr=null))]

@@ -1,0 +1,144 @@
+"""What a plan is for where the config says "local", `layout.auto`, and what a run is predicted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.errors import ConfigError
+from meshwright.execute.machine.processor import processor
+from meshwright.launch.machines.machine import CPU_RANKS, gpu_name
+from meshwright.launch.pricing.measured import CALIBRATION
+from meshwright.layout import Layout, Machine, resolve_layout
+from meshwright.spec.defaults import default_precision
+from meshwright.spec.dump import MEASURED_HERE
+from meshwright.spec.loading import Config
+
+if TYPE_CHECKING:  # `config show` has no use for what they bring
+    from meshwright.predict.setting import Setting
+    from meshwright.program.profile import StepProfile
+    from meshwright.training.run_folder import Job
+
+
+def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
+    """Return a config whose layout and `train.compile` are decided, by the planner where asked.
+
+    On GPUs so are the precision and the microbatch that are left out. `lacks` is what a compiler
+    lacks here. Raises `ConfigError` where no layout fits, or where the planner does not know the
+    machine's GPUs.
+    """
+    config = in_precision_of(config, machine)
+    if config.layout.auto:
+        # Only here and below: `train --help` starts without the planner.
+        from meshwright.search.plan import planned
+
+        here = on_machine(config, machine)
+        found = planned(here, lacks, processor(), slower(here, machine))
+        changes = {"layout": found.layout, "train": found.train, "origins": found.origins}
+        return config.model_copy(update=changes)
+    on_gpus = machine.device == "cuda"
+    if config.train.compile == "auto" and (on_gpus or config.cluster.calibration is not None):
+        from meshwright.search.compiling import choose, decided, unmeasured
+
+        layout = resolve_layout(config, machine)
+        try:
+            setting = setting_on(config, machine, layout)
+        except ConfigError:  # a run with a layout needs no device that is known
+            return decided(config, unmeasured(config.train, lacks, on_gpus=on_gpus))
+        is_kept = config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE)
+        if not on_gpus and setting.compile_gain is None and is_kept:
+            return config  # nobody has asked for what is not measured
+        config = decided(config, choose(setting, layout, lacks))
+    return with_microbatch(config, machine) if on_gpus else config
+
+
+def in_precision_of(config: Config, machine: Machine) -> Config:
+    """Return a config with the precision of this machine's GPUs, where it leaves that out."""
+    is_given = config.origins.get("train.precision", "default") != "default"
+    if is_given or machine.device != "cuda" or config.cluster.preset != "local":
+        return config
+    found = default_precision(gpu_name() or "this GPU")
+    train = config.train.model_copy(update={"precision": found.value})
+    origins = {**config.origins, "train.precision": found.origin}
+    return config.model_copy(update={"train": train, "origins": origins})
+
+
+def with_microbatch(config: Config, machine: Machine) -> Config:
+    """Return a config with the fastest microbatch that fits, by prediction, where it has none.
+
+    Nothing changes where the machine's GPUs are not known, or where none fits.
+    """
+    if config.layout.microbatch is not None:
+        return config
+    from meshwright.search.microbatch import fastest
+
+    layout = resolve_layout(config, machine)
+    try:
+        found = fastest(setting_on(config, machine, layout), layout)
+    except ConfigError:  # a run with a layout needs no device that is known
+        return config
+    if found is None:
+        return config
+    section = config.layout.model_copy(update={"microbatch": found.layout.microbatch})
+    origins = {**config.origins, "layout.microbatch": found.why}
+    return config.model_copy(update={"layout": section, "origins": origins})
+
+
+def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
+    """Return what a layout is priced for on this machine; raises `ConfigError` as `on_machine`."""
+    from meshwright.search.plan import on_cluster, setting_of
+
+    each = layout.world // config.cluster.nodes
+    priced = setting_of(
+        on_machine(config, machine), processor=processor(), slower=slower(config, machine, each)
+    )
+    return on_cluster(priced, layout)
+
+
+def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
+    """Return how many times slower a rank of this machine is than the catalogue's device.
+
+    `ranks` is their number on a node, the cluster's unless given. Ranks share a CPU's cores, and
+    the catalogue's device has the share of a rank when as many run as by default.
+    """
+    if machine.device != "cpu" or config.cluster.preset != "local":
+        return 1.0
+    count = ranks or config.cluster.devices_per_node or machine.devices
+    return count / min(CPU_RANKS, machine.cores)
+
+
+def on_machine(config: Config, machine: Machine) -> Config:
+    """Return a config whose cluster is so many devices of this machine's kind, for the planner.
+
+    A CPU runs as many ranks as the given degrees need. Raises `ConfigError` where the
+    machine's GPUs are not in the catalogue.
+    """
+    from meshwright.predict.catalogue import device_named
+    from meshwright.search.pins import degree_of, given
+
+    devices = machine.devices
+    if not machine.is_fixed:
+        devices = max(devices, -(-degree_of(given(config)) // config.cluster.nodes))
+    config = in_precision_of(config, machine)
+    changes: dict[str, object] = {"devices_per_node": devices, "device": machine.device}
+    if machine.device == "cuda" and config.cluster.preset == "local":
+        name = gpu_name()
+        device = None if name is None else device_named(name)
+        if device is None:
+            raise ConfigError(
+                f"cluster.preset = 'local': {name or 'the GPU of this machine'} is not in the "
+                "catalogue. Name one that is alike, as in cluster.preset=h100-sxm, or plan for the "
+                "CPU with cluster.device=cpu"
+            )
+        changes["preset"] = device.name
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
+
+
+def predicted(job: Job) -> StepProfile | None:
+    """Return what is predicted of a run's steps; None where the machine's device is not known."""
+    from meshwright.predict.profile import predicted_profile
+
+    try:
+        setting = setting_on(job.config, job.machine, job.layout)
+    except ConfigError:
+        return None
+    return predicted_profile(setting, job.layout)

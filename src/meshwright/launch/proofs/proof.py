@@ -1,0 +1,171 @@
+"""Proving cases on local ranks: starts them, follows what they find, and outlives their failures.
+
+No torch here: the ranks are processes of `launch.proof_worker`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from meshwright.errors import RankFailed, StoppedOnRequest
+from meshwright.launch.machines.accelerators import check_torch
+from meshwright.launch.ranks.rank_environ import rank_environ
+from meshwright.launch.supervise.signals import StopSignals
+from meshwright.launch.supervise.supervisor import (
+    LocalRanks,
+    Timing,
+    listen_on_loopback,
+    supervise,
+)
+from meshwright.launch.supervise.view import EventTail
+from meshwright.prove.case import Case
+from meshwright.prove.outcome import Outcome
+from meshwright.prove.verdict import Verdict
+from meshwright.training.run_folder import RunFolder
+
+CLAIM: Final = "runs on its ranks"
+
+
+@dataclass(frozen=True)
+class ProofFolder:
+    """Where the ranks find their cases and leave their verdicts; it has a run folder's logs."""
+
+    path: Path
+
+    @property
+    def cases(self) -> Path:
+        """A case a line, as JSON."""
+        return self.path / "cases.jsonl"
+
+    @property
+    def verdicts(self) -> Path:
+        """What rank 0 says: an object as a case begins, one with its verdicts as it ends."""
+        return self.path / "verdicts.jsonl"
+
+    def write_cases(self, cases: Sequence[Case]) -> None:
+        """Write what the ranks are to prove."""
+        text = "".join(f"{case.as_json()}\n" for case in cases)
+        self.cases.write_text(text, encoding="utf-8")
+
+    def read_cases(self) -> list[Case]:
+        """Return what `write_cases` wrote."""
+        return [Case.from_json(line) for line in self.cases.read_text("utf-8").splitlines()]
+
+
+def worker_command(folder: Path, device: str = "cpu") -> list[str]:
+    """Return the command line of a rank process that computes on a device, "cpu" or "cuda"."""
+    return [sys.executable, "-m", "meshwright.launch.proofs.proof_worker", str(folder), device]
+
+
+def prove_cases(
+    cases: Sequence[Case],
+    environ: Mapping[str, str],
+    show: Callable[[Outcome], None],
+    timing: Timing | None = None,
+    command: Callable[[Path], list[str]] | None = None,
+    *,
+    device: str = "cpu",
+) -> list[Outcome]:
+    """Prove cases that all have the same number of ranks; `show` gets each outcome as it comes.
+
+    Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given.
+    Where a rank fails, its layout is the one that failed, and the rest goes to fresh ranks. Raises
+    `RankFailed` where the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
+    """
+    check_torch("proving")
+    outcomes: list[Outcome] = []
+    command = command or partial(worker_command, device=device)
+    ranks_environ = rank_environ(environ, on_gpus=device == "cuda")
+    with StopSignals() as signals:
+        while len(outcomes) < len(cases):
+            rest = cases[len(outcomes) :]
+            with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as path:
+                proof = _Proof(ProofFolder(Path(path)), rest, signals, show)
+                outcomes += proof.run(ranks_environ, timing or Timing(), command)
+    return outcomes
+
+
+def fails_alike(
+    outcome: Outcome, environ: Mapping[str, str], device: str
+) -> Callable[[Case], bool]:
+    """Return a test of cases: does one, alone on fresh ranks, fail in a claim that failed here?"""
+
+    def fails(case: Case) -> bool:
+        (found,) = prove_cases([case], environ, lambda outcome: None, device=device)
+        return not found.failed_claims.isdisjoint(outcome.failed_claims)
+
+    return fails
+
+
+class _Proof:
+    """One set of ranks and what it found."""
+
+    def __init__(
+        self,
+        folder: ProofFolder,
+        cases: Sequence[Case],
+        signals: StopSignals,
+        show: Callable[[Outcome], None],
+    ) -> None:
+        self._folder, self._cases, self._signals, self._show = folder, cases, signals, show
+        self._tail = EventTail(folder.verdicts)
+        self._found: list[Outcome] = []
+        self._has_begun = False
+
+    def run(
+        self, environ: Mapping[str, str], timing: Timing, command: Callable[[Path], list[str]]
+    ) -> list[Outcome]:
+        """Return the outcomes up to the end, or up to the case at which a rank failed."""
+        self._folder.write_cases(self._cases)
+        ranks = LocalRanks(
+            command(self._folder.path),
+            self._cases[0].layout.world,
+            RunFolder(self._folder.path),
+            environ,
+            listen_on_loopback(None),
+            timing,
+        )
+        try:
+            with ranks:
+                supervise(ranks, self._look, timing, lambda: False)
+        except RankFailed as error:
+            self._look()
+            if not self._has_begun:
+                raise
+            self._add(self._failed(str(error)))
+        return self._found
+
+    def _look(self) -> None:
+        if self._signals.asked:
+            raise StoppedOnRequest(f"stopped on request after {len(self._found)} layouts")
+        for said in self._tail.new():
+            self._has_begun = "verdicts" not in said
+            if not self._has_begun:
+                self._add(_outcome(self._cases[said["case"]], said))
+
+    def _add(self, outcome: Outcome) -> None:
+        self._found.append(outcome)
+        self._show(outcome)
+
+    def _failed(self, text: str) -> Outcome:
+        case = self._cases[len(self._found)]
+        layout = case.layout.model_dump(mode="json")
+        verdict = Verdict(CLAIM, layout, "every rank ends", text, None, passed=False)
+        return Outcome(case, (verdict,), 0.0)
+
+
+def _outcome(case: Case, said: Mapping[str, Any]) -> Outcome:
+    verdicts = tuple(Verdict.from_dict(values) for values in said["verdicts"])
+    return Outcome(case, verdicts, said["seconds"])
+
+
+def by_world(cases: Sequence[Case]) -> Iterator[list[Case]]:
+    """Yield the cases in lists of one number of ranks each, the smallest first."""
+    for world in sorted({case.layout.world for case in cases}):
+        yield [case for case in cases if case.layout.world == world]

@@ -1,0 +1,1 @@
+"""One rank of a run, and the ranks of this machine."""

@@ -1,0 +1,92 @@
+"""`LocalRun`: the ranks of a run on this machine, attempt after attempt. No torch here."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from meshwright.launch.ranks.rank_environ import rank_environ
+from meshwright.launch.supervise.lock import RunLock
+from meshwright.launch.supervise.restart import run_attempts
+from meshwright.launch.supervise.signals import StopSignals
+from meshwright.launch.supervise.stopping import Stopping
+from meshwright.launch.supervise.supervisor import LocalRanks, Timing, listen_on_loopback, supervise
+from meshwright.launch.supervise.traces import traced
+from meshwright.launch.supervise.view import EventTail, Room, View
+from meshwright.launch.supervise.watchdog import Watchdog
+from meshwright.program.events import read_event
+from meshwright.training.events import JsonLines
+from meshwright.training.run_folder import Job
+
+
+class LocalRun:
+    """The local ranks of a run, attempt after attempt."""
+
+    def __init__(
+        self,
+        job: Job,
+        environ: Mapping[str, str],
+        locks: Sequence[RunLock],
+        timing: Timing,
+        command: list[str],
+    ) -> None:
+        self._job, self._locks, self._timing, self._command = job, locks, timing, command
+        threads = job.machine.threads(job.layout.world)
+        is_limited = job.machine.device == "cpu" and job.config.cluster.memory is not None
+        on_gpus = job.machine.device == "cuda"
+        keeps = not is_limited
+        self._environ = rank_environ(environ, threads, keeps_memory=keeps, on_gpus=on_gpus)
+
+    def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
+        """Train to the end and return the exit code; the first attempt meets at `listener`.
+
+        Raises as `Stopping.look` and `RunLock.check` do, too.
+        """
+        job = self._job
+        stopping = Stopping(
+            job, signals, lambda text: view.write({"event": "stopping", "text": text})
+        )
+        tail = EventTail(job.folder.events, only_new=job.resume, read=read_event)
+        room = Room(job.folder.path)
+        events = JsonLines(job.folder.events)  # one for all: a full disk may keep some waiting
+
+        def look(watchdog: Watchdog) -> None:
+            for lock in self._locks:
+                lock.check()
+            events.catch_up()
+            if (slow := watchdog.slow()) is not None:
+                events.write(slow)
+            for event in (*tail.new(), *room.new()):
+                view.write(event)
+            stopping.look()
+
+        def attempt(number: int) -> int:
+            meet = listener if number == 0 else listen_on_loopback(job.config.cluster.port)
+            watchdog = Watchdog(job.folder, job.layout.world, job.config.cluster.hang)
+            with self._traces() as traces, self._ranks(number, meet, traces) as ranks:
+                return supervise(
+                    ranks, lambda: look(watchdog), self._timing, lambda: signals.asked, watchdog
+                )
+
+        try:
+            return run_attempts(job, attempt, lambda: signals.asked, events.write)
+        finally:
+            events.close()
+            view.close()
+
+    def _traces(self) -> AbstractContextManager[dict[str, str]]:
+        """Yield what has ranks on GPUs write what NCCL has done."""
+        on_gpus = self._job.machine.device == "cuda"
+        return traced(self._environ, self._job.folder) if on_gpus else nullcontext({})
+
+    def _ranks(self, attempt: int, meet: socket.socket, more: Mapping[str, str]) -> LocalRanks:
+        return LocalRanks(
+            self._command,
+            self._job.layout.world,
+            self._job.folder,
+            {**self._environ, **more, "MESHWRIGHT_ATTEMPT": str(attempt)},
+            meet,
+            self._timing,
+            [lock.descriptor for lock in self._locks],
+        )

@@ -1,0 +1,49 @@
+"""The process of one rank that measures or proves: it meets the others, does its part, and ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from meshwright.errors import EXIT_DONE, EXIT_RANK_FAILED, ConfigError
+from meshwright.execute.machine.rendezvous import Rendezvous
+from meshwright.execute.transport.world import leave
+from meshwright.launch.ranks.worker import follow_parent, record_failure, tell_stacks
+from meshwright.training.run_folder import RunFolder
+
+
+def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> None:
+    """Do a rank's work for the folder that the command line names, and end the process.
+
+    `work` gets the folder and where the ranks meet, joins them, and computes with so many
+    `threads`. An error is left in the folder, as that of a rank in training is.
+    """
+    environ = os.environ
+    tell_stacks()
+    follow_parent(environ)
+    path = Path(sys.argv[1])
+    code = EXIT_DONE
+    try:
+        at = Rendezvous.from_environment(environ)
+        if at is None:
+            raise ConfigError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set")
+        torch.set_num_threads(threads)
+        work(path, at)
+        leave()
+    except BaseException as error:
+        traceback.print_exc()
+        record_failure(RunFolder(path), int(environ.get("RANK", "0")), error)
+        code = EXIT_RANK_FAILED
+    end_process(code)
+
+
+def end_process(code: int) -> None:
+    """End this process at once: threads of a broken process group can block a normal exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

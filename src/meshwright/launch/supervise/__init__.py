@@ -1,0 +1,1 @@
+"""Starting, watching, restarting and ending ranks, and saying what ended them."""

@@ -1,0 +1,104 @@
+"""`HeldOut`: a run's losses on the held-out split, of which the lowest is the best."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import torch.distributed as dist
+
+from meshwright.checkpoint.saver import Saver
+from meshwright.data.files import write_atomic
+from meshwright.errors import CheckpointError
+from meshwright.execute.transport.world import World, exchange
+from meshwright.parsing import foreign, parse_json
+from meshwright.training.run_folder import Job
+from meshwright.units import counted
+
+LOSSES: Final = "held-out.json"
+
+
+class Best(NamedTuple):
+    """The lowest held-out loss, in nats, and its step; `since` evaluations came after it.
+
+    Before the first finite loss the step is 0.
+    """
+
+    step: int = 0
+    loss: float = math.inf
+    since: int = 0
+
+    @classmethod
+    def of(cls, losses: Iterable[tuple[int, float]]) -> Best:
+        """Return the best of losses by step; of some alike it is the first."""
+        found = cls()
+        for step, loss in losses:
+            is_lower = loss < found.loss
+            found = cls(step, loss) if is_lower else found._replace(since=found.since + 1)
+        return found
+
+    def is_final(self, evaluations: int) -> bool:
+        """Whether so many evaluations in a row (0: no number is enough) were no better."""
+        return 0 < evaluations <= self.since
+
+    @property
+    def told(self) -> str:
+        """The words for it."""
+        lowest = f"the lowest held-out loss was {self.loss:.4f} at step {self.step}"
+        text = lowest if self.step else "no held-out loss was finite"
+        return f"{text}, and no lower one in {counted(self.since, 'evaluation')}"
+
+
+class HeldOut:
+    """The losses up to a step; kept in a file beside the saved steps, for a run that goes on.
+
+    A saved step cannot tell its own: it is saved before it is evaluated.
+    """
+
+    def __init__(self, job: Job, world: World, saver: Saver, step: int) -> None:
+        """Read what is kept of a run; a collective. What came after the step comes again."""
+        self._path, self._writes, self._saver = job.checkpoints / LOSSES, world.rank == 0, saver
+        self._patience = job.config.train.stop_after_evals
+        self._keeps_best = job.config.checkpoint.keep_best
+        text = "[]"
+        if step and self._writes and self._path.is_file():
+            text = self._path.read_bytes().decode(errors="replace")
+        text = exchange(text, dist.group.WORLD if world.size > 1 else None)[0]
+        with foreign(str(self._path), CheckpointError):
+            kept = parse_json(text)
+            self.losses = [(int(at), float(loss)) for at, loss in kept if at <= step]
+        self.best = Best.of(self.losses)
+        self.keep(self.best.step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a run has waited long enough for a lower loss."""
+        return self.best.is_final(self._patience)
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is to be saved for what its loss is."""
+        return self.is_over or (self._keeps_best and self.best.step == step)
+
+    def keep(self, step: int) -> None:
+        """Have a step stay, where it is the best and saved; a collective."""
+        if self._keeps_best and self.best.step == step:
+            self._saver.keep_best(step)
+
+    def add(self, step: int, loss: float) -> None:
+        """Take the loss of one more step, which may be saved already; a collective.
+
+        Raises `CheckpointError` where the disk refuses.
+        """
+        self.losses = [*(one for one in self.losses if one[0] < step), (step, loss)]
+        self.best = Best.of(self.losses)
+        if self._writes:
+            # As text: JSON has no word for what is not finite.
+            text = json.dumps([[at, str(loss)] for at, loss in self.losses])
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._path, text.encode())
+            except OSError as error:
+                raise CheckpointError(f"{self._path} was not written: {error}") from error
+        self.keep(step)

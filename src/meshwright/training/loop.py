@@ -1,0 +1,249 @@
+"""The training loop. It reads from top to bottom; everything that it calls is named for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.data import (
+    BlendSampler,
+    Dataset,
+    Sampler,
+    StreamedDataset,
+    StreamSampler,
+    WholeSampler,
+)
+from meshwright.execute.batch import Batch, Feed
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.transport.world import World
+from meshwright.models.dropout import row_keys
+from meshwright.program.model_flops import flops_per_token
+from meshwright.spec.loading import Config
+from meshwright.spec.parts import parameter_count
+from meshwright.spec.schedule import learning_rate
+from meshwright.training.best import HeldOut
+from meshwright.training.events import Emit
+from meshwright.training.interruptible import Interruptible
+from meshwright.training.optimizer import set_learning_rate
+from meshwright.training.readings import Readings, lag
+from meshwright.training.recording import Recording
+from meshwright.training.replicas import check_replicas
+from meshwright.training.routing import RoutingReport
+from meshwright.training.run import open_run, save
+from meshwright.training.run_folder import Job
+from meshwright.training.update import evaluate, update
+
+
+class Summary(NamedTuple):
+    """How a run ended: steps done, the last loss in nats, and whether it was asked to stop."""
+
+    steps: int
+    loss: float
+    stopped: bool
+
+
+def train(
+    job: Job,
+    world: World,
+    dataset: Dataset | StreamedDataset,
+    emit: Emit,
+    asked_to_stop: Callable[[], bool],
+    resume: bool = False,
+) -> Summary:
+    """Train to the last step, to where any rank was asked to stop, or to where nothing is gained.
+
+    With `resume` the run goes on from its newest good step; ranks that are started again begin anew
+    where none was saved yet. It is saved on the way as the config says, and always at the end. A
+    request to stop waits for the step under way and its save: an evaluation is left out, or broken
+    off.
+    """
+    config, layout, steps = job.config, job.layout, job.config.train.steps
+    trained, progress, saver = open_run(job, world, dataset, emit, resume)
+    parallel, shards, optimizer = trained
+    sampler = sampler_at(progress.position, dataset, config)
+    mine = share(config.train.batch, layout.mesh.data_rank(world.rank), layout.dp)
+    emit(start_event(job, world, dataset, sampler, progress.step))
+    scale, clip = progress.scale, config.train.clip_norm
+    readings = Readings(job, world, parallel, emit, lag(world.device, scale), progress)
+    recording, feed = Recording(job, world, trained, progress.step), Feed(world.device)
+    routing = RoutingReport(job, world, parallel, emit, progress.step)
+    step, stopped = progress.step, world.anyone(asked_to_stop())
+    held_out = HeldOut(job, world, saver, step)
+    keep = partial(save, saver, trained, scale, sampler, job, world, dataset)
+    look = partial(evaluated, parallel, job, world, dataset, emit, asked_to_stop, held_out)
+    while step < steps and not stopped and not held_out.is_over:
+        step += 1
+        begin(step, world, recording, readings)
+        batch = feed.bring(Batch.of(sampler.rows(step - 1, mine), keys(config, step, mine)))
+        readings.clock.data_done()
+        lr = learning_rate(step, steps, config.optimizer)
+        set_learning_rate(optimizer, lr)
+        done = update(parallel, batch, world, shards, optimizer, scale, clip, saver.before_update)
+        world.recorder.phase("log")
+        readings.add(step, lr, done)
+        pauses = recording.is_on or step == steps or is_pause(config, step)
+        stopped = readings.read(asked_to_stop(), everything=pauses)
+        recording.end(step)
+        readings.tell(last=stopped or step == steps)
+        routing.tell(step, last=stopped or step == steps)
+        if is_due(config.train.check_every, step, last=False):
+            check_replicas(parallel, world)
+        saver.poll()
+        if saved := stopped or is_due(config.checkpoint.every or steps, step, step == steps):
+            keep(step, readings.loss)
+        if not stopped and is_due(config.train.eval_every, step, step == steps):
+            stopped = not look(step)
+        elif saved and not stopped and step < steps:  # no step begins that would be saved, too
+            stopped = world.anyone(asked_to_stop())
+        if not saved and (stopped or held_out.wants(step)):
+            keep(step, readings.loss)
+            held_out.keep(step)
+    if progress.step == steps and config.train.eval_every and not stopped:  # ended before this
+        stopped = not look(step)
+    saver.finish()
+    return ended(step, readings.loss, stopped, held_out, job, world, emit)
+
+
+def begin(step: int, world: World, recording: Recording, readings: Readings) -> None:
+    """Start the clocks and the records of a step."""
+    if recording.is_due(step):  # its clock begins on a device that does nothing
+        readings.drain()
+    recording.begin(step)
+    world.recorder.step(step)
+    readings.start()
+
+
+def ended(
+    step: int,
+    loss: float,
+    stopped: bool,
+    held_out: HeldOut | None,
+    job: Job,
+    world: World,
+    emit: Emit,
+) -> Summary:
+    """Tell how a run ended, and return it: it was stopped only if that left something out."""
+    world.recorder.phase("end")
+    train = job.config.train
+    stopped = stopped and (step < train.steps or train.eval_every > 0)
+    told: dict[str, object] = {}
+    if not stopped and held_out is not None and held_out.is_over:
+        told["early"] = held_out.best.told
+    emit({"event": "end", "step": step, "loss": loss, "stopped": stopped, **told})
+    return Summary(step, loss, stopped)
+
+
+def sampler_at(
+    position: Mapping[str, Any] | None, dataset: Dataset | StreamedDataset, config: Config
+) -> Sampler | BlendSampler | StreamSampler:
+    """Return the sampler of the training split; where it is a stream, at a position."""
+    sampler = dataset.sampler("train", config.train.seq_len, config.train.batch)
+    if position is not None and isinstance(sampler, StreamSampler):
+        sampler.seek(position)
+    return sampler
+
+
+def keys(config: Config, step: int, rows: range) -> torch.Tensor | None:
+    """Return the dropout keys of some rows of a step's global batch, where the model drops."""
+    if not config.model.drops:
+        return None
+    return row_keys(config.train.seed, step, rows)
+
+
+def share(batch: int, rank: int, ranks: int) -> range:
+    """Return the rows of the global batch that a data-parallel rank reads."""
+    size = batch // ranks
+    return range(rank * size, (rank + 1) * size)
+
+
+def is_due(every: int, step: int, last: bool) -> bool:
+    """Whether something done `every` steps (0: never) and at the end is due."""
+    return every > 0 and (step % every == 0 or last)
+
+
+def is_pause(config: Config, step: int) -> bool:
+    """Whether a step is followed by what takes longer than to read it."""
+    train, save_every = config.train, config.checkpoint.every
+    return any(
+        is_due(n, step, last=False) for n in (train.eval_every, train.check_every, save_every)
+    )
+
+
+def start_event(
+    job: Job,
+    world: World,
+    dataset: Dataset | StreamedDataset,
+    sampler: Sampler | BlendSampler | StreamSampler,
+    step: int,
+) -> dict[str, object]:
+    """Return the event that describes the run, or its continuation after a step."""
+    config = job.config
+    drawn: dict[str, object] = {}
+    if isinstance(sampler, BlendSampler):
+        drawn["blend"] = sampler.passes(config.train.steps * config.train.batch)
+    elif isinstance(sampler, WholeSampler):
+        drawn["rows"] = sampler.facts()
+    return {
+        "event": "start",
+        "time": time.time(),
+        "steps": config.train.steps,
+        "from_step": step,
+        "world": world.size,
+        "nodes": list(world.nodes),
+        "device": job.machine.name,
+        "layout": job.layout.model_dump(mode="json"),
+        "parameters": parameter_count(config.model),
+        "tokens_per_step": config.train.batch * config.train.seq_len,
+        "flops_per_token": flops_per_token(config.model, config.train.seq_len),
+        "train_samples": sampler.samples,
+        "train_tokens": dataset.tokens("train"),
+        "unigram_entropy": dataset.unigram_entropy,
+        **drawn,
+        "torch": torch.__version__,
+    }
+
+
+def evaluated(
+    parallel: Parallel,
+    job: Job,
+    world: World,
+    dataset: Dataset | StreamedDataset,
+    emit: Emit,
+    asked_to_stop: Callable[[], bool],
+    held_out: HeldOut,
+    step: int,
+) -> bool:
+    """Tell the loss on the held-out split, the same rows each time, and take note of it.
+
+    Returns whether it came to its end: not, on any rank, where one of them is asked to stop.
+    """
+    world.recorder.phase("eval")
+    started = time.perf_counter()
+    rows = held_out_batches(step, job, world, dataset, emit)
+    batches = Interruptible(rows, world, asked_to_stop)
+    loss = evaluate(parallel, batches, world)
+    if not batches.is_broken_off:
+        seconds = time.perf_counter() - started
+        emit({"event": "eval", "step": step, "loss": loss, "seconds": seconds})
+        held_out.add(step, loss)
+    return not batches.is_broken_off
+
+
+def held_out_batches(
+    step: int, job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit
+) -> Iterator[Batch]:
+    """Yield this rank's rows of the global batches that a run evaluates, on its device.
+
+    Tells first how many there are: an evaluation may take longer than many steps.
+    """
+    train = job.config.train
+    held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)
+    mine = share(train.batch, job.layout.mesh.data_rank(world.rank), job.layout.dp)
+    count = min(train.eval_batches, max(1, held_out.samples // train.batch))
+    emit({"event": "evaluating", "step": step, "batches": count})
+    for at in range(count):
+        yield Batch.of(held_out.rows(at, mine)).to(world.device)

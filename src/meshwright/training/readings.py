@@ -1,0 +1,173 @@
+"""`Readings`: what steps have computed, read by the host and told once.
+
+On a GPU a step's numbers are read while the next step computes: the host waits for what is there
+already, and the device never for the host. On a CPU they are there at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.transport.world import World
+from meshwright.training.events import Emit
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.metrics import DeviceLaps, Lap, StepClock, step_event
+from meshwright.training.run import Progress
+from meshwright.training.run_folder import Job
+from meshwright.training.spikes import SpikeWatch
+from meshwright.training.update import Updated, overflowed
+
+
+def mark() -> torch.cuda.Event:
+    """Return an event that says when the device has come so far."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class ArrivingNumbers:
+    """fp64 numbers on their way to the host; on CUDA an event says when they are `there`."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        """Begin to copy them, after what the device is still to compute."""
+        self._numbers, self.there = numbers, None
+        if numbers.is_cuda:
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = pinned.copy_(numbers, non_blocking=True)
+            self.there = mark()
+
+    def read(self) -> list[float]:
+        """Return them once they are here."""
+        if self.there is not None:
+            self.there.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
+@dataclass
+class _Step:
+    """A step that was begun; what it computed is there once it is read."""
+
+    step: int
+    lr: float
+    numbers: ArrivingNumbers
+    lap: Lap | None = None
+    loss: float = math.nan
+    norm: float = math.nan
+    first: float = math.nan
+
+
+def lag(device: torch.device, scale: LossScale) -> int:
+    """Return how many steps may compute before one is read.
+
+    The scale of fp16 is that of the step before: where it follows the gradients, none may.
+    """
+    return 1 if device.type == "cuda" and not scale.is_dynamic else 0
+
+
+class Readings:
+    """Reads the steps of a run in order, `lag` steps behind, and emits their events.
+
+    Every rank makes one and calls its methods alike. `loss` is the last one read, in nats.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        parallel: Parallel,
+        emit: Emit,
+        lag: int,
+        progress: Progress,
+    ) -> None:
+        """Begin after the last step of `progress`, whose loss scale follows the gradients."""
+        self._job, self._world, self._parallel, self._emit = job, world, parallel, emit
+        self._scale, self._lag = progress.scale, lag
+        self._watch = SpikeWatch()
+        self._begun: deque[_Step] = deque()
+        self._read: deque[_Step] = deque()
+        self.clock, self._laps = StepClock(), DeviceLaps()
+        self.loss = progress.loss
+
+    def start(self) -> None:
+        """A step begins."""
+        self.clock.start()
+        if self._world.device.type == "cuda":
+            self._laps.begin(mark)
+
+    def add(self, step: int, lr: float, done: Updated) -> None:
+        """A step has been handed to the device."""
+        self._begun.append(_Step(step, lr, ArrivingNumbers(done.numbers())))
+
+    def read(self, stop: bool, *, everything: bool) -> bool:
+        """Read the steps that are due, or all; returns whether any rank asks to stop.
+
+        A collective. Where one does, all are read.
+        """
+        stops = self._take(0 if everything else self._lag, stop)
+        if stops and self._begun:
+            self._take(0, stop)
+        if not self._begun:
+            self._rest()
+        return stops
+
+    def _rest(self) -> None:
+        self.clock.rest()
+        self._laps.rest()
+
+    def _take(self, left: int, stop: bool) -> bool:
+        """Read all steps but the last `left`."""
+        due = [self._begun.popleft() for _ in range(len(self._begun) - left)]
+        shares = []
+        for one in due:
+            share, one.norm, one.first = one.numbers.read()
+            there = one.numbers.there
+            one.lap = self.clock.lap(None if there is None else self._laps.until(there))
+            shares.append(share)
+        *losses, votes = self._world.sum_on_host([*shares, float(stop)])
+        for one, one.loss in zip(due, losses, strict=True):
+            self._read.append(one)
+        return votes > 0
+
+    def drain(self) -> None:
+        """Read and tell all that was begun, so that the device has nothing to do."""
+        if self._begun:
+            self._take(0, False)
+            self._rest()
+            self.tell(last=False)
+
+    def tell(self, *, last: bool) -> None:
+        """Emit the events of the steps that were read; of the run's last one in any case.
+
+        Raises `MeshwrightError` on every rank where a gradient was not finite and steps are not to
+        be skipped for that.
+        """
+        scale = self._scale
+        for one in self._told():
+            tensor = overflowed(one.norm, int(one.first), self._parallel, self._world, scale)
+            if tensor is not None:
+                told = {"tensor": tensor, "loss_scale": scale.value}
+                self._emit({"event": "overflow", "step": one.step, **told})
+            is_last = last and not self._read and not self._begun
+            if is_last or one.step % self._job.config.train.log_every == 0:
+                at = (one.step, self.loss, one.norm, one.lr, scale.value)
+                self._emit(step_event(*at, self.clock, self._job, self._world))
+            if self._watch.is_spike(self.loss):
+                usual = self._watch.usual
+                found = {"step": one.step, "loss": self.loss, "usual": usual}
+                self._emit({"event": "loss_spike", **found})
+
+    def _told(self) -> Iterator[_Step]:
+        while self._read:
+            one = self._read.popleft()
+            assert one.lap is not None
+            self.clock.add(one.lap)
+            self.loss = one.loss
+            yield one

@@ -1,0 +1,138 @@
+"""`Recording`: some steps of a run are recorded, and `ledger.json` tells of the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from meshwright.checkpoint.state import Trained
+from meshwright.execute.allocations import LabellingTape, MemoryProfile
+from meshwright.execute.observe.clock import clock_of, clock_offset
+from meshwright.execute.observe.measured import MeasuredMoment, memory_points, name_of, recorded
+from meshwright.execute.record.tape import Tape, Turn
+from meshwright.execute.transport.world import World
+from meshwright.program.model_flops import flops_per_token
+from meshwright.program.profile import MemoryPoint, RankProfile, StepProfile
+from meshwright.training.run_folder import Job, put_step
+from meshwright.training.step_profile import gather_ranks
+
+# Steps after the one that a run begins or goes on at: the first is unlike the others.
+MEMORY_AFTER: Final = 2
+SPANS_AFTER: Final = 3
+
+
+class Recording:
+    """What a run records, as `log.trace` and `log.trace_memory` ask for.
+
+    Every rank makes one and calls its methods alike.
+    """
+
+    def __init__(self, job: Job, world: World, trained: Trained, done: int) -> None:
+        """Begin after so many steps; compares the clocks of the machines."""
+        self._job, self._world, self._trained = job, world, trained
+        self._every, self._done = job.config.log.trace, done
+        self._offset = clock_offset(world) if self._every else 0.0
+        self._profile: MemoryProfile | None = None
+        self._turns: tuple[Turn, ...] = ()  # of the step whose memory was recorded
+        self._moments: list[MeasuredMoment] = []
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be recorded."""
+        return self._holds_memory(step) or self._has_spans(step)
+
+    def _holds_memory(self, step: int) -> bool:
+        return bool(self._every) and step - self._done == MEMORY_AFTER and self._has_memory
+
+    def _has_spans(self, step: int) -> bool:
+        after = step - self._done
+        is_nth = self._every > 0 and after > SPANS_AFTER and step % self._every == 0
+        return bool(self._every) and (after == SPANS_AFTER or is_nth)
+
+    def begin(self, step: int) -> None:
+        """A step is about to begin."""
+        recorder = self._world.recorder
+        if self._holds_memory(step):
+            self._profile = MemoryProfile(*self._trained)
+            self._profile.__enter__()
+            recorder.tape = LabellingTape()
+        elif self._has_spans(step):
+            recorder.tape = Tape(clock_of(self._world.device))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the step under way is recorded."""
+        return self._world.recorder.tape is not None
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether memory is recorded: a limit on a CPU would count what the profile takes."""
+        log, cluster = self._job.config.log, self._job.config.cluster
+        return log.trace_memory and (cluster.memory is None or self._world.device.type == "cuda")
+
+    def end(self, step: int) -> None:
+        """A step is over; rank 0 writes what all have of it, if it was recorded."""
+        tape, self._world.recorder.tape = self._world.recorder.tape, None
+        if tape is None:
+            return
+        tape.stop()
+        if self._profile is not None:
+            self._profile.__exit__()
+            self._turns, self._moments = tuple(tape.turns), self._profile.moments()
+            self._profile = None
+            return
+        self._tell(step, tape)
+
+    def _tell(self, step: int, tape: Tape) -> None:
+        """Have rank 0 write what all ranks have of a step."""
+        world, program = self._world, self._trained.parallel.program
+        layout = program.layout
+        found = recorded(tape, world.recorder.label, pp=layout.pp, dp=layout.dp)
+        is_same = [name_of(t) for t in tape.turns] == [name_of(t) for t in self._turns]
+        points = memory_points(self._turns, self._moments, found.turns if is_same else None)
+        at = layout.mesh.coordinates(world.rank)
+        mine = RankProfile(
+            world.rank,
+            at,
+            tuple(stage.index for stage in program.held(at["pp"])),
+            found.spans,
+            self._with_fixed(points),
+            found.traffic,
+            found.causes,
+        )
+        ranks = gather_ranks(world, program, mine, found.began + self._offset)
+        if world.rank == 0:
+            put_step(self._job.folder, self._step_profile(step, ranks))
+
+    def _with_fixed(self, points: Sequence[MemoryPoint]) -> tuple[MemoryPoint, ...]:
+        """Add to all points what a GPU holds that is not the program's."""
+        device = self._world.device
+        if device.type != "cuda":
+            return tuple(points)
+        free, total = torch.cuda.mem_get_info(device)
+        fixed = total - free - torch.cuda.memory_allocated(device)
+        return tuple(p._replace(bytes={**p.bytes, "fixed": fixed}) for p in points)
+
+    def _step_profile(self, step: int, ranks: tuple[RankProfile, ...]) -> StepProfile:
+        """Return the profile of a step: its slowest rank says how long it took."""
+        job, config = self._job, self._job.config
+        train, cluster = config.train, config.cluster
+        seconds = max(sum(one.causes.values()) for one in ranks)
+        tokens_per_s = train.batch * train.seq_len / seconds
+        tflops = tokens_per_s * flops_per_token(config.model, train.seq_len) / len(ranks) / 1e12
+        limit = cluster.memory
+        if limit is None and self._world.device.type == "cuda":
+            limit = torch.cuda.get_device_properties(self._world.device).total_memory
+        return StepProfile(
+            "measured",
+            job.layout.model_dump(mode="json"),
+            job.layout.label,
+            job.machine.name,
+            ranks,
+            step,
+            seconds,
+            tokens_per_s,
+            None if cluster.peak_tflops is None else tflops / cluster.peak_tflops,
+            limit,
+        )

@@ -1,0 +1,61 @@
+"""Whether ranks that hold copies of a weight hold the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.errors import RankFailed
+from meshwright.execute.build import region_of
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.transport.world import World, exchange
+
+# Places are told apart by a number from 1 to this, a prime; so many periods of it at a time.
+_PERIOD: Final = 8191
+_PERIODS: Final = 512
+
+
+@torch.no_grad()
+def check_replicas(parallel: Parallel, world: World) -> None:
+    """Raise `RankFailed` on every rank where copies of a shard differ; a collective.
+
+    It names the first tensor and the ranks that differ from most.
+    """
+    if world.size == 1:
+        return
+    mine = {f"{held.name} {region_of(held, parallel)}": bits(held.shard) for held in parallel.held}
+    for module in parallel.modules.values():
+        mine |= {f"{name} of its stage": bits(one) for name, one in module.named_buffers()}
+    everyone = [json.loads(text) for text in exchange(json.dumps(mine), dist.group.WORLD)]
+    for key in dict.fromkeys(key for found in everyone for key in found):
+        holders = {rank: found[key] for rank, found in enumerate(everyone) if key in found}
+        usual, count = Counter(holders.values()).most_common(1)[0]
+        if count == len(holders):
+            continue
+        odd = [rank for rank, found in holders.items() if found != usual]
+        name = key.split(" ", 1)[0]
+        where = f"on rank {', '.join(map(str, odd))}"
+        if 2 * count <= len(holders):
+            where = f"between ranks {', '.join(map(str, holders))}"
+        raise RankFailed(
+            f"replicas differ: {name} is not the same {where}. A device or a transfer is broken, "
+            "or the ranks run different code; the last checkpoint is older than that"
+        )
+
+
+def bits(shard: Tensor) -> int:
+    """Return a number that changes if any one bit of an fp32 tensor flips."""
+    flat = shard.contiguous().view(-1).view(torch.int32)
+    weights = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.int64)
+    total = torch.zeros((), device=flat.device, dtype=torch.int64)
+    # By pieces: in int64 the whole of a large shard would not fit beside it.
+    for piece in torch.split(flat, _PERIOD * _PERIODS):
+        whole = len(piece) // _PERIOD * _PERIOD
+        rows, rest = piece[:whole].view(-1, _PERIOD), piece[whole:]
+        total += (rows.to(torch.int64) * weights).sum() + (rest * weights[: len(rest)]).sum()
+    return int(total)

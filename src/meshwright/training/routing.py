@@ -1,0 +1,92 @@
+"""`RoutingReport`: which experts tokens met, told by events some hundred times in a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from meshwright.execute.expert_parallel.routing import take_counts
+from meshwright.execute.parallel import Parallel
+from meshwright.execute.transport.world import World
+from meshwright.program.events import Event
+from meshwright.training.events import Emit
+from meshwright.training.run_folder import Job
+
+# Events in a run: each has a number for every expert of every layer.
+_MOST: Final = 100
+
+
+class RoutingReport:
+    """Sums what all ranks' routers did, and emits it as `experts` events; nothing without experts.
+
+    Every rank makes one and calls its methods alike.
+    """
+
+    def __init__(self, job: Job, world: World, parallel: Parallel, emit: Emit, done: int) -> None:
+        """Begin after the step `done`."""
+        model, train = job.config.model, job.config.train
+        self._job, self._world, self._parallel, self._emit = job, world, parallel, emit
+        layers = [one for one in range(model.n_layers) if model.has_experts(model.layer(one))]
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._every = max(train.log_every, math.ceil(train.steps / _MOST))
+        self._told = done
+
+    def tell(self, step: int, *, last: bool) -> None:
+        """Emit what routers did since the last event, if it is due after a step; a collective."""
+        if not self._places or step == self._told or not (last or step % self._every == 0):
+            return
+        experts, steps = self._job.config.model.experts, step - self._told
+        mine = take_counts(self._parallel.routers, self._places, experts)
+        *met, even, small = self._world.sum_on_host(mine)
+        self._told = step
+        rows = [met[at : at + experts] for at in range(0, len(met), experts)]
+        sequences = steps * self._job.config.train.batch
+        losses = (even / sequences, small / sequences)
+        layers, ep = tuple(self._places), self._job.layout.ep
+        routing = self._job.config.train.routing
+        self._emit(routing_event(step, steps, layers, rows, ep, losses, routing))
+
+
+def routing_event(
+    step: int,
+    steps: int,
+    layers: tuple[int, ...],
+    met: list[list[float]],
+    ep: int,
+    losses: tuple[float, float],
+    routing: str = "learned",
+) -> Event:
+    """Return the event of some steps; `met` are tokens by expert for each of some layers.
+
+    `excess` is by how much the busiest of `ep` ranks computes more than the mean, summed over the
+    layers, whose ranks wait for each other; `expert_excess` is the same of single experts. `dead`
+    are layer and number of experts that no token met. `routing` is the config's.
+    """
+    return {
+        "event": "experts",
+        "step": step,
+        "steps": steps,
+        "routing": routing,
+        "layers": list(layers),
+        "tokens": [[int(count) for count in row] for row in met],
+        "excess": _excess(met, ep),
+        "expert_excess": _excess(met, len(met[0])),
+        "dead": [
+            [layer, expert]
+            for layer, row in zip(layers, met, strict=True)
+            for expert, count in enumerate(row)
+            if not count
+        ],
+        "router_aux_loss": losses[0],
+        "router_z_loss": losses[1],
+    }
+
+
+def _excess(met: list[list[float]], ranks: int) -> float:
+    """Return how much more the busiest of some ranks have than the mean, as a share of it."""
+    most = mean = 0.0
+    for row in met:
+        each = len(row) // ranks
+        sums = [sum(row[at : at + each]) for at in range(0, len(row), each)]
+        most, mean = most + max(sums), mean + sum(sums) / ranks
+    return most / mean - 1 if mean else 0.0

@@ -1,0 +1,185 @@
+"""A run between its steps: opening it where it begins or was left, and saving it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from meshwright.checkpoint.adapters import AdapterSource, both
+from meshwright.checkpoint.commit import clean
+from meshwright.checkpoint.identity import identity_of, refuse_changed
+from meshwright.checkpoint.restore import Good, StoredSource, newest_good, restore
+from meshwright.checkpoint.saver import Saved, Saver
+from meshwright.checkpoint.state import Trained, chunks_of, scalars_of
+from meshwright.checkpoint.weights import spec_text, weights_from
+from meshwright.data import Dataset, StreamedDataset, StreamPosition, StreamSampler
+from meshwright.errors import CheckpointError
+from meshwright.execute.build import Source, build, seeded
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.kernels.products import target_of
+from meshwright.execute.transport.groups import open_groups
+from meshwright.execute.transport.world import World, exchange
+from meshwright.program.lower import lower
+from meshwright.spec.stored import SPEC
+from meshwright.training.events import Emit
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import build_optimizer
+from meshwright.training.run_folder import Job
+
+
+class Progress(NamedTuple):
+    """How far a run is: its last step, the loss scale of the next, and where a stream is.
+
+    `loss` is that of the step in nats, NaN where nothing tells.
+    """
+
+    step: int
+    scale: LossScale
+    position: Mapping[str, Any] | None = None
+    loss: float = math.nan
+
+
+def open_run(
+    job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit, resume: bool
+) -> tuple[Trained, Progress, Saver]:
+    """Build this rank's part of a run, as it begins or as its newest good step left it.
+
+    A collective. Raises `CheckpointError` where that step was written by another run.
+    """
+    config, started = job.config, time.perf_counter()
+    good = _found(job, world, dataset, emit) if resume else None
+    if world.rank == 0:
+        clean(job.checkpoints)
+    packed = config.data.packing == "documents"
+    target = target_of(config.train, world.device, packed=packed)
+    parallel = build(
+        lower(config.model, config.train, job.layout, target),
+        open_groups(job.layout, world, config.cluster.timeout),
+        world.device,
+        weights_source(job, world) if good is None else StoredSource(good.folder),
+        compiled=config.train.is_compiled,
+    )
+    shards = Shards(parallel.trained, on_host=job.layout.offload == "optimizer")
+    trained = Trained(parallel, shards, build_optimizer(shards.leaves, config.optimizer))
+    progress = Progress(0, LossScale.of(config.train))
+    if good is not None:
+        restore(trained, good, same_optimizer=_is_same_optimizer(job, good))
+        progress = _progress(job, good)
+        seconds = time.perf_counter() - started
+        told = {"step": progress.step, "path": str(good.folder), "seconds": seconds}
+        emit({"event": "resume", **told, "layout": good.manifest["layout"]})
+    saver = Saver(
+        job.checkpoints,
+        world,
+        config.checkpoint.keep,
+        lambda saved: emit(saved_event(saved)),
+        run=job.run,
+        beside=config.checkpoint.is_async,
+        mark=world.recorder.saving,
+        timeout_s=config.cluster.timeout,
+    )
+    return trained, progress, saver
+
+
+def _found(job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit) -> Good | None:
+    """Return the newest good step, of this very run; None where an attempt has saved none yet."""
+
+    def on_bad(problem: str) -> None:
+        emit({"event": "bad_checkpoint", "problem": problem})
+
+    good = newest_good(job.checkpoints, world, on_bad)
+    if good is None and job.resume:
+        raise CheckpointError(f"{job.checkpoints} holds no step to resume from")
+    if good is not None:
+        now = identity_of(job.config, dataset.identity)
+        refuse_changed(good.manifest, now, job.run, job.allowed)
+    return good
+
+
+def _is_same_optimizer(job: Job, good: Good) -> bool:
+    return bool(good.manifest["identity"]["optimizer"] == job.config.optimizer.name)
+
+
+def _progress(job: Job, good: Good) -> Progress:
+    """Return where a step was; the loss scale goes on where both are of fp16."""
+    scale = LossScale.of(job.config.train)
+    if scale.is_dynamic and good.manifest["loss_scale"]["is_dynamic"]:
+        scale = LossScale(**good.manifest["loss_scale"])
+    loss = float(good.manifest.get("loss", math.nan))
+    return Progress(int(good.manifest["step"]), scale, good.manifest.get("position"), loss)
+
+
+def weights_source(job: Job, world: World) -> Source:
+    """Return where the first weights come from: a folder with a model, or the seed.
+
+    Adapters come from a folder of PEFT's, or the seed.
+    """
+    model, seed, adapters = job.config.model, job.config.train.seed, job.config.lora.init_from
+    source: Source = seeded(model, seed, world.recorder.beat)
+    if model.init_from is not None:
+        source = both(weights_from(Path(model.init_from), model), source)
+    if model.lora is not None and adapters is not None:
+        source = both(source, AdapterSource(Path(adapters), model))
+    return source
+
+
+def save(
+    saver: Saver,
+    trained: Trained,
+    scale: LossScale,
+    sampler: object,
+    job: Job,
+    world: World,
+    dataset: Dataset | StreamedDataset,
+    step: int,
+    loss: float,
+) -> None:
+    """Save a step, whose loss in nats is given, or begin to; a collective."""
+    world.recorder.phase("save")
+    config, position = job.config, position_of(sampler, world)
+    facts = {
+        "layout": job.layout.label,
+        "world": job.layout.world,
+        "samples": step * config.train.batch,
+        "tokens": step * config.train.batch * config.train.seq_len,
+        "identity": identity_of(config, dataset.identity),
+        "tokenizer": config.data.tokenizer,
+        "loss_scale": asdict(scale),
+        "scalars": scalars_of(trained),
+        "loss": str(loss),  # also one that is not finite
+    }
+    if position is not None:
+        facts["position"] = position
+    saver.save(step, chunks_of(trained), facts, {SPEC: spec_text(config.model)})
+
+
+def position_of(sampler: object, world: World) -> dict[str, Any] | None:
+    """Return where all rows of a streamed batch are, None where the step alone tells; a collective.
+
+    The same on every layout, so any can go on from it.
+    """
+    if not isinstance(sampler, StreamSampler):
+        return None
+    group = dist.group.WORLD if world.size > 1 else None
+    mine = json.dumps(sampler.position().to_json())
+    found = [StreamPosition.from_json(json.loads(text)) for text in exchange(mine, group)]
+    return StreamPosition.joined(found).to_json()
+
+
+def saved_event(saved: Saved) -> dict[str, object]:
+    """Return the event of a committed step."""
+    return {
+        "event": "save",
+        "step": saved.step,
+        "path": str(saved.path),
+        "bytes": saved.bytes,
+        "seconds": saved.seconds,
+        "stall_s": saved.stall_s,
+    }

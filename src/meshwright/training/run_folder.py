@@ -1,0 +1,286 @@
+"""The run folder: where each file of a run is, and how the folder comes to be. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.data.files import write_atomic
+from meshwright.data.hf_tokenizer import copy_tokenizer
+from meshwright.errors import ConfigError, DataError, refusal
+from meshwright.layout import Layout, Machine
+from meshwright.parsing import parse_json
+from meshwright.program.profile import StepProfile, from_json, to_json
+from meshwright.spec.dump import portable, to_toml
+from meshwright.spec.loading import Config, load_config
+from meshwright.spec.stored import find_step, stored_tokenizer
+from meshwright.spec.training import MOST_RANKS
+from meshwright.training.events import note
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """Specs, layout and machine of the run."""
+        return self.path / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def step_profile(self) -> Path:
+        """What a step takes, predicted and measured, as `program.profile` has it."""
+        return self.path / "ledger.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of `step-00000100` folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """Who uses the folder, as `launch.lock` keeps it."""
+        return self.path / "lock"
+
+    def log(self, rank: int) -> Path:
+        """What a rank printed."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    def flight_recorder(self, rank: int) -> Path:
+        """What a rank is doing, as `execute.flight_recorder` keeps it."""
+        return self.path / "logs" / f"rank-{rank}.recorder"
+
+    @property
+    def nccl_trace(self) -> Path:
+        """NCCL's last collectives of a rank that hung on a GPU; the rank's number follows."""
+        return self.path / "logs" / "nccl-rank-"
+
+    def failure(self, rank: int) -> Path:
+        """The exception that ended a rank, as JSON."""
+        return self.path / "logs" / f"rank-{rank}.failure.json"
+
+
+class RunTokenizer(NamedTuple):
+    """Which tokenizer the data has: its name, its eos token, its file where it has one."""
+
+    name: str
+    eos: str | None
+    file: str | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs to know beyond its rendezvous; what `plan.json` holds.
+
+    `resume` says that the folder's run goes on; `allowed` are the parts of its identity that may
+    have changed. `run` is a random id, by which its steps know it.
+    """
+
+    config: Config
+    layout: Layout
+    machine: Machine
+    cache: Path
+    folder: RunFolder
+    tokenizer: RunTokenizer
+    resume: bool = False
+    allowed: tuple[str, ...] = ()
+    run: str = ""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the steps of the run are saved."""
+        own = self.config.checkpoint.dir
+        return self.folder.checkpoints if own is None else Path(own)
+
+
+def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
+    """Return the run folder that a config asks for, which must not hold a run yet.
+
+    Raises `ConfigError` where it does, or where it cannot be written.
+    """
+    root = Path(config.log.dir)
+    name = config.log.name
+    if name is not None and (Path(name).name != name or name in ("", ".", "..")):
+        raise ConfigError(f"log.name = {name!r} must be a plain folder name; log.dir sets where")
+    path = root / (name or _unused(root, now.strftime("run-%Y%m%d-%H%M%S")))
+    check_links(path)
+    if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
+        legal = [f"log.name = {_unused(root, path.name)}"]
+        raise ConfigError(refusal(f"run folder {path} already holds a run", legal=legal))
+    check_writable("run folder", path, "log.dir")
+    return RunFolder(path)
+
+
+def resumed_folder(run: Path) -> RunFolder:
+    """Return the folder of a run that is to go on; raises `ConfigError` where it is none."""
+    folder = RunFolder(run.resolve())
+    if not folder.plan.is_file() or not folder.config.is_file():
+        raise ConfigError(f"--resume {run}: not a run folder, {folder.plan} is missing")
+    check_links(folder.path)
+    check_writable("run folder", folder.path, "log.dir")
+    return folder
+
+
+def compiled_as(config: Config, folder: RunFolder) -> Config:
+    """Return a config that leaves `train.compile` open with what a run that goes on has for it."""
+    if config.train.compile != "auto":
+        return config
+    before = load_config(folder.config).train.compile
+    # A run has "auto" where nothing was measured: it was not compiled.
+    train = config.train.model_copy(update={"compile": before is True})
+    origins = {**config.origins, "train.compile": f"as in {folder.config}"}
+    return config.model_copy(update={"train": train, "origins": origins})
+
+
+def _unused(root: Path, name: str) -> str:
+    # A name has 255 bytes at most; what is cut is no part of a character.
+    base = name.encode()[: 255 - len("-999")].decode(errors="ignore")
+    candidates = [name, *(f"{base}-{n}" for n in range(2, 1000))]
+    return next(c for c in candidates if not (root / c).exists())
+
+
+def check_links(path: Path) -> None:
+    """Refuse a run folder in which files are links: a run would write to what they lead to.
+
+    Folders in it may be links, as to another disk.
+    """
+    for folder in (path, RunFolder(path).log(0).parent):
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.is_symlink() and not entry.is_dir():
+                rule = f"{entry} is a link, and a run writes no file through one"
+                raise ConfigError(refusal(rule, hint="Put a copy of the file in its place"))
+
+
+def check_writable(what: str, path: Path, key: str) -> None:
+    """Refuse a folder in which no file can be made, with the system's reason; `key` says where.
+
+    Missing folders are made for the check, and removed after it.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        for folder in missing:
+            folder.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be written: {error.strerror}; set {key}") from None
+
+
+def create(job: Job) -> None:
+    """Write the config, its provenance and the plan, and point `latest` beside it to the run."""
+    folder = job.folder
+    folder.log(0).parent.mkdir(parents=True, exist_ok=True)
+    _write(folder.config, to_toml(portable(job.config)))
+    _write(folder.path / "provenance.json", _json(job.config.origins))
+    plan = {
+        "config": job.config.model_dump(mode="json"),
+        "layout": job.layout.model_dump(mode="json"),
+        "machine": job.machine._asdict(),
+        "cache": str(job.cache),
+        "tokenizer": job.tokenizer._asdict(),
+        "resume": job.resume,
+        "allowed": list(job.allowed),
+        "run": job.run,
+    }
+    if job.tokenizer.file is not None:  # the run can be sampled from wherever it is moved
+        template = job.config.data.chat_template
+        own = None if template is None else Path(template)
+        copy_tokenizer(Path(job.tokenizer.file), folder.path, own)
+    _write(folder.plan, _json(plan))
+    latest = folder.path.parent / "latest"
+    with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
+        if latest.is_symlink() or not latest.exists():
+            temporary = latest.with_name(f".latest-{os.getpid()}")
+            temporary.symlink_to(folder.path.name)
+            temporary.replace(latest)
+
+
+def put_step(folder: RunFolder, found: StepProfile) -> None:
+    """Put what a step takes into a run's `ledger.json`, in place of another of its source.
+
+    A run does not end for it: where the disk refuses, it says so and goes on.
+    """
+    path = folder.step_profile
+    before: tuple[StepProfile, ...] = ()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
+        before = from_json(parse_json(path.read_text(encoding="utf-8")))
+    profiles = [*(one for one in before if one.source != found.source), found]
+    try:
+        write_atomic(path, (json.dumps(to_json(profiles), separators=(",", ":")) + "\n").encode())
+    except DataError as error:
+        note(str(error))
+
+
+def read_job(path: Path) -> Job:
+    """Return the job that `create` wrote into a run folder; raises `ConfigError` if it is none."""
+    folder = RunFolder(path)
+    if not folder.plan.is_file():
+        raise ConfigError(f"{path} is not a run folder: {folder.plan} is missing")
+    config = load_config(folder.config)
+    with _readable(folder.plan):
+        plan = parse_json(folder.plan.read_text(encoding="utf-8"))
+        layout = Layout(**plan["layout"])
+        if layout.world > MOST_RANKS:
+            raise ValueError(f"a layout of {layout.world} ranks")
+        return Job(
+            config=config,
+            layout=layout,
+            machine=Machine(**plan["machine"]),
+            cache=Path(plan["cache"]),
+            folder=folder,
+            tokenizer=RunTokenizer(**plan["tokenizer"]),
+            resume=plan["resume"],
+            allowed=tuple(plan["allowed"]),
+            run=plan.get("run", ""),  # version 0.1 gave none
+        )
+
+
+@contextlib.contextmanager
+def _readable(plan: Path) -> Iterator[None]:
+    """Turn what a plan that is damaged raises into a `ConfigError` that names it."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{plan} is damaged: it cannot be read as a run's plan") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file of a run whole; where a link is in its place, the file takes that place."""
+    write_atomic(path, text.encode())
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def tokenizer_of(path: Path) -> tuple[str, str | None]:
+    """Return the tokenizer of a run, step or HF folder as a name or a path, and its eos token.
+
+    Raises `ConfigError` where the folder does not say.
+    """
+    if not path.is_dir() and find_step(path) is None:
+        raise ConfigError(f"{path} is not a folder")
+    found = stored_tokenizer(path)
+    if found is not None:
+        return found
+    raise ConfigError(f"{path} does not say which tokenizer it was trained with; give --tokenizer")

@@ -1,0 +1,120 @@
+"""One optimizer step: gradients over the global batch, clipping, the update.
+
+Nothing here waits for the device: what a step has computed stays there until someone reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import Diverged
+from meshwright.execute.batch import Batch
+from meshwright.execute.data_parallel.gradients import complete, global_norm
+from meshwright.execute.data_parallel.optimize import Shards
+from meshwright.execute.expert_parallel.routing import correct_routers
+from meshwright.execute.parallel import Parallel, set_training
+from meshwright.execute.transport.world import World
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import step_scaled
+
+
+class Updated(NamedTuple):
+    """What a step computed, on the device.
+
+    `loss` is this rank's share of the loss in nats, `norm` the gradient's before clipping, fp64.
+    Where that is not finite, nothing was updated, and `first` is the place among `Parallel.held` of
+    this rank's first gradient that is not.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    first: Tensor
+
+    def numbers(self) -> Tensor:
+        """Return all of it, fp64 `[3]`, still on the device."""
+        return torch.stack([one.detach().double() for one in self])
+
+
+def gradients(parallel: Parallel, batch: Batch, world: World, loss_scale: float = 1.0) -> Updated:
+    """Compute the gradients of the mean loss, still scaled, and their norm, already unscaled.
+
+    `batch` holds the rows of this data rank, the same on all ranks that share them.
+    """
+    loss = parallel.backward(batch, loss_scale)
+    complete(parallel.held, parallel.groups, parallel.sums)
+    norm = global_norm(parallel.held, world.size, parallel.device)
+    return Updated(loss, norm.total / loss_scale, norm.first)
+
+
+def update(
+    parallel: Parallel,
+    batch: Batch,
+    world: World,
+    shards: Shards,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale,
+    clip_norm: float,
+    before_update: Callable[[], None] = lambda: None,
+) -> Updated:
+    """Compute the gradients, clip them to a global norm (0: not at all) and update the weights.
+
+    Where a gradient is not finite on any rank, no rank's weights and states change; `overflowed`
+    says so once the norm is read. `before_update` is called before any weight changes.
+    """
+    found = gradients(parallel, batch, world, scale.value)
+    world.recorder.phase("update")
+    before_update()
+    shards.take()
+    step_scaled(optimizer, found.norm, scale.value, clip_norm)
+    shards.give()
+    shards.clear()
+    correct_routers(parallel.routers, found.norm)
+    return found
+
+
+def overflowed(
+    norm: float, first: int, parallel: Parallel, world: World, scale: LossScale
+) -> str | None:
+    """Return the first tensor of the model whose gradient was not finite on any rank, if any was.
+
+    `norm` and `first` are those of an `Updated`, as they were read; the scale takes note. A
+    collective where the norm, which all ranks have alike, is not finite. Under fp16 the scale falls
+    then; in any other precision every rank raises `Diverged`, unless `train.nonfinite` says
+    to skip.
+    """
+    if math.isfinite(norm):
+        scale.update(overflowed=False)
+        return None
+    tensor = _first_of_all(first, parallel, world)
+    if not scale.skips:
+        raise Diverged(
+            f"the gradient of {tensor} is not finite; this step changed no weights. "
+            "A lower optimizer.lr, train.clip_norm or a longer optimizer.warmup_steps helps "
+            'where training diverged; train.nonfinite = "skip" skips such steps'
+        )
+    scale.update(overflowed=True)
+    return tensor
+
+
+def _first_of_all(first: int, parallel: Parallel, world: World) -> str:
+    """Return the first of what the ranks have found, in the model's order, and whose it is."""
+    names = list(parallel.program.shardings)
+    held = parallel.held
+    place = names.index(held[first].name) if first < len(held) else len(names)
+    places = [row[0] for row in world.gather_on_host([float(place)])]
+    rank = places.index(min(places))
+    place = int(min(places))
+    return f"{names[place]} (rank {rank})" if place < len(names) else "the sum of squares"
+
+
+def evaluate(parallel: Parallel, batches: Iterable[Batch], world: World) -> float:
+    """Return the mean loss in nats over the targets of some global batches."""
+    set_training(parallel, False)
+    total, count = world.sum_on_host(list(parallel.evaluate(batches)))
+    set_training(parallel, True)
+    return total / max(count, 1.0)
