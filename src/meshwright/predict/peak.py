@@ -1,8 +1,8 @@
 """`peak`: the moment of a step at which a rank holds most: that of `timeline`, found sooner.
 
 Most actions of a step do what one before them did: what an action adds and lets go of depends on
-its kind, its stage and the state of the stage's units, not on its microbatch. So each is performed
-once, and later ones like it are sums.
+its kind, the layers of its stage and the state of the stage's units, not on its microbatch. So each
+is performed once, and later ones like it, of any stage with the same layers, are sums.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.predict.byte_count import ByteCount, PredictedMoment
-from meshwright.predict.timeline import Walk
+from meshwright.predict.timeline import Walk, of_layer
 from meshwright.predict.unit_sizes import UnitsState
 from meshwright.program.actions import Action, Table
 from meshwright.program.lower import Program
@@ -50,14 +50,17 @@ class _Highest(ByteCount):
 
 
 class _Done(NamedTuple):
-    """What an action did: to what was held at its highest moment and at its end, to the units."""
+    """What an action of a stage did: to what was held at its highest moment and at its end, to the
+    units, and what it had wait for the gradients of weights."""
 
+    stage: int
     most: int
     what: str
     highest: Mapping[str, int]
     total: int
     end: Mapping[str, int]
     state: int
+    deferred: int
 
 
 class _Repeated(Walk):
@@ -72,13 +75,24 @@ class _Repeated(Walk):
         self._states: dict[tuple[int, UnitsState], int] = {}
         self._known: list[UnitsState] = []
         self._done: dict[tuple[str, int, bool, int], _Done] = {}
+        self._alike = self._first_alike()
         self._now = {index: self._number(index) for index in self.units}
         self._actual = dict(self._now)  # the states that the units themselves are in
+
+    def _first_alike(self) -> dict[int, int]:
+        """Return for each stage the first that the rank holds with the same layers and ends."""
+        firsts: dict[tuple[object, ...], int] = {}
+        found = {}
+        for index, stage in self.stages.items():
+            kinds = tuple(self.program.model.layer(layer) for layer in stage.layers)
+            key = kinds, index == 0, stage.is_last
+            found[index] = firsts.setdefault(key, index)
+        return found
 
     def compute(self, action: Action) -> None:
         """Perform an action, or add what one like it did."""
         stage, held = action.stage, self.bytes_held
-        key = action.kind, stage, action == self.ends[stage], self._now[stage]
+        key = action.kind, self._alike[stage], action == self.ends[stage], self._now[stage]
         done = self._done.get(key)
         if done is None:
             done = self._done[key] = self._perform(action)
@@ -86,10 +100,17 @@ class _Repeated(Walk):
             if held.total + done.most > held.most:
                 held.most = held.total + done.most
                 sums = _sum(held.held, done.highest)
-                held.moment = PredictedMoment(held.action, done.what, sums)
+                held.moment = PredictedMoment(held.action, self._what(done, stage), sums)
             for category, size in done.end.items():
                 held.add(category, size)
+            self.deferred[stage] = done.deferred
         self._now[stage] = done.state
+
+    def _what(self, done: _Done, stage: int) -> str:
+        """Return what was at work at the highest moment of an action, in another stage like it."""
+        layers = zip(self.stages[done.stage].layers, self.stages[stage].layers, strict=True)
+        names = {of_layer(one): of_layer(other) for one, other in layers}
+        return names.get(done.what, done.what)
 
     def _perform(self, action: Action) -> _Done:
         """Perform an action, and return what it did."""
@@ -103,12 +124,14 @@ class _Repeated(Walk):
             held.most, held.moment = most, moment
         self._actual[stage] = self._number(stage)
         return _Done(
+            stage,
             own - total,
             highest.what,
             _difference(highest.held, before),
             held.total - total,
             _difference(held.held, before),
             self._actual[stage],
+            self.deferred.get(stage, 0),
         )
 
     def finish(self) -> None:
@@ -124,8 +147,8 @@ class _Repeated(Walk):
             self._actual[stage] = self._now[stage]
 
     def _number(self, stage: int) -> int:
-        """Return the number of the state that a stage's units are in."""
-        key = stage, self.units[stage].state
+        """Return the number of the state that a stage's units are in, among stages like it."""
+        key = self._alike[stage], self.units[stage].state
         if key not in self._states:
             self._states[key] = len(self._known)
             self._known.append(key[1])

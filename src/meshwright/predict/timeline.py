@@ -40,6 +40,11 @@ class Timeline:
         return max(self.moments, key=lambda moment: moment.total)
 
 
+def of_layer(layer: int) -> str:
+    """Return what a moment of a layer is called."""
+    return f"layer {layer}"
+
+
 def timeline(program: Program, rank: int) -> Timeline:
     """Return what a rank of the world holds through a step after the first, in bytes."""
     walk = Walk(program, rank, ByteCount())
@@ -154,7 +159,7 @@ class Walk:
         for index, layer in enumerate(stage.layers):
             units.enter(index)
             self._keep(self.layers[self.program.model.layer(layer)].kept)
-            bytes_held.note(f"layer {layer}")
+            bytes_held.note(of_layer(layer))
             units.leave(index)
         if stage.is_last:
             units.enter_head()
@@ -210,7 +215,7 @@ class Walk:
         if self.program.layout.recompute != "none":
             self._free(own.kept)
             self._keep(own.anew)  # its first operation keeps the block's input
-        bytes_held.note(f"layer {layer}")
+        bytes_held.note(of_layer(layer))
         for need, freed in own.backward:
             size = need.bytes + (0 if defers else need.room)
             with bytes_held.spike("gradients of activations", size):

@@ -92,7 +92,10 @@ class UnitSizes:
 
 
 class UnitsState(NamedTuple):
-    """What changes of `Units`: equal ones go on alike. It belongs to the units that made it."""
+    """What changes of `Units`: those of equal sizes and states go on alike.
+
+    `ahead` has the bytes that were gathered ahead, by the place of a unit.
+    """
 
     units: tuple[tuple[tuple[tuple[str, int], ...], bool, bool, bool], ...]
     ahead: tuple[tuple[int, int], ...]
@@ -108,13 +111,15 @@ class UnitsState(NamedTuple):
             (tuple(one.grown.items()), one.is_gathered, one.accumulated, one.has_shard_gradient)
             for one in units
         )
-        return cls(found, tuple(ahead.items()), kept, input)
+        there = tuple((n, ahead[id(one)]) for n, one in enumerate(units) if id(one) in ahead)
+        return cls(found, there, kept, input)
 
-    def restore(self, units: Sequence[UnitSizes]) -> None:
-        """Bring the units that it is of into it."""
+    def restore(self, units: Sequence[UnitSizes]) -> dict[int, int]:
+        """Bring units into it, and return what they have gathered ahead."""
         for one, (grown, *flags) in zip(units, self.units, strict=True):
             one.grown = dict(grown)
             one.is_gathered, one.accumulated, one.has_shard_gradient = flags
+        return {id(units[place]): size for place, size in self.ahead}
 
 
 def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple[UnitSizes, ...]]:

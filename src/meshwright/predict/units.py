@@ -68,8 +68,7 @@ class Units:
 
     @state.setter
     def state(self, state: UnitsState) -> None:
-        state.restore(self.all)
-        self._ahead, self._kept, self._input = dict(state.ahead), state.kept, state.input
+        self._ahead, self._kept, self._input = state.restore(self.all), state.kept, state.input
 
     @property
     def all(self) -> list[UnitSizes]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from operator import mul
 
 from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.data_messages import UnitSeconds, Waits, data_wait, unit_waits
+from meshwright.predict.kernels import Kernels
 from meshwright.predict.memory import KeptBytes, activations, kept_of
 from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import closed_form
@@ -68,6 +70,42 @@ class Found:
 _Best = tuple[tuple[float, Layout] | None, Counter[str]]
 # Seconds, the place of the choice among its core's, a schedule and a choice.
 _Candidate = tuple[float, int, Schedule, Choice]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pace:
+    """What the microbatches of a core take in a schedule, with the host's work for them.
+
+    `times` counts the ranks of a pipeline by the layers that they hold, `base` has the seconds of a
+    microbatch on each, `transfer` those of a message between stages.
+    """
+
+    schedule: Schedule
+    layout: Layout
+    count: int
+    parts: MicrobatchTimes
+    times: Counter[HeldLayers]
+    base: dict[HeldLayers, float]
+    transfer: float
+    kernels: Kernels
+
+    @cached_property
+    def plain(self) -> tuple[HeldLayers, float]:
+        """The rank that sets the pace and the seconds, without a message of data parallelism."""
+        return self._of(self.base)
+
+    def among(self, gathers: Waits) -> tuple[HeldLayers, float]:
+        """Return the same where microbatches wait for such messages."""
+        return self._of({held: each + gathers.of(held) for held, each in self.base.items()})
+
+    def _of(self, whole: dict[HeldLayers, float]) -> tuple[HeldLayers, float]:
+        kernels, count = self.kernels, self.count
+        slowest = max(whole, key=whole.__getitem__)
+        busy, total = count * whole[slowest], sum(n * whole[held] for held, n in self.times.items())
+        order = self.schedule.name, self.layout.pp, self.schedule.virtual, count
+        pipeline = closed_form(*order, whole[slowest], total, self.transfer, kernels.exposed_pp)
+        waiting = kernels.idle * (pipeline - busy)
+        return slowest, busy + waiting + host_seconds(kernels, count)
 
 
 class Search:
@@ -223,25 +261,31 @@ class Search:
     ) -> tuple[float, Layout] | None:
         """Return the fastest layout of a core that fits, if it beats a limit."""
         one, setting = core.layout, self.setting
-        parts = self._parts(one)
+        layers, count = setting.model.n_layers, one.microbatches(setting.train.batch)
+        orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
         choices = self._shardings.of(one, offloaded)
         if not choices:
             return None
-        count = one.microbatches(setting.train.batch)
-        orders = as_fixed(self.pins, one, schedules(one.pp, setting.model.n_layers, count))
         lightest = min(choice.states[0] for choice in choices)
         least = _LEAST_IN_FLIGHT * self._activations(one)[0] + lightest
         if least > self.limit and self.nearest is not None:
             self.reasons["does not fit"] += len(choices) * len(orders)
             return None
-        candidates: list[_Candidate] = []
-        waits = {choice.unit: unit_waits(self.kernels, choice.unit, parts) for choice in choices}
-        for schedule in orders:
-            why = dominated(schedule, setting.model.n_layers, one.pp)
-            if why is not None:
-                self.reasons[why] += len(choices)
-                continue
-            candidates += self._of_schedule(one, schedule, count, choices, waits, limit)
+        fast = []
+        for order in orders:
+            why = dominated(order, layers, one.pp)
+            if why is None:
+                pace = self._pace(one, order, count)
+                if pace.plain[1] < limit:  # without a message of data parallelism
+                    fast.append(pace)
+                    continue
+            self.reasons[why or "slower"] += len(choices)
+        parts = self._parts(one)
+        units = {choice.unit for choice in choices} if fast else ()
+        waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units}
+        candidates = [
+            found for pace in fast for found in self._of_schedule(one, pace, choices, waits, limit)
+        ]
         for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
             layout = self._with(one, schedule, choice)
             held = self.fits.estimate(layout, self._kept_of(layout))
@@ -253,55 +297,39 @@ class Search:
             self._note_unfit(held.total, one, schedule, choice)
         return None
 
+    def _pace(self, one: Layout, schedule: Schedule, count: int) -> _Pace:
+        """Return the pace of a core in a schedule of so many microbatches."""
+        setting, kernels = self.setting, self.kernels
+        layout = with_schedule(one, schedule)
+        # One that splits the backward of a cut layer hides fewer messages.
+        parts = self._parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
+        times = Counter(held_by(setting, layout))
+        transfer = transfer_seconds(kernels, layout, work_of(setting, one))
+        base = {held: parts.total(held) for held in times}
+        return _Pace(schedule, layout, count, parts, times, base, transfer, kernels)
+
     def _of_schedule(
         self,
         one: Layout,
-        schedule: Schedule,
-        count: int,
+        pace: _Pace,
         choices: list[Choice],
         waits: dict[UnitSeconds, Waits],
         limit: float,
     ) -> list[_Candidate]:
         """Return a schedule's layouts that beat the limit and may fit."""
-        setting, kernels = self.setting, self.kernels
-        layout = self._with(one, schedule, None)
-        # One that splits the backward of a cut layer hides fewer messages.
-        parts = self._parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
-        times = Counter(held_by(setting, layout))
-        base = {held: parts.total(held) for held in times}
-        transfer = transfer_seconds(kernels, layout, work_of(setting, one))
-
-        def pace(gathers: Waits | None) -> tuple[HeldLayers, float]:
-            """Return the rank that sets the pace, and the seconds of the microbatches."""
-            whole = base
-            if gathers is not None:
-                whole = {held: base[held] + gathers.of(held) for held in base}
-            slowest = max(whole, key=whole.__getitem__)
-            busy, total = count * whole[slowest], sum(n * whole[held] for held, n in times.items())
-            order = schedule.name, one.pp, schedule.virtual, count
-            pipeline = closed_form(*order, whole[slowest], total, transfer, kernels.exposed_pp)
-            return slowest, busy + kernels.idle * (pipeline - busy)
-
-        host = host_seconds(kernels, count)
-        if pace(None)[1] + host >= limit:  # without a message of data parallelism
-            self.reasons["slower"] += len(choices)
-            return []
-        kept, paces, found = (
-            self._activations(layout),
-            dict[UnitSeconds, tuple[HeldLayers, float]](),
-            [],
-        )
+        setting, kernels, schedule = self.setting, self.kernels, pace.schedule
+        kept = self._activations(pace.layout)
+        paces, found = dict[UnitSeconds, tuple[HeldLayers, float]](), []
         for index, choice in enumerate(choices):
             needed = max(a + b for a, b in zip(kept, choice.states, strict=True))
             if needed > self.limit:
                 self._note_unfit(needed, one, schedule, choice)
                 continue
             if choice.unit not in paces:
-                paces[choice.unit] = pace(waits[choice.unit])
+                paces[choice.unit] = pace.among(waits[choice.unit])
             slowest, seconds = paces[choice.unit]
             sent, update = self._shardings.once(one, choice, slowest)
-            after = data_wait(setting, kernels, sent, parts.room(slowest)) + update
-            seconds = seconds + after + host
+            seconds += data_wait(setting, kernels, sent, pace.parts.room(slowest)) + update
             if seconds < limit:
                 found.append((seconds, index, schedule, choice))
             else:
