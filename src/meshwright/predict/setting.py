@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
@@ -48,12 +48,12 @@ class Setting:
         """Bytes of an element of gradients that are being summed."""
         return self.system.reduced_bytes or reduced_bytes(self.train)
 
-    @property
+    @cached_property
     def on_cpu(self) -> bool:
         """Whether the ranks are processes on CPUs."""
         return self.cluster.device.kind == "cpu"
 
-    @property
+    @cached_property
     def target(self) -> Target:
         """What a program of the cluster's ranks is for."""
         if not self.on_cpu:

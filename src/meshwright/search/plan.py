@@ -23,6 +23,7 @@ from meshwright.search.choices import Chosen, choices
 from meshwright.search.compiling import NOTHING_FITS, CompileChoice, choose, decided, with_compile
 from meshwright.search.fine_tuning import FineTuning, fine_tunings
 from meshwright.search.pins import given, is_given, refuse, words
+from meshwright.search.prices import KnownPrices
 from meshwright.search.questions import LargestBatch, Offer, on_devices
 from meshwright.search.rank import MARGIN, Found, Search
 from meshwright.spec.dump import portable
@@ -131,17 +132,19 @@ def plan(
     lacks: str | None = None,
     processor: Processor | None = None,
     slower: float = 1.0,
+    prices: KnownPrices | None = None,
 ) -> Plan:
     """Return the ranked layouts of a config on its cluster; torch is not imported.
 
     `top` divisions of the devices are ranked by tokens per second, each with its best layout among
     those that leave the share `margin` of the memory free. Keys of the layout that the config gives
     keep their values. `lacks` is what the machine's compiler lacks, `processor` and `slower` are
-    those of `setting_of`. The plan's config has `train.compile` decided, for the best layout.
-    Raises `ConfigError` where no layout is legal.
+    those of `setting_of`, `prices` those of earlier plans. The plan's config has `train.compile`
+    decided, for the best layout. Raises `ConfigError` where no layout is legal.
     """
     setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
-    found = Search(setting, setting.cluster.devices, margin, pins).run(top)
+    prices, devices = prices or KnownPrices(), setting.cluster.devices
+    found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     if not found.considered:
         raise refuse(setting, pins)
     if not found.ranked:
@@ -150,7 +153,7 @@ def plan(
     if choice.compiled and not setting.train.is_compiled:
         setting = with_compile(setting, compiles=True)
         if setting.compile_gain is not None:  # else nothing is priced otherwise
-            found = Search(setting, setting.cluster.devices, margin, pins).run(top)
+            found = Search(setting, devices, margin, pins, prices.of(setting, pins)).run(top)
     return Plan(decided(config, choice), setting, found, margin, choice)
 
 

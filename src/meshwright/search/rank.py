@@ -12,15 +12,16 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.predict.kernels import Kernels
-from meshwright.predict.memory import KeptBytes, activations, kept_of
-from meshwright.predict.microbatch import MicrobatchTimes, parts_of
+from meshwright.predict.memory import activations
+from meshwright.predict.microbatch import MicrobatchTimes
 from meshwright.predict.pipeline import closed_form
 from meshwright.predict.price import Prediction, RankMemory, worst_memory
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
 from meshwright.predict.step import host_seconds, transfer_seconds
 from meshwright.predict.work import HeldLayers
 from meshwright.search.fits import Fits, preference
-from meshwright.search.sharded import Choice, Shardings
+from meshwright.search.prices import Prices, shape_of
+from meshwright.search.sharded import Choice
 from meshwright.search.space import (
     OF_CORE,
     Core,
@@ -115,24 +116,28 @@ class Search:
     its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. So the parts
     are priced once, and all layouts of a core are sums of them, with memory and the pipeline in
     closed form. A layout fits, and has its place among the best, by its price: `predict.price`.
+    `prices` are those of an earlier search of the same setting, but for its batch.
     """
 
     def __init__(
-        self, setting: Setting, devices: int, margin: float = MARGIN, pins: Pins | None = None
+        self,
+        setting: Setting,
+        devices: int,
+        margin: float = MARGIN,
+        pins: Pins | None = None,
+        prices: Prices | None = None,
     ) -> None:
         self.setting, self.devices, self.pins = setting, devices, pins or {}
         self.limit = setting.cluster.device.memory * (1 - margin)
         self.fits = Fits(setting, self.limit)
-        self.kernels = setting.kernels()
+        self.prices = Prices(setting, self.pins) if prices is None else prices
+        self.kernels = self.prices.kernels
         self.reasons: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None
         whole = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
         self._kinds = HeldLayers.of(setting.model, whole).kinds
-        self._times: dict[tuple[object, ...], MicrobatchTimes] = {}
-        self._kept: dict[tuple[object, ...], KeptBytes] = {}
         self._held: dict[tuple[object, ...], tuple[float, float]] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
-        self._shardings = Shardings(setting, self.kernels, self.pins)
 
     def run(self, top: int) -> Found:
         """Return the best layouts of the `top` best divisions of the devices.
@@ -219,20 +224,10 @@ class Search:
                 worst = _worst(best, top)
         return heapq.nsmallest(top, best.values(), key=lambda pair: pair[0])
 
-    def _parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
-        """Return the seconds of a layout's microbatch; few of its choices change them.
-
-        `defers`: its schedule has the gradients of weights wait.
-        """
-        key = (*_shape(layout), defers)
-        if key not in self._times:
-            self._times[key] = parts_of(self.setting, self.kernels, layout)
-        return self._times[key]
-
     def _bound(self, core: Core) -> float:
         """Return a time that no layout of a core beats: its microbatches, spread evenly."""
         one = core.layout
-        parts = self._parts(one)
+        parts = self.prices.parts(one)
         count = one.microbatches(self.setting.train.batch)
         layers, first, last = parts.totals
         whole: float = sum(map(mul, layers, self._kinds))
@@ -263,7 +258,7 @@ class Search:
         one, setting = core.layout, self.setting
         layers, count = setting.model.n_layers, one.microbatches(setting.train.batch)
         orders = as_fixed(self.pins, one, schedules(one.pp, layers, count))
-        choices = self._shardings.of(one, offloaded)
+        choices = self.prices.shardings.of(one, offloaded)
         if not choices:
             return None
         lightest = min(choice.states[0] for choice in choices)
@@ -280,7 +275,7 @@ class Search:
                     fast.append(pace)
                     continue
             self.reasons[why or "slower"] += len(choices)
-        parts = self._parts(one)
+        parts = self.prices.parts(one)
         units = {choice.unit for choice in choices} if fast else ()
         waits = {unit: unit_waits(self.kernels, unit, parts) for unit in units}
         candidates = [
@@ -288,7 +283,7 @@ class Search:
         ]
         for seconds, _, schedule, choice in sorted(candidates, key=lambda c: c[:2]):
             layout = self._with(one, schedule, choice)
-            held = self.fits.estimate(layout, self._kept_of(layout))
+            held = self.fits.estimate(layout, self.prices.kept_of(layout))
             if held.total <= self.limit:
                 # The rules have the last word; the space follows them already.
                 if broken(setting.model, setting.train, layout) is None:
@@ -302,7 +297,7 @@ class Search:
         setting, kernels = self.setting, self.kernels
         layout = with_schedule(one, schedule)
         # One that splits the backward of a cut layer hides fewer messages.
-        parts = self._parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
+        parts = self.prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
         times = Counter(held_by(setting, layout))
         transfer = transfer_seconds(kernels, layout, work_of(setting, one))
         base = {held: parts.total(held) for held in times}
@@ -328,7 +323,7 @@ class Search:
             if choice.unit not in paces:
                 paces[choice.unit] = pace.among(waits[choice.unit])
             slowest, seconds = paces[choice.unit]
-            sent, update = self._shardings.once(one, choice, slowest)
+            sent, update = self.prices.shardings.once(one, choice, slowest)
             seconds += data_wait(setting, kernels, sent, pace.parts.room(slowest)) + update
             if seconds < limit:
                 found.append((seconds, index, schedule, choice))
@@ -336,17 +331,11 @@ class Search:
                 self.reasons["slower"] += 1
         return found
 
-    def _kept_of(self, layout: Layout) -> KeptBytes:
-        key = _shape(layout)
-        if key not in self._kept:
-            self._kept[key] = kept_of(self.setting, layout)
-        return self._kept[key]
-
     def _activations(self, layout: Layout) -> tuple[float, float]:
         """Return what the first and the last rank keep: the same of all shardings of a division."""
-        key = (*_shape(layout), layout.pp, layout.dp, layout.schedule, layout.virtual_stages)
+        key = (*shape_of(layout), layout.pp, layout.dp, layout.schedule, layout.virtual_stages)
         if key not in self._held:
-            kept = self._kept_of(layout)
+            kept = self.prices.kept_of(layout)
             first, last = (
                 sum(term.bytes for term in activations(self.setting, layout, rank, kept))
                 for rank in (0, layout.pp - 1)
@@ -365,12 +354,6 @@ class Search:
         self.reasons["does not fit"] += 1
         if self.nearest is None or needed < self.nearest[0]:
             self.nearest = (needed, self._with(one, schedule, choice))
-
-
-def _shape(layout: Layout) -> tuple[object, ...]:
-    """Return what a microbatch's work depends on."""
-    one = layout
-    return one.tp, one.sp, one.cp, one.cp_kind, one.ep, one.microbatch, one.recompute
 
 
 def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:

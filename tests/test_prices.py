@@ -1,0 +1,40 @@
+"""Prices that are kept from one plan to the next: what is found does not depend on them."""
+
+import pytest
+
+from meshwright.search.plan import plan
+from meshwright.search.prices import KnownPrices
+from meshwright.spec.loading import load_config
+
+WORDS = ("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=4")
+
+
+def found(*words, prices=None):
+    made = plan(load_config(None, [*WORDS, *words]), 5, prices=prices).found
+    ranked = [(one.layout, one.time.total, one.memory.total) for one in made.ranked]
+    return ranked, made.considered, made.reasons
+
+
+@pytest.mark.parametrize(
+    "questions",
+    [
+        (["train.batch=256"], ["train.batch=512"], ["train.batch=64", "train.seq_len=16384"]),
+        (["train.batch=256"], ["train.batch=256", "layout.tp=2"], ["train.batch=512"]),
+        (["train.batch=256"], ["cluster.nodes=8", "train.batch=512"], ["train.batch=128"]),
+    ],
+    ids=["batch and length", "a key that is fixed", "devices"],
+)
+def test_a_plan_is_the_same_after_others(questions):
+    prices = KnownPrices()
+    for words in questions:
+        assert found(*words, prices=prices) == found(*words)
+
+
+def test_settings_that_differ_by_their_batch_share_prices():
+    prices = KnownPrices()
+    configs = [load_config(None, [*WORDS, f"train.batch={batch}"]) for batch in (256, 512)]
+    settings = [plan(config, 1, prices=prices).setting for config in configs]
+    assert prices.of(settings[0], {}) is prices.of(settings[1], {})
+    other = plan(load_config(None, [*WORDS, "train.seq_len=2048"]), 1, prices=prices).setting
+    assert prices.of(other, {}) is not prices.of(settings[0], {})
+    assert prices.of(settings[0], {"tp": 2}) is not prices.of(settings[0], {})
