@@ -21,3 +21,11 @@ MEANINGS: Final = {
 def peak_name(peak: MemoryPoint) -> str:
     """Return which of the two a profile has; it knows what is not the program's, or it does not."""
     return PROCESS if peak.bytes.get("fixed") else TENSORS
+
+
+def name_in_events(device: str) -> str:
+    """Return which of the two step events have, by the name of the device in the start event.
+
+    It is the size of a process on a CPU, what torch allocated for tensors on a GPU.
+    """
+    return PROCESS if device.startswith("CPU") or device == "cpu" else TENSORS

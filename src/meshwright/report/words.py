@@ -13,7 +13,7 @@ from meshwright.report.agreement import agreement
 from meshwright.report.causes import CAUSE_NAMES, mean_causes
 from meshwright.report.curves import series
 from meshwright.report.figure import finite, seconds
-from meshwright.report.peaks import MEANINGS, PROCESS, TENSORS, peak_name
+from meshwright.report.peaks import MEANINGS, name_in_events, peak_name
 from meshwright.report.record import RunRecord
 from meshwright.spec.words import busy
 from meshwright.units import format_bytes, format_count
@@ -327,10 +327,7 @@ def _progress(run: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 
 def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
-    """Return the rank with the highest peak of the run, its bytes, and which peak that is.
-
-    Events have the size of a process on a CPU, what torch allocated for tensors on a GPU.
-    """
+    """Return the rank with the highest peak of the run, its bytes, and which peak that is."""
     held: dict[str, int] = {}
     for event in run.steps:
         peaks: Any = event.get("peak_memory_bytes")
@@ -339,7 +336,5 @@ def peak_memory(run: RunRecord) -> tuple[str, int, str] | None:
     if not held:
         return None
     worst = max(held, key=lambda rank: held[rank])
-    on_cpu = (
-        str(run.start.get("device", "")).startswith("CPU") or run.machine.get("device") == "cpu"
-    )
-    return worst, held[worst], PROCESS if on_cpu else TENSORS
+    device = str(run.start.get("device", "")) or str(run.machine.get("device", ""))
+    return worst, held[worst], name_in_events(device)

@@ -21,6 +21,7 @@ from meshwright.launch.supervise.trend import Trend
 from meshwright.layout import Layout
 from meshwright.lines import folded
 from meshwright.parsing import parse_json
+from meshwright.report.peaks import name_in_events
 from meshwright.units import counted, format_bytes, format_count, format_seconds
 
 # Events that are said in a line, by kind, with their fields.
@@ -266,7 +267,7 @@ def step_block(
             f"{event['tokens_per_s_per_device']:,.0f}",
         ),
         (
-            "peak memory",
+            name_in_events(str(start.get("device", ""))),
             f"{format_bytes(peak)} (rank {peak_rank})",
             "data wait",
             f"{event['data_time_share']:.1%}",
