@@ -85,7 +85,8 @@ def test_in_a_run_folder(config, tmp_path, try_all):
         ["generate", "IT", "--prompt", "a", "--max-tokens", "2"],
         ["report", "IT"],
     ]
-    files = [path for path in files_of(folder) if path.parts[0] != "logs" or "recorder" in path.name]
+    every = files_of(folder)
+    files = [path for path in every if path.parts[0] != "logs" or "recorder" in path.name]
     # A report says on its page which of its files it could not read.
     told = {"provenance.json", "ledger.json"}
     unread = {

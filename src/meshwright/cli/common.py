@@ -38,7 +38,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def read_config(args: argparse.Namespace, default: Path | None = None) -> Config:
     """Return the config that the arguments name, or that of a default file under overrides.
 
-    It is priced by what was measured of this machine, if anything was: `launch.measured`. Raises
+    It is priced by what was measured of this machine, if anything was: `launch.pricing.measured`.
+    Raises
     `ConfigError`.
     """
     file, overrides = read_words(args)

@@ -222,7 +222,8 @@ def share_out_experts(model: Transformer, program: Program, groups: Groups) -> N
         if isinstance(mlp, ExpertMLP):
             count, link = program.model.experts, groups.experts.ep
             come = partial(received, program)
-            mlp.compute = partial(over_ranks, mlp.experts, count, link, come)  # type: ignore[method-assign]
+            began = partial(over_ranks, mlp.experts, count, link, come, groups.recorder)
+            mlp.begin = began  # type: ignore[method-assign]
 
 
 def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:

@@ -175,7 +175,7 @@ class ExpertMLP(nn.Module):
     """Experts, and the shared one if there is one, in place of an MLP.
 
     `enter` and `leave` are what comes before and after the part that tensor parallelism cuts, as
-    the experts' widths; the router is in it, on all tokens. Expert parallelism replaces `compute`.
+    the experts' widths; the router is in it, on all tokens. Expert parallelism replaces `begin`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -192,21 +192,24 @@ class ExpertMLP(nn.Module):
         """Return the mixture for x `[..., dim]`, of the same shape."""
         inside = self.enter(x)
         tokens = inside.flatten(0, -2)
+        rows = len(inside) if inside.dim() > 2 else 1
+        results = self.begin(tokens, self.router(tokens, rows))
         beside = None
         if self.shared is not None:
             beside = self.shared(tokens)
             if self.shared_gate is not None:
                 beside = torch.sigmoid(self.shared_gate(tokens)) * beside
-        rows = len(inside) if inside.dim() > 2 else 1
-        out = self.compute(tokens, self.router(tokens, rows))
+        out = results()
         if beside is not None:
             out = out + beside
         return self.leave(out.view_as(inside))
 
-    def compute(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return what the experts of each token make of it; tokens `[tokens, dim]`."""
-        out: Tensor = self.experts(tokens, routing)
-        return out
+    def begin(self, tokens: Tensor, routing: Routing) -> Make:
+        """Begin what the experts of each token make of it, tokens `[tokens, dim]`.
+
+        Returns what ends it, and returns the results; the shared expert computes in between.
+        """
+        return partial(self.experts, tokens, routing)
 
 
 class _Route(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Final, NamedTuple
 
@@ -182,7 +182,7 @@ class Kernels:
             tp_backward,
             self._tp_recompute(recompute, tp_forward, tp_again),
             *self._context(work, cp, tp, cp_kind, attention),
-            *self._dispatch(work, ep, tp),
+            *self._dispatch(work, ep, tp, whole),
         )
 
     def _with_host(self, device: float, launches: float, passes: int) -> float:
@@ -311,16 +311,29 @@ class Kernels:
         is_early = message.purpose in ("logits", "loss") and not self.system.fuses_loss
         return "forward" if is_early else message.phase
 
-    def _dispatch(self, work: Work, ep: int, tp: int) -> tuple[float, float, float]:
+    def _dispatch(
+        self, work: Work, ep: int, tp: int, products: Sequence[float]
+    ) -> tuple[float, float, float]:
         """Return the seconds of tokens on their way to experts and back, as for `_context`.
 
-        Nothing of ours is computed meanwhile; of other systems the share that was fitted is seen.
+        Ours travel while the shared expert computes; of other systems the share that was fitted is
+        seen. `products` are the seconds of the layer's.
         """
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
+        beside = sums.copy()
         for message in work.messages:
             if message.axis == "ep":
                 each = self.network.seconds(message.kind, message.bytes, ep, tp, "ep", self.routed)
-                sums[message.phase] += message.times * each * self.ep_exposed
+                seconds = message.times * each * self.ep_exposed
+                sums[message.phase] += seconds
+                beside[message.phase] += seconds * (message.overlaps == "shared")
+        if self.system.overlaps_shared:
+            both = [*zip(products, work.products, strict=True)]
+            shared = sum(seconds for seconds, shape in both if shape.of_shared)
+            back = sum(seconds * shape.backward for seconds, shape in both if shape.of_shared)
+            room: dict[Phase, float] = {"forward": shared, "backward": back, "recompute": shared}
+            for phase, computes in room.items():
+                sums[phase] -= self.overlap * min(beside[phase], computes)
         return sums["forward"], sums["backward"], sums["recompute"]
 
     def _context(

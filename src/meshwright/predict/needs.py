@@ -154,15 +154,22 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
     # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
     back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
-    yield Need("mlp.experts.order", came + 2 * pairs + back + whole)
+    waits = back and model.shared_ffn_dim  # their sum by token
+    yield Need("mlp.experts.order", came + 2 * pairs + back + (0 if waits else whole))
     came = router_came
+    if model.shared_ffn_dim:  # meanwhile those gradients travel: what leaves, and what comes
+        yield from _shared_needs(program, sizes, came + whole if not back else came + pairs + back)
     scores = sizes.tokens * model.experts * _WIDE
     widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
     router = came + 2 * whole + 2 * scores + widened
-    yield Need("mlp.router", router, _of("mlp.router", model.expert_bias), scores)
-    if not model.shared_ffn_dim:
-        return
-    held = came + whole  # what the others have given to the gradient of the input
+    arrived = came + back + 2 * whole if back else 0  # they have come, and are summed by token
+    names = _of("mlp.router", model.expert_bias)
+    yield Need("mlp.router", max(router, arrived), names, scores)
+
+
+def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
+    """Yield the needs of the shared expert, beside what is `held` while it computes."""
+    model, el, whole = program.model, sizes.element, sizes.whole_bytes
     if model.shared_gate:
         line = sizes.tokens * el
         yield Need("mlp.shared_gate.act", held + 2 * whole)

@@ -48,6 +48,7 @@ class System:
     fused_activation: bool = False
     splits_loss: bool = True
     overlaps_tp: bool = False
+    overlaps_shared: bool = False
     gathers_again: Literal["never", "always", "unless recomputed"] = "never"
     fuses_loss: bool = False
     loss_chunks: int = 1
@@ -66,6 +67,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             fused_norm=True,
             fused_activation=True,
             overlaps_tp=True,
+            overlaps_shared=True,
             gathers_again="unless recomputed",
             fuses_loss=True,
             source="meshwright.execute",

@@ -34,7 +34,7 @@ class Product(NamedTuple):
     """A product `[rows, inner] x [inner, outer]`, of `groups` of rows with a matrix each.
 
     `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies. The
-    `backward` has so many of its size.
+    `backward` has so many of its size. `of_shared`: it is the shared expert's.
     """
 
     rows: int
@@ -43,6 +43,7 @@ class Product(NamedTuple):
     is_column: bool = False
     groups: int = 1
     backward: float = PRODUCT_BACKWARD
+    of_shared: bool = False
 
     @property
     def sides(self) -> tuple[int, int, int]:
@@ -308,9 +309,11 @@ def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     if experts:
         return Product(sizes.received, inner, outer, groups=experts[0])
     # A latent vector's first product sends, and is whole on each rank.
-    is_alone = ".shared." in name or name.endswith((".q_b", ".kv_b"))
-    is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
-    return Product(sizes.tokens, inner, outer, is_column and not is_alone, backward=op.backward)
+    of_shared = ".shared." in name
+    is_alone = of_shared or name.endswith((".q_b", ".kv_b"))
+    is_column = (sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))) and not is_alone
+    rows, backward = sizes.tokens, op.backward
+    return Product(rows, inner, outer, is_column, backward=backward, of_shared=of_shared)
 
 
 def _moved(program: Program, sizes: Sizes, op: Operation) -> float:

@@ -1,6 +1,6 @@
 """What one rank sends in one optimizer step: each kind of message, its size, how often, and why.
 
-The step is one call of `train.update.gradients`: all microbatches forward and backward, the sums
+The step is one call of `training.update.gradients`: all microbatches forward and backward, the sums
 that complete the gradients, their norm. An axis of one rank sends nothing and is left out.
 """
 
@@ -24,6 +24,7 @@ from meshwright.program.sizes import Sizes, loss_rows
 from meshwright.program.stages import Stage
 
 _FP32: Final = 4  # bytes
+_NOTHING: Final[Overlaps] = ""
 _WIDE: Final = 8  # bytes of fp64 and int64
 _WAYS: Final[tuple[tuple[CollectiveKind, str], ...]] = (
     ("send", "to the next rank"),
@@ -275,22 +276,24 @@ def _dispatch(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterat
         ("forward", passes, passes),
         ("recompute", again, again * returns),
     )
+    beside: Overlaps = "shared" if model.shared_ffn_dim else ""
     for phase, there, back in phases:
-        for size, count, what in (
-            (counts, there, "how many tokens come"),
-            (rows, there, "tokens to their experts"),
-            (shares, there, "their shares"),
-            (rows, back, "results to their tokens"),
+        for size, count, what, overlaps in (
+            (counts, there, "how many tokens come", _NOTHING),
+            (rows, there, "tokens to their experts", beside),
+            (shares, there, "their shares", beside),
+            (rows, back, "results to their tokens", _NOTHING),
         ):
             reason = f"{phase}: {what}"
-            yield Collective("all_to_all", "ep", size, count, phase, "experts", reason)
-    for size, what in (
-        (rows, "gradients of results"),
-        (rows, "gradients of tokens"),
-        (shares, "gradients of shares"),
+            yield Collective("all_to_all", "ep", size, count, phase, "experts", reason, overlaps)
+    for size, what, overlaps in (
+        (rows, "gradients of results", _NOTHING),
+        (rows, "gradients of tokens", beside),
+        (shares, "gradients of shares", beside),
     ):
         reason = f"backward: {what}"
-        yield Collective("all_to_all", "ep", size, passes, "backward", "experts", reason)
+        of: Purpose = "experts"
+        yield Collective("all_to_all", "ep", size, passes, "backward", of, reason, overlaps)
 
 
 def _transfers(sizes: Sizes, table: Table) -> Iterator[Collective]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
-Overlaps = Literal["", "inputs", "weights"]
+Overlaps = Literal["", "inputs", "weights", "shared"]
 # When in a step a message travels: with a microbatch, or once, in `step`.
 Phase = Literal["forward", "backward", "recompute", "step"]
 # What it is for. `logits`: the stream before the head's products, and what the loss needs of them.
@@ -53,8 +53,8 @@ class Collective:
     algorithm and is left to whom it concerns. `count` is how many there are in one optimizer step.
     `reason` is for people alone.
 
-    `overlaps` names the products of column-parallel layers computed while it travels: those
-    that make the gradients of their inputs or of their weights.
+    `overlaps` names what is computed while it travels: of column-parallel layers the products
+    that make the gradients of their inputs or of their weights, or the shared expert.
 
     `axis` names the ranks: those of the mesh, where `shard` joins dp_shard and cp, and `replicate`
     is dp_replicate, without ZeRO joined with cp; `data` joins all three, `ends` are the first and

@@ -80,9 +80,9 @@ class _Op(NamedTuple):
 
 
 def is_joint(program: Program) -> bool:
-    """Whether our own function computes the products of one input together, see `execute.deferred`.
+    """Whether our own function computes the products of one input together.
 
-    Under tp, and where weight gradients may be deferred; not where weights are frozen.
+    See `execute.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred; not where weights are frozen.
     """
     layout = program.layout
     if program.model.lora is not None:
@@ -333,8 +333,17 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
     beside = sizes.tokens * sizes.shared_ffn * el
     flops = sizes.product(sizes.dim, sizes.shared_ffn)
     tokens = sizes.whole_bytes  # counted at the first that keeps them
+    # The tokens, their softmax and the experts that were picked; how large a token's scores are.
+    picked = sizes.pairs * _INT64 + (sizes.tokens * _WIDE if program.train.router_z_loss else 0)
+    yield _Op(
+        "mlp.router",
+        "product",
+        sizes.product(sizes.dim, model.experts),
+        tokens + scores + picked,
+        scores,
+    )
     if model.shared_ffn_dim:
-        yield _Op("mlp.shared.gate", "product", flops, tokens, beside)
+        yield _Op("mlp.shared.gate", "product", flops, 0, beside)
         yield _Op("mlp.shared.up", "product", flops, 0, beside)
         yield _Op("mlp.shared.act", "activation", saved=2 * beside)
         yield _Op("mlp.shared.down", "product", flops, beside, sizes.whole_bytes)
@@ -343,15 +352,6 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
         # Its sigmoid, and what that multiplies.
         yield _Op("mlp.shared_gate", "product", sizes.product(sizes.dim, 1), 0, one)
         yield _Op("mlp.shared_gate.act", "activation", saved=one + sizes.whole_bytes)
-    # The tokens, their softmax and the experts that were picked; how large a token's scores are.
-    picked = sizes.pairs * _INT64 + (sizes.tokens * _WIDE if program.train.router_z_loss else 0)
-    yield _Op(
-        "mlp.router",
-        "product",
-        sizes.product(sizes.dim, model.experts),
-        scores + picked + (0 if model.shared_ffn_dim else tokens),
-        scores,
-    )
     # The pairs' shares, their tokens and places, and how many an expert has.
     order = sizes.received * (_WIDE + 2 * _INT64) + model.experts * _INT64
     hidden = sizes.received * sizes.expert_ffn * el

@@ -3,30 +3,39 @@
 GShard, arXiv:2006.16668, section 3.2, without capacities: no token is dropped. An all-to-all tells
 the others how many tokens come for each of their experts; others take the tokens and their shares
 there, and what the experts make of them back. What arrives is a batch of tokens with one expert
-each.
+each. While tokens, or gradients of them, are on their way, the shared expert computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.execute.record.flight_recorder import FlightRecorder, Pending
 from meshwright.execute.transport.groups import Link
 from meshwright.models.experts import Experts, Routing
 from meshwright.models.grouped import Sorted, on_host
 
 
-class _Trade(NamedTuple):
-    """Rows that travel between the ranks of a link: how many go to each and come from each."""
+@dataclass(eq=False)
+class _Trade:
+    """Rows that travel between the ranks of a link: how many go to each and come from each.
+
+    `_on_the_way` are messages that have begun, with the rows that they send and where those that
+    come will be.
+    """
 
     link: Link
     leaving: list[int]
     arriving: list[int]
+    recorder: FlightRecorder
+    _on_the_way: list[tuple[Pending, Tensor, Tensor]] = field(default_factory=list)
 
     def there(self, rows: Tensor) -> Tensor:
         """Return the rows that arrive for those that leave."""
@@ -36,19 +45,44 @@ class _Trade(NamedTuple):
         """Return the rows that come back for those that have arrived."""
         return _traded(rows, self.arriving, self.leaving, self.link)
 
+    def begin_there(self, rows: Tensor) -> Tensor:
+        """Return where the rows for those that leave will be, once `wait` has returned."""
+        return self._begin(rows, self.leaving, self.arriving)
+
+    def begin_back(self, rows: Tensor) -> Tensor:
+        """Return where the rows for those that have arrived will be, once `wait` has returned."""
+        return self._begin(rows, self.arriving, self.leaving)
+
+    def _begin(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+        sent, found = rows.contiguous(), rows.new_empty(sum(arriving), *rows.shape[1:])
+        group = self.link.required
+        work = dist.all_to_all_single(found, sent, arriving, leaving, group=group, async_op=True)
+        self._on_the_way.append((Pending(self.recorder, work), sent, found))
+        return found
+
+    def wait(self) -> list[Tensor]:
+        """Wait until what has begun is there, and return it."""
+        for pending, *_ in self._on_the_way:
+            pending.wait()
+        arrived = [found for *_, found in self._on_the_way]
+        self._on_the_way.clear()
+        return arrived
+
 
 def over_ranks(
     experts: Experts,
     count: int,
     link: Link,
     received: Callable[[int], int],
+    recorder: FlightRecorder,
     x: Tensor,
     routing: Routing,
-) -> Tensor:
-    """Return what the experts of all ranks make of tokens x `[tokens, dim]`, of the same shape.
+) -> Callable[[], Tensor]:
+    """Send tokens x `[tokens, dim]` to their experts; returns what waits and returns the results.
 
-    `experts` are this rank's of `count`: those of rank 0 come first. `received` says how many pairs
-    come where so many leave, for tensors without values.
+    These are what the experts of all ranks make of the tokens, of the same shape. `experts` are
+    this rank's of `count`: those of rank 0 come first. `received` says how many pairs come where so
+    many leave, for tensors without values; `recorder` is entered what is on its way.
     """
     pairs = Sorted.of(routing.ids, count)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts
@@ -56,19 +90,25 @@ def over_ranks(
     theirs = _traded(counts, ones, ones, link)
     pair_count = routing.ids.numel()
     arriving = on_host(theirs.sum(1), received(pair_count))
-    trade = _Trade(link, on_host(counts.sum(1), pair_count), arriving)
-    rows, shares = _There.apply(x, routing.shares, pairs, trade)  # type: ignore[no-untyped-call]
+    trade = _Trade(link, on_host(counts.sum(1), pair_count), arriving, recorder)
+    on_the_way = _There.apply(x, routing.shares, pairs, trade)  # type: ignore[no-untyped-call]
     every = torch.arange(counts.shape[1], device=x.device).repeat(link.size)
-    ids = every.repeat_interleave(theirs.flatten(), output_size=len(rows))
-    out = experts(rows, Routing(ids[:, None], shares))
-    back: Tensor = _Back.apply(out, pairs, trade, routing.ids.shape[-1])  # type: ignore[no-untyped-call]
-    return back
+    ids = every.repeat_interleave(theirs.flatten(), output_size=sum(arriving))
+
+    def results() -> Tensor:
+        rows, shares = _Arrived.apply(*on_the_way, trade)  # type: ignore[no-untyped-call]
+        out = experts(rows, Routing(ids[:, None], shares))
+        back: Tensor = _Back.apply(out, pairs, trade, routing.ids.shape[-1])  # type: ignore[no-untyped-call]
+        return back
+
+    return results
 
 
 class _There(torch.autograd.Function):
-    """Tokens and shares to the ranks of their experts.
+    """Begin to send tokens and shares to the ranks of their experts.
 
-    What it needs is no saved tensor: a second forward for the backward would end with it.
+    Its backward waits for the gradients that `_Arrived` has begun to send back. What it needs is no
+    saved tensor: a second forward for the backward would end with it.
     """
 
     @staticmethod
@@ -76,15 +116,34 @@ class _There(torch.autograd.Function):
         ctx: Any, x: Tensor, shares: Tensor, pairs: Sorted, trade: _Trade
     ) -> tuple[Tensor, Tensor]:
         ctx.pairs, ctx.trade, ctx.shape = pairs, trade, shares.shape
-        return trade.there(x[pairs.tokens]), trade.there(pairs.sorted(shares)[:, None])
+        rows = trade.begin_there(x[pairs.tokens])
+        return rows, trade.begin_there(pairs.sorted(shares)[:, None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        pairs: Sorted = ctx.pairs
+        to_rows, to_shares = ctx.trade.wait()
+        to_x = pairs.summed(to_rows, ctx.shape[-1])
+        return to_x, to_shares[pairs.back].view(ctx.shape), None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Wait for tokens and shares, and begin to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shares: Tensor, trade: _Trade) -> tuple[Tensor, Tensor]:
+        ctx.trade = trade
+        trade.wait()
+        return rows.view_as(rows), shares.view_as(shares)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_rows: Tensor, to_shares: Tensor) -> tuple[Tensor | None, ...]:
-        pairs: Sorted = ctx.pairs
-        to_x = pairs.summed(ctx.trade.back(to_rows), ctx.shape[-1])
-        to_share = ctx.trade.back(to_shares)[pairs.back].view(ctx.shape)
-        return to_x, to_share, None, None
+        trade: _Trade = ctx.trade
+        trade.begin_back(to_rows)
+        trade.begin_back(to_shares)
+        return to_rows, to_shares, None  # of the shape that autograd asks for; `_There` has others
 
 
 class _Back(torch.autograd.Function):

@@ -39,7 +39,9 @@ def _set_experts_apart(mlp: ExpertMLP, program: Program, *, splits: bool) -> Non
     apart: list[nn.Module] = [mlp.router]
     has_kernel = not program.target.on_cpu and program.train.precision == "bf16"
     if program.layout.ep > 1:
-        mlp.compute = disable(mlp.compute)  # type: ignore[method-assign]
+        begin = mlp.begin
+        # What ends it is made anew each time.
+        mlp.begin = disable(lambda *of: disable(begin(*of)))  # type: ignore[method-assign]
     elif splits or not has_kernel:
         apart.append(mlp.experts)
     for module in apart:

@@ -1,7 +1,8 @@
 """What a rank is doing, in a small mapped file that others can read while the rank hangs.
 
 A record is a store to memory: no system call, no lock, nothing that could wait. The file outlives
-the rank, however it ended. No torch here; `execute.collective_recorder` enters the collectives.
+the rank, however it ended. No torch here;
+`execute.observe.collective_recorder` enters the collectives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measuring on local ranks: starts them with a request and hands on what rank 0 says.
 
-No torch here: the ranks are processes of `launch.bench_worker`.
+No torch here: the ranks are processes of `launch.measure.bench_worker`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Proving cases on local ranks: starts them, follows what they find, and outlives their failures.
 
-No torch here: the ranks are processes of `launch.proof_worker`.
+No torch here: the ranks are processes of `launch.proofs.proof_worker`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults on purpose: a rank that is killed, stopped or spoiled at a given phase of a given step.
 
 `FAULT=rank:phase:step:action` in the environment of `train`; docs/faults.md lists the actions. No
-torch here: `launch.inject` acts them out.
+torch here: `launch.ranks.inject` acts them out.
 """
 
 from __future__ import annotations
