@@ -19,30 +19,29 @@ from meshwright.cli import main
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data_parallel.data import replicas_of
 from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.expert_parallel.dispatch import _Trade, over_ranks
+from meshwright.execute.expert_parallel.dispatch import over_ranks
 from meshwright.execute.observe import measured
 from meshwright.execute.record.flight_recorder_file import Group
 from meshwright.execute.transport.groups import Link, open_groups
 from meshwright.launch.supervise.explain import mismatch
 from meshwright.layout import Layout
 from meshwright.models.experts import Experts, Routing, same
-from meshwright.predict.setting import work_of
 from meshwright.program.lower import lower
 from meshwright.program.messages import Axis
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.compare import build_small, mine, program_of
+from meshwright.prove.compare import mine
 from meshwright.prove.parity import prove_parity
 from meshwright.prove.shrink import shrink
 from meshwright.report import causes
-from meshwright.search.plan import plan, setting_of
+from meshwright.search.plan import plan
 from meshwright.spec.loading import load_config
 from meshwright.spec.parts import active_parameter_count
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import build_optimizer
-from meshwright.training.update import gradients, update
+from meshwright.training.update import update
 from ranks import on_ranks
 from seeded import without_sums
 
@@ -126,68 +125,6 @@ def test_shared_out_experts_are_all_experts(ids):
 def test_a_layout_that_shares_out_experts_is_one_device(label):
     verdicts = on_ranks(Layout.parse(label).world, proven, label=label)[0]
     assert [verdict.claim for verdict in verdicts if not verdict.passed] == []
-
-
-SHARED = MODEL.model_copy(update={"family": "qwen2_moe", "shared_ffn_dim": 48})
-
-
-def order_of_a_step(world, label, recompute):
-    """Return what a rank begins, computes and waits for in a layer with a shared expert."""
-    seen = []
-
-    def noted(name):
-        real = getattr(_Trade, name)
-
-        def noting(trade, *of):
-            seen.append(name)
-            return real(trade, *of)
-
-        return noting
-
-    train = TRAIN.model_copy(update={"batch": 2})
-    model = SHARED.model_copy(update={"n_layers": 1})
-    layout = Layout.parse(label).model_copy(update={"recompute": recompute})
-    case = Case(model, train, layout)
-    program = program_of(case, world)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("begin_there", "begin_back", "wait"):
-            patch.setattr(_Trade, name, noted(name))
-        parallel = build_small(program, open_groups(case.layout, world), world, None)
-        for mlp in mixtures(parallel):
-            mlp.shared.down.register_forward_hook(lambda *_: seen.append("shared"))
-            mlp.shared.gate.weight.register_hook(lambda _: seen.append("shared's gradient"))
-        gradients(parallel, mine(make_batch(case, 0), program, world), world, 1.0)
-    return seen
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_shared_expert_computes_while_tokens_travel(recompute):
-    forward = ["begin_there", "begin_there", "shared", "wait"]
-    backward = ["begin_back", "begin_back", "shared's gradient", "wait"]
-    again = forward if recompute == "full" else []
-    seen = on_ranks(2, order_of_a_step, label="dp2 ep2 mb1", recompute=recompute)
-    assert seen == [forward + again + backward] * 2
-
-
-def test_what_travels_beside_the_shared_expert_costs_less():
-    """The seconds of a model whose shared expert is as good as none, and of one that hides them."""
-    cluster = ["cluster.preset=h100-sxm", "cluster.nodes=2", "train.batch=64", "layout.ep=16"]
-    model = ["model.preset=qwen2-57b-a14b", "train.seq_len=4096"]
-    setting = setting_of(load_config(None, [*model, *cluster]))
-    layout = Layout.parse("shard16 zero3 ep16 mb1")
-    work = work_of(setting, layout)
-    kind = next(one for one in work.layers if any(p.of_shared for p in one.products))
-    beside = [m for m in kind.messages if m.overlaps == "shared"]
-    assert {m.phase for m in beside} == {"forward", "backward"}
-    kernels, plain = setting.kernels(), replace(setting.system, overlaps_shared=False)
-    shown, hidden = (
-        replace(setting, system=system).kernels().layer(work, kind, 1, 1, "ring", "none", 16)
-        for system in (plain, setting.system)
-    )
-    assert hidden.ep_forward < shown.ep_forward
-    assert hidden.ep_backward < shown.ep_backward
-    products = [kernels.product(p, kernels.peak, 2) for p in kind.products if p.of_shared]
-    assert shown.ep_forward - hidden.ep_forward <= sum(products) * 1.001
 
 
 def of_experts(parallel):

@@ -309,11 +309,10 @@ def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     if experts:
         return Product(sizes.received, inner, outer, groups=experts[0])
     # A latent vector's first product sends, and is whole on each rank.
-    of_shared = ".shared." in name
-    is_alone = of_shared or name.endswith((".q_b", ".kv_b"))
-    is_column = (sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))) and not is_alone
-    rows, backward = sizes.tokens, op.backward
-    return Product(rows, inner, outer, is_column, backward=backward, of_shared=of_shared)
+    shared = ".shared." in name
+    is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
+    is_column = is_column and not (shared or name.endswith((".q_b", ".kv_b")))
+    return Product(sizes.tokens, inner, outer, is_column, 1, op.backward, shared)
 
 
 def _moved(program: Program, sizes: Sizes, op: Operation) -> float:

@@ -82,8 +82,8 @@ class _Op(NamedTuple):
 def is_joint(program: Program) -> bool:
     """Whether our own function computes the products of one input together.
 
-    See `execute.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred; not
-    where weights are frozen.
+    See `execute.tensor_parallel.deferred`. Under tp, and where weight gradients may be deferred;
+    not where weights are frozen.
     """
     layout = program.layout
     if program.model.lora is not None:
