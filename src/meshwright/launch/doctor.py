@@ -17,6 +17,7 @@ from typing import Final
 from meshwright.data import BlendSampler, StreamedDataset, open_data
 from meshwright.errors import MeshwrightError
 from meshwright.execute.rendezvous import loopback_interface
+from meshwright.launch.accelerators import check_build, find_gpus, torch_build
 from meshwright.launch.checks import (
     check_device,
     check_extras,
@@ -129,6 +130,7 @@ def _devices(environ: Mapping[str, str]) -> str:
     machine = detect(ClusterSpec(), environ)
     if machine.device == "cpu":
         return f"{machine.name}; {machine.devices} ranks share them by default"
+    check_build(machine.device, find_gpus(environ), torch_build())
     models = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         found = re.search(r"Model:\s*(.+)", path.read_text(encoding="utf-8", errors="replace"))
