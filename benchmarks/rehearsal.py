@@ -24,6 +24,9 @@ MODELS = {
     "tied": PLAIN.model_copy(update={"tie_embeddings": True}),
     "dropout": PLAIN.model_copy(update={"dropout": 0.1}),
     "adapters": PLAIN.model_copy(update={"lora": Lora(rank=4, alpha=8.0)}),
+    "windows": model_spec(
+        family="gemma2", **SIZES, layer_pattern=[{"window": 16}, {}], attention_softcap=5.0
+    ),
     "neox": model_spec(family="neox", **SIZES),
     "experts": model_spec(
         family="qwen2_moe", **SIZES, experts=4, top_k=2, expert_ffn_dim=64, shared_ffn_dim=64
@@ -72,6 +75,8 @@ KINDS = (
     # Context parallelism.
     Kind("cp2-ring mb2", packed=True),
     Kind("cp2-ring mb2 recompute-selective", "fp16"),
+    Kind("cp2-ring mb2 recompute-selective", "fp32", packed=True),
+    Kind("cp4-ring mb2", packed=True, model="windows"),
     Kind("cp2-ulysses mb2", packed=True),
     Kind("shard2 zero3 cp2-ring mb1"),
     Kind("zero2 cp2-ulysses mb2 recompute-full"),

@@ -2,7 +2,10 @@
 
 import pytest
 
+from meshwright.cli import main
 from meshwright.errors import ConfigError
+from meshwright.launch import doctor
+from meshwright.launch.checks import start as checks
 from meshwright.launch.machines import accelerators
 from meshwright.launch.machines.accelerators import (
     Build,
@@ -11,6 +14,7 @@ from meshwright.launch.machines.accelerators import (
     torch_build,
     unused_note,
 )
+from meshwright.launch.measure import benchmark
 from meshwright.spec.loading import load_config
 
 CPU_BUILD = """from typing import Optional
@@ -92,6 +96,35 @@ def test_gpus_that_torch_was_not_built_for_are_refused(where, text, told, reques
     assert told in str(error.value)
     assert "cluster.device = 'cpu'" in str(error.value)
     check_build("cpu", found, built)  # as asked for
+
+
+@pytest.fixture
+def without_cuda(monkeypatch, nvidia):
+    """A machine with the driver of two GPUs, and a torch for CPUs."""
+    monkeypatch.setattr(find_gpus, "__defaults__", (nvidia,))
+    for room in (benchmark, checks, doctor):
+        monkeypatch.setattr(room, "torch_build", lambda: Build("2.13.0+cpu"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(nvidia)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train"],
+        ["bench", "device"],
+        ["bench", "layouts", "cluster.preset=h100-sxm", "--layout", "dp2 mb2"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+def test_a_start_without_cuda_says_so_before_any_rank(without_cuda, words, capfd, nvidia):
+    code = main(words)
+    told = " ".join("".join(capfd.readouterr()).split())
+    assert code in (1, 2), told  # 1: what doctor has found
+    assert "this machine has 2 NVIDIA GPUs, but torch 2.13.0+cpu was built for CPUs only" in told
+    assert "pytorch.org/get-started has the command" in told
+    assert not (nvidia / "runs").exists()
 
 
 def test_gpus_that_are_not_used_are_told(nvidia, tmp_path):

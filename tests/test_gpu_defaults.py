@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.bench import calibrate
 from meshwright.bench import device as on_device
 from meshwright.execute.kernels import products
 from meshwright.execute.kernels.products import take_route, target_of
-from meshwright.launch.checks.start import notes
+from meshwright.launch.checks import notes
 from meshwright.launch.pricing import planned
 from meshwright.launch.pricing.planned import on_machine, setting_on, settled
 from meshwright.layout import Machine, resolve_layout
@@ -32,6 +34,8 @@ from meshwright.search.microbatch import fastest
 from meshwright.search.plan import setting_of
 from meshwright.spec.dump import portable
 from meshwright.spec.loading import load_config
+from meshwright.spec.training import OptimizerSpec
+from meshwright.training.optimizer import build_optimizer
 from meshwright.training.run_folder import Job
 
 GPUS = Machine("cuda", 8, 32, "CUDA GPU", is_fixed=True)
@@ -265,3 +269,25 @@ def test_the_program_keeps_the_copies():
     tokens = layout.microbatch * config.train.seq_len
     more = 2 * tokens * (spec.n_heads - spec.n_kv_heads) * spec.head_dim * 4
     assert kept[1] - kept[0] == spec.n_layers * more
+
+
+def test_the_optimizer_takes_a_step_in_one_operation():
+    found = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    weights = [nn.Parameter(torch.zeros(8, 4)) for _ in range(3)]
+    made = build_optimizer(weights, OptimizerSpec())
+    for one in weights:
+        one.grad = torch.zeros_like(one)
+    made.step()
+    with Seen():
+        made.step()
+    # Of all weights together, and of the loss scale and clipping.
+    assert [name for name in found if "foreach" in name or "adam" in name] == [
+        "_foreach_add_",
+        "_fused_adamw_",
+    ]

@@ -15,7 +15,8 @@ import yaml
 
 from meshwright.cli import main
 from meshwright.execute.machine.secret import Secret
-from meshwright.launch.jobs.job import jobs, parse_time
+from meshwright.launch.jobs import job as jobs
+from meshwright.launch.jobs.job import parse_time
 from meshwright.launch.supervise.supervisor import listen_on_loopback
 from meshwright.spec.dump import to_toml
 from runs import clean_environ

@@ -4,14 +4,19 @@ import hashlib
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from meshwright.execute.record.flight_recorder import FlightRecorder
+from meshwright.execute.record.flight_recorder_file import read_flight_recorder
 from meshwright.models import build_model, init, init_model, init_parameter
 from meshwright.models.init import parameter_seed
+from meshwright.spec.loading import load_config
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
+from meshwright.training.run import weights_source
 
 SPEC = model_spec(vocab_size=512, dim=128, n_layers=8, n_heads=4, context=64, attention_bias=True)
 
@@ -110,3 +115,13 @@ def test_rows_that_others_hold_are_not_computed(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "normal_", noted)
     init_parameter("layers.0.attn.q.weight", (64, 16), SPEC, 5, (16, 32))
     assert sum(drawn) == 16 * 16
+
+
+def test_the_flight_record_moves_while_weights_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(init, "_PIECE", 64)
+    recorder = FlightRecorder.open(tmp_path / "0", 0, 1)
+    before = read_flight_recorder(tmp_path / "0").moves
+    job = SimpleNamespace(config=load_config(None, []))
+    source = weights_source(job, SimpleNamespace(recorder=recorder))
+    source("layers.0.attn.q.weight", (64, 16), [(0, 64), (0, 16)])
+    assert read_flight_recorder(tmp_path / "0").moves >= before + 64 * 16 // 64

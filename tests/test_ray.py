@@ -15,7 +15,8 @@ from meshwright.cli import main
 from meshwright.errors import RankFailed
 from meshwright.execute.machine.rendezvous import Rendezvous
 from meshwright.execute.machine.secret import Secret
-from meshwright.launch.jobs.job import JobSpec, on_ray
+from meshwright.launch.jobs import on_ray
+from meshwright.launch.jobs.job import JobSpec
 from meshwright.launch.jobs.on_ray import (
     NodeLost,
     NodeRanks,

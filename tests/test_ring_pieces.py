@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
-from meshwright.program.ring import causal_pieces, ring_pairs, ring_pieces
+from meshwright.program.ring import causal_pieces, ring_pairs, ring_pieces, whole_piece
 
 
 def held(seq_len, cp, rank):
@@ -62,6 +62,12 @@ def test_every_visible_pair_is_computed_once(cp, cap):
                 for step, pieces in enumerate(steps):
                     queries, keys = (held(seq_len, cp, r) for r in (rank, (rank - step) % cp))
                     check(pieces, queries, keys, window)
+                    one = whole_piece(seq_len // cp, cp, rank, (rank - step) % cp, scores)
+                    assert (one is None) == (not pieces)
+                    for piece in pieces:  # all of them lie in it
+                        for part, all_ in ((piece.queries, one.queries), (piece.keys, one.keys)):
+                            assert all_.start <= part.start
+                            assert part.stop <= all_.stop
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200, 1030])

@@ -10,8 +10,8 @@ import pytest
 from meshwright.cli import main
 from meshwright.data import train_bpe
 from meshwright.errors import ConfigError, DataError
+from meshwright.launch.checks import start as checks
 from meshwright.launch.checks.notes import config_notes, resume_notes, run_notes
-from meshwright.launch.checks.start import checks
 from meshwright.launch.doctor import examine_config
 from meshwright.launch.pricing.planned import setting_on
 from meshwright.launch.session import prepare_job

@@ -25,6 +25,7 @@ from meshwright.launch.checks.start import (
     check_memory,
     check_tokenizer,
 )
+from meshwright.launch.machines.accelerators import check_build, find_gpus, torch_build
 from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
 from meshwright.launch.machines.finding import Finding
 from meshwright.launch.machines.machine import detect, memory_of_machine
@@ -129,6 +130,7 @@ def _devices(environ: Mapping[str, str]) -> str:
     machine = detect(ClusterSpec(), environ)
     if machine.device == "cpu":
         return f"{machine.name}; {machine.devices} ranks share them by default"
+    check_build(machine.device, find_gpus(environ), torch_build())
     models = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         found = re.search(r"Model:\s*(.+)", path.read_text(encoding="utf-8", errors="replace"))

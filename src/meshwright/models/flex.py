@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ _Parts = tuple[Callable[..., Any], Callable[..., Tensor] | None, Any]
 
 
 def takes(q: Tensor) -> bool:
-    """Whether it computes with tensors such as q."""
-    return q.device.type == "cuda" and q.dtype != torch.float64
+    """Whether it computes with tensors such as q; its kernels are Triton's."""
+    return q.device.type == "cuda" and q.dtype != torch.float64 and has_triton()
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed, which PyTorch's builds for GPUs bring along."""
+    return find_spec("triton") is not None
 
 
 def attention(
@@ -37,8 +44,10 @@ def attention(
         found: Tensor = attend(q, k, v, **more)
         return found
     # Its log-sum-exp has a gradient, so that of the sinks follows.
-    out, lse = attend(q, k, v, **more, return_lse=True)
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, aux = attend(q, k, v, **more, return_aux=AuxRequest(lse=True))
+    share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
     sunk: Tensor = (out * share.unsqueeze(-1)).to(out.dtype)
     return sunk
 
@@ -61,11 +70,13 @@ def _parts(scores: ScoreBounds, length: int, device: torch.device) -> _Parts:
         return is_past if window is None else is_past & (query - key < window)
 
     blocks = create_block_mask(sees, None, None, length, length, device=device)
-    return flex_attention, None if scores.cap is None else _bound(scores.cap), blocks
+    return flex_attention, None if scores.cap is None else bound(scores.cap), blocks
 
 
-def _bound(cap: float) -> Callable[..., Tensor]:
-    def bound(score: Tensor, *_: Tensor) -> Tensor:
+def bound(cap: float | Tensor) -> Callable[..., Tensor]:
+    """Return what makes `cap * tanh(x / cap)` of a score x."""
+
+    def bounded(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    return bound
+    return bounded

@@ -128,12 +128,11 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSec
 def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSeconds, EndSeconds]:
     """Return the seconds of the embedding, and of the last norm and the head, in a microbatch.
 
-    Ours has embedding and head as units that only one pass gathers, if they are not tied, see
-    `program.sharing`; of ranks that sum in place each step gathers the ends once. Other systems are
-    taken to gather an end for both passes.
+    Of ranks that sum in place each step gathers the ends once, see `program.sharing`. What
+    `System.parts_ends` does not part is gathered for both passes.
     """
     model, zero, network = setting.model, layout.zero, kernels.network
-    in_place, is_ours = sums_in_place(layout, setting.target), setting.system.fuses_loss
+    in_place = sums_in_place(layout, setting.target)
     among = layout.shard_ranks, layout.tp, "shard"
 
     def gather(*units: int) -> float:
@@ -148,7 +147,7 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
 
     cut = weights(model, layout.tp, layout.shard_ranks, layout.ep)
     own = weights(model, layout.tp, layout.shard_ranks, layout.ep, trained=True)
-    if in_place or model.tie_embeddings or not is_ours:
+    if in_place or model.tie_embeddings or not setting.system.parts_ends:
         # The last end's own, and what is tied to it where FSDP2 has both in one unit.
         joined = model.tie_embeddings and not in_place
         both, sums = (one.norm + one.head + one.embedding * joined for one in (cut, own))

@@ -31,8 +31,10 @@ class System:
     while those of weights are computed; else the fitted share of messages has it. `even_stages`:
     layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
     the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
-    does so. `sends_once`: a token goes to a rank, and to a node, once, however many of its experts
-    are there. `keeps_quantised`: what float8 products have taken is kept in float8.
+    does so. `parts_ends`: ZeRO-3 gathers the embedding and the head, where they are not tied, for
+    the one pass that uses each. `sends_once`: a token goes to a rank, and to a node, once, however
+    many of its experts are there. `keeps_quantised`: what float8 products have taken is kept in
+    float8.
     """
 
     name: str
@@ -52,6 +54,7 @@ class System:
     gathers_again: Literal["never", "always", "unless recomputed"] = "never"
     fuses_loss: bool = False
     loss_chunks: int = 1
+    parts_ends: bool = False
     sends_once: bool = False
     keeps_quantised: bool = False
     source: str = ""
@@ -70,6 +73,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             overlaps_shared=True,
             gathers_again="unless recomputed",
             fuses_loss=True,
+            parts_ends=True,
             source="meshwright.execute",
         ),
         System(

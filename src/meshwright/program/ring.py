@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from meshwright.program.attention import ScoreBounds
+from meshwright.program.attention import UNBOUNDED, ScoreBounds
 
 # Causal attention is cut into this many blocks of queries where a window leaves out some keys, or
 # where a cap makes the kernel hold all scores at once. No block has fewer queries than
@@ -105,6 +105,17 @@ def ring_pieces(
     return (*found, *_of_chunks(chunk, 2 * cp - 1 - rank - owner, 1, 0, scores))
 
 
+def whole_piece(length: int, cp: int, rank: int, owner: int, scores: ScoreBounds) -> Piece | None:
+    """Return all that `rank` sees of the keys of `owner` as one piece; None where it sees nothing.
+
+    So a GPU's kernel computes it that knows documents, windows and caps, and skips what they hide.
+    """
+    if not ring_pieces(length, cp, rank, owner, scores):
+        return None
+    (piece,) = ring_pieces(length, cp, rank, owner, UNBOUNDED)
+    return piece
+
+
 def _of_chunks(
     chunk: int, apart: int, query_chunk: int, key_chunk: int, scores: ScoreBounds
 ) -> list[Piece]:
@@ -139,20 +150,24 @@ class RingTotals(NamedTuple):
     """What a rank computes in all steps of the ring.
 
     `pairs` are the pairs of query and key that a kernel computes, `plain_pairs` those that plain
-    operations compute. `rows` counts the queries of all pieces.
+    operations compute. `rows` counts the queries of all pieces, `whole_rows` those of the steps'
+    `whole_piece`.
     """
 
     pairs: float
     plain_pairs: float
     rows: int
+    whole_rows: int
 
 
 @lru_cache(maxsize=8192)
 def ring_totals(seq_len: int, cp: int, rank: int, scores: ScoreBounds) -> RingTotals:
     """Return the sums over the pieces of `ring_pairs`, cached as a search asks for them often."""
     pieces = [piece for step in ring_pairs(seq_len, cp, rank, scores) for piece in step]
+    wholes = [whole_piece(seq_len // cp, cp, rank, owner, scores) for owner in range(cp)]
     return RingTotals(
         sum(piece.pairs(plain=False) for piece in pieces),
         sum(piece.pairs(plain=True) for piece in pieces),
         sum(piece.rows for piece in pieces),
+        sum(piece.rows for piece in wholes if piece is not None),
     )

@@ -17,6 +17,8 @@ def pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
     """
     bounds, span = ScoreBounds.of(program.model, kind), program.train.seq_len
     if is_ring(program):
+        if not program.target.on_cpu:  # a kernel that knows what is hidden, and skips it
+            bounds = bounds._replace(cap=None)
         plain = is_plain(program) or bounds.cap is not None
         totals = ring_totals(span, program.layout.cp, cp_rank, bounds)
         return totals.plain_pairs if plain else totals.pairs
@@ -37,7 +39,8 @@ def is_ring(program: Program) -> bool:
 
 def is_plain(program: Program) -> bool:
     """Whether the ring computes in plain operations: the CPU's kernel takes no mask in fp16."""
-    return is_ring(program) and program.target.packed and program.train.precision == "fp16"
+    is_masked = is_ring(program) and program.target.packed and program.target.on_cpu
+    return is_masked and program.train.precision == "fp16"
 
 
 def spreads(program: Program, kind: LayerSpec) -> bool:
@@ -53,4 +56,5 @@ def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
         return 1.0
     bounds = ScoreBounds.of(program.model, kind)
     totals = ring_totals(program.train.seq_len, program.layout.cp, cp_rank, bounds)
-    return totals.rows / program.sequence
+    rows = totals.rows if program.target.on_cpu else totals.whole_rows
+    return rows / program.sequence

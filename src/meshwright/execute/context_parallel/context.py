@@ -20,7 +20,6 @@ from meshwright.execute.context_parallel.ring import (
     RingPlace,
     RingWork,
     attend_round,
-    blocks_for,
     compiled_ring,
     differentiate_round,
     enrol,
@@ -96,8 +95,10 @@ class Ring:
         assert self.block is None or scores.cap is None, "a block of your own knows no cap"
         if torch.compiler.is_compiling() and self.block is None and sinks is None:
             return compiled_ring(q, k, v, segments, scores, self.name)
-        blocks = blocks_for(q, scores) if self.block is None else (self.block, self.block)
-        work = RingWork(self.place, scores, *blocks)
+        if self.block is None:
+            work = RingWork.of(self.place, q, segments, scores)
+        else:
+            work = RingWork(self.place, scores, self.block, self.block)
         out: Tensor = _RingAttention.apply(q, k, v, sinks, segments, work)  # type: ignore[no-untyped-call]
         return out
 

@@ -16,12 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.execute.kernels.block_attention import BlockAttention, Grads, choose, visible, wide
+from meshwright.execute.context_parallel import seen_attention as flex
+from meshwright.execute.kernels.block_attention import (
+    BlockAttention,
+    Grads,
+    Mask,
+    choose,
+    visible,
+    wide,
+)
 from meshwright.execute.record.flight_recorder import FlightRecorder, Pending
 from meshwright.models.blockwise import by_token
 from meshwright.models.sinks import merge_sinks
 from meshwright.program.attention import ScoreBounds
-from meshwright.program.ring import ring_pieces
+from meshwright.program.ring import ring_pieces, whole_piece
 
 _QKV: Final = "Tensor query, Tensor key, Tensor value"
 _WORK: Final = "Tensor? segments, int? window, float? cap, str ring"
@@ -58,10 +66,11 @@ class RingPlace:
             ]
         )
 
-        pending = Pending(self.recorder, *works)
+        pending, held = Pending(self.recorder, *works), [sent]
 
         def wait() -> Tensor:
             pending.wait()
+            held.clear()  # until then its memory may not be given to others
             return received
 
         return wait
@@ -69,12 +78,27 @@ class RingPlace:
 
 @dataclass(frozen=True)
 class RingWork:
-    """What a call of the ring computes, and by which blocks: without a mask, and with one."""
+    """What a call of the ring computes, and by which blocks: without a mask, and with one.
+
+    With `whole` all that is seen in a step is one piece, and its mask a `Seen`.
+    """
 
     place: RingPlace
     scores: ScoreBounds
     bare: BlockAttention
     masked: BlockAttention
+    whole: bool = False
+
+    @classmethod
+    def of(
+        cls, place: RingPlace, q: Tensor, segments: Tensor | None, scores: ScoreBounds
+    ) -> RingWork:
+        """Return it with the device's fastest blocks."""
+        scores = scores.within(q.shape[2] * place.size)
+        if flex.takes(q, segments, scores):
+            block = flex.seen_attention(scores.cap)
+            return cls(place, scores, block, block, whole=True)
+        return cls(place, scores, choose(q, False, scores.cap), choose(q, True, scores.cap))
 
     def pieces(self, step: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
         """Yield what this rank's queries see of the keys that are here in a step.
@@ -83,6 +107,9 @@ class RingWork:
         """
         place = self.place
         owner = place.owner(step)
+        if self.whole:
+            yield from self._whole(owner, q, segments)
+            return
         for piece in ring_pieces(q.shape[2], place.size, place.rank, owner, self.scores):
             mask = visible(piece, self.scores.window, q.device) if piece.masked else None
             if segments is not None:
@@ -97,6 +124,26 @@ class RingWork:
             block = self.bare if mask is None else self.masked
             yield _Piece(block, piece.queries, piece.keys, piece.causal, mask)
 
+    def _whole(self, owner: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
+        rank, size, length = self.place.rank, self.place.size, q.shape[2]
+        piece = whole_piece(length, size, rank, owner, self.scores)
+        if piece is None:
+            return
+        at = [_at(one, size, length, q.device) for one in (rank, owner)]
+        of = None
+        if segments is not None:
+            of = segments[:, rank, piece.queries], segments[:, owner, piece.keys]
+        sees = flex.seen((at[0][piece.queries], at[1][piece.keys]), of, self.scores.window)
+        yield _Piece(self.masked, piece.queries, piece.keys, piece.causal, sees)
+
+
+def _at(rank: int, size: int, length: int, device: torch.device) -> Tensor:
+    """Return the positions that a rank holds, int32 `[length]`."""
+    chunk = length // 2
+    places = torch.arange(length, dtype=torch.int32, device=device)
+    later = (2 * size - 2 - rank) * chunk  # chunk 2 size - 1 - rank, which is the second here
+    return places + torch.where(places < chunk, rank * chunk, later)
+
 
 class _Piece(NamedTuple):
     """Some of this rank's queries and some keys of one rank, and how they are computed."""
@@ -105,7 +152,7 @@ class _Piece(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    mask: Tensor | None
+    mask: Mask | None
 
     def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention of its queries over its keys, and the log-sum-exp."""
@@ -227,11 +274,6 @@ def _total(sums: Callable[[], Tensor] | None, kv: Tensor) -> Tensor:
     return torch.zeros_like(kv, dtype=wide(kv.dtype)) if sums is None else sums()
 
 
-def blocks_for(q: Tensor, scores: ScoreBounds) -> tuple[BlockAttention, BlockAttention]:
-    """Return the device's fastest blocks: without a mask, and with one."""
-    return choose(q, False, scores.cap), choose(q, True, scores.cap)
-
-
 @cache
 def _places() -> WeakValueDictionary[str, RingPlace]:
     """Return this process's rings, by the names of their groups: what operators can be told."""
@@ -312,7 +354,7 @@ def _work(
 ) -> tuple[RingWork, Tensor | None]:
     place = _places()[ring]
     order = None if segments is None else in_ring_order(segments, place.size)
-    return RingWork(place, scores, *blocks_for(q, scores)), order
+    return RingWork.of(place, q, segments, scores), order
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,25 @@ MASKED: Final = -1e30
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
+class Seen(NamedTuple):
+    """Which keys queries see, without a square: what `seen_attention` takes as its mask.
+
+    `at_*` int `[n]` are positions in the row, `of_*` int `[batch or 1, n]` segments, None where
+    there are none. A query sees keys of its segment up to its own position, in a window the last of
+    these. `blocks` are those of FlexAttention's `BlockMask`: counts and places, partial and full.
+    """
+
+    at_queries: Tensor
+    at_keys: Tensor
+    of_queries: Tensor | None
+    of_keys: Tensor | None
+    window: int | None
+    blocks: tuple[Tensor, ...]
+
+
+Mask = Tensor | Seen
+
+
 class BlockAttention(NamedTuple):
     """One way to compute the attention of a block.
 
@@ -38,8 +57,8 @@ class BlockAttention(NamedTuple):
     algorithm 4.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool], Grads]
+    forward: Callable[[Tensor, Tensor, Tensor, Any, bool], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, bool], Grads]
 
 
 def choose(q: Tensor, masked: bool, cap: float | None = None) -> BlockAttention:

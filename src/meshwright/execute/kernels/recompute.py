@@ -44,6 +44,7 @@ KEPT = frozenset(
 _LATER = (
     "meshwright::attend_documents",
     "meshwright::capped_attention",
+    "meshwright::seen_attention",
     "torch_attn::_varlen_attn",
     f"{shared.SPACE}::all_reduce",
     f"{shared.SPACE}::reduce_scatter_tensor",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import StoppedOnRequest
-from meshwright.launch.machines.accelerators import check_torch
+from meshwright.launch.machines.accelerators import check_build, check_torch, find_gpus, torch_build
 from meshwright.launch.ranks.rank_environ import rank_environ
 from meshwright.launch.supervise.signals import StopSignals
 from meshwright.launch.supervise.supervisor import (
@@ -42,9 +42,10 @@ def measure_on_ranks(
 
     `threads` and `keeps_memory` as in `rank_environ`.
     Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError`
-    where torch is not installed.
+    where torch is not installed, or was not built for this machine's GPUs.
     """
     check_torch("measuring")
+    check_build(request["device"], find_gpus(environ), torch_build())
     timing, on_gpus = Timing(), request["device"] == "cuda"
     with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="meshwright-bench-") as path:
         folder = Path(path)

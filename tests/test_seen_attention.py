@@ -1,0 +1,205 @@
+"""Rings on a GPU that documents, windows or caps bound: FlexAttention, here without its compiler.
+
+Its public function refuses gradients on a CPU, though its operations have them: it is asked here to
+leave that check out. Everything else is what a GPU runs.
+"""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import flex_attention as of_torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.execute.context_parallel import seen_attention
+from meshwright.execute.context_parallel.context import Ring, positions
+from meshwright.execute.kernels.recompute import _policy
+from meshwright.models.plain_attention import plainly
+from meshwright.program.attention import ScoreBounds
+from ranks import on_ranks
+from test_context import PACKED, draw
+
+BOUNDS = {
+    "documents": (True, ScoreBounds()),
+    "window": (False, ScoreBounds(window=11)),
+    "cap": (False, ScoreBounds(cap=2.0)),
+    "causal": (False, ScoreBounds()),
+    "all": (True, ScoreBounds(window=19, cap=1.5, sinks=True)),
+}
+
+
+@contextmanager
+def as_on_a_gpu(size=8):
+    """Have rings go the way of a GPU, by blocks of a few tokens."""
+    with ExitStack() as stack:
+        for module, name, value in (
+            (seen_attention, "takes", lambda *_: True),
+            (seen_attention, "_compiled", lambda: of_torch.flex_attention),
+            (seen_attention, "_SIZE", size),
+            (of_torch, "_validate_device", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def seen_by(segments, seq, window):
+    """The mask of whole rows, bool `[batch or 1, 1, seq, seq]`."""
+    back = torch.arange(seq)[:, None] - torch.arange(seq)
+    seen = (back >= 0) & (back < (window or seq))
+    if segments is None:
+        return seen[None, None]
+    return (segments[:, None, :, None] == segments[:, None, None, :]) & seen
+
+
+def gradients(attend, tensors, at=slice(None)):
+    """The result and the gradients of q, k, v and sinks."""
+    *given, sinks, grad = tensors
+    given = [x[:, :, at].detach().clone().requires_grad_() for x in given]
+    if sinks is not None:
+        given.append(sinks.detach().clone().requires_grad_())
+    out = attend(*given)
+    out.backward(grad[:, :, at])
+    return [out.detach(), *(x.grad for x in given)]
+
+
+def compared(world, kind, recomputes=False, dtype=torch.float64):
+    packed, scores = BOUNDS[kind]
+    segments = PACKED if packed else None
+    q, k, v, grad = draw(7, batch=4, dtype=dtype)
+    make = torch.Generator().manual_seed(1)
+    sinks = torch.randn(q.shape[1], generator=make).to(dtype) if scores.sinks else None
+    tensors = (q, k, v, sinks, grad)
+    mask = seen_by(segments, q.shape[2], scores.window)
+
+    def whole(q, k, v, sinks=None):
+        return plainly(q, k, v, mask, scores.cap, sinks)
+
+    ring = Ring(dist.group.WORLD)
+
+    def shared(q, k, v, sinks=None):
+        def run(*given):
+            return ring(*given, segments, scores, sinks)
+
+        if not recomputes:
+            return run(q, k, v)
+        contexts = lambda: create_selective_checkpoint_contexts(_policy)  # noqa: E731
+        return checkpoint(run, q, k, v, use_reentrant=False, context_fn=contexts)
+
+    at = positions("ring", q.shape[2], world.size, world.rank)
+    expected = gradients(whole, tensors)
+    with as_on_a_gpu():
+        found = gradients(shared, tensors, at)
+    if sinks is not None:
+        dist.all_reduce(found[-1])
+    worst = []
+    for place, (a, b) in enumerate(zip(found, expected, strict=True)):
+        mine = b if place == 4 else b[:, :, at]
+        worst.append(((a - mine).abs().max() / b.abs().max()).item())
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [
+        (2, "all"),
+        *(pytest.param(n, kind, marks=pytest.mark.slow) for n in (2, 4) for kind in BOUNDS),
+    ],
+)
+def test_result_and_gradients_are_those_of_plain_attention(n, kind):
+    for found in on_ranks(n, compared, kind=kind):
+        assert max(found) < 1e-6, found
+
+
+@pytest.mark.slow
+def test_selective_recomputation_keeps_what_it_gives():
+    for found in on_ranks(2, compared, kind="all", recomputes=True):
+        assert max(found) < 1e-6, found
+
+
+@pytest.mark.slow
+def test_half_precision_is_as_near_as_plain_operations():
+    for found in on_ranks(2, compared, kind="all", dtype=torch.bfloat16):
+        assert max(found) < 0.02, found
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 128])
+def test_blocks_hold_every_pair_that_is_seen_and_full_ones_no_other(size):
+    """Segments in any order, blocks that do not divide the rows."""
+    make = torch.Generator().manual_seed(size)
+    for window in (None, 1, 5, 30):
+        of = tuple(torch.randint(0, 4, (3, n), generator=make) for n in (26, 40))
+        at = tuple(torch.randperm(64, generator=make)[:n].sort().values for n in (26, 40))
+        with as_on_a_gpu(size):
+            found = seen_attention.seen(at, of, window)
+        back = at[0][:, None] - at[1]
+        exact = (back >= 0) & (back < (window or 64)) & (of[0][:, :, None] == of[1][:, None])
+        counts, places, full_counts, full_places = found.blocks
+        held, full = (torch.zeros_like(exact) for _ in range(2))
+        for into, numbers, order in ((held, counts, places), (full, full_counts, full_places)):
+            for row, block in torch.cartesian_prod(*map(torch.arange, (3, numbers.shape[2]))):
+                for key in order[row, 0, block, : numbers[row, 0, block]]:
+                    queries, keys = (
+                        slice(int(n) * size, int(n) * size + size) for n in (block, key)
+                    )
+                    into[row, queries, keys] = True
+        assert not (held & full).any()
+        assert (full <= exact).all()
+        assert (exact <= held | full).all()
+
+
+def test_few_kernels_serve_all_calls():
+    """What is compiled takes other documents, positions and layers as they come."""
+    frames = []
+
+    def backend(graph, examples):
+        frames.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(of_torch.flex_attention, backend=backend)
+    with as_on_a_gpu(), mock.patch.object(seen_attention, "_compiled", return_value=compiled):
+        for call in range(6):
+            make = torch.Generator().manual_seed(call)
+            q, k, v = (torch.randn(2, heads, 32, 8, generator=make) for heads in (4, 2, 2))
+            of = tuple(torch.randint(0, 3, (2, 32), generator=make).sort().values for _ in "qk")
+            at = tuple(torch.arange(32, dtype=torch.int32) + call for _ in "qk")
+            seen_attention.seen_attention().forward(
+                q, k, v, seen_attention.seen(at, of, None), True
+            )
+    assert len(frames) == 1
+
+
+def test_it_serves_where_flash_attention_alone_does_not():
+    class Queries:
+        device, dtype, shape = torch.device("cuda"), torch.bfloat16, (1, 4, 8, 16)
+
+    free, segments = ScoreBounds(), torch.zeros(1, 8)
+    with (
+        mock.patch.object(seen_attention.flex, "has_triton", return_value=True),
+        mock.patch.object(seen_attention, "has_cuda_flash", return_value=True),
+    ):
+        takes = seen_attention.takes
+        assert not takes(Queries, None, free)
+        for bounded in (
+            (segments, free),
+            (None, ScoreBounds(window=4)),
+            (None, ScoreBounds(cap=1.0)),
+        ):
+            assert takes(Queries, *bounded)
+            with mock.patch.object(seen_attention.flex, "has_triton", return_value=False):
+                assert not takes(Queries, *bounded)
+    assert not seen_attention.takes(torch.zeros(1, 4, 8, 16), segments, free)
+
+
+@pytest.mark.slow
+def test_a_comparison_sees_a_window_that_is_off_by_one():
+    (found, _) = on_ranks(2, off_by_one)
+    assert max(found) > 1e-3
+
+
+def off_by_one(world):
+    real = seen_attention.seen
+    with mock.patch.object(seen_attention, "seen", lambda at, of, window: real(at, of, window + 1)):
+        return compared(world, "window")
