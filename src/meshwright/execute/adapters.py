@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from meshwright.execute.deferred import local
 from meshwright.execute.tp_regions import TPRegion
@@ -22,6 +21,7 @@ from meshwright.models.attention import Project
 from meshwright.models.blocks import Block
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.lora import LoraLinear
+from meshwright.models.nf4 import product
 
 
 def cut_adapted(block: Block, tp_region: TPRegion) -> None:
@@ -50,7 +50,8 @@ def entering(tp_region: TPRegion) -> Project:
 
 def _column(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
     """Return this rank's outputs `[batch, seq, out / ranks]` of the whole x `[batch, seq, in]`."""
-    out = F.linear(x, local(layer.weight), None if layer.bias is None else local(layer.bias))
+    bias = None if layer.bias is None else local(layer.bias)
+    out = product(layer, x, local(layer.weight), bias)
     return layer.added(out, x, context) if isinstance(layer, LoraLinear) else out
 
 
@@ -61,7 +62,7 @@ class FrozenRow(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
-        return _left(self, F.linear(input, local(self.weight)), self.tp_region)
+        return _left(self, product(self, input, local(self.weight), None), self.tp_region)
 
 
 class RowLora(LoraLinear):
@@ -72,7 +73,8 @@ class RowLora(LoraLinear):
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
         """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
         first = self.tp_region.link.rank * input.shape[-1]
-        out = self.added(F.linear(input, local(self.weight)), input, context, first)
+        partial = product(self, input, local(self.weight), None)
+        out = self.added(partial, input, context, first)
         return _left(self, out, self.tp_region)
 
 

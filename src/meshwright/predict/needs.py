@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
+from meshwright.program.four_bits import dequantised
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
     Operation,
@@ -322,14 +323,17 @@ def _frozen(
     has the result's, `result` is 0. The adapter's gradient is one of the result that is scaled.
     """
     lora = program.model.lora
+    # In four bits the weight is there as products take it, at first beside what makes it.
+    weight, room = dequantised(program, sizes, f"layers.*.{name}.weight")
+    made = weight + max(room, inputs)
     if lora is None or name not in program.model.adapted:
-        yield Need(name, held + result + inputs)
+        yield Need(name, held + result + made)
         return
     low = sizes.tokens * lora.rank * sizes.element
     scaled = result or sizes.whole_bytes
     yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
     yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
-    yield Need(name, held + result + 2 * inputs)
+    yield Need(name, held + result + inputs + made)
 
 
 def of_input(

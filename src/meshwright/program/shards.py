@@ -15,6 +15,7 @@ from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.program.target import Target
+from meshwright.spec.lora import nf4_bytes
 from meshwright.spec.parts import Part
 
 # (start, stop) along each dim of a whole tensor
@@ -114,6 +115,16 @@ class Sharding:
         if self.tp_dim is not None:
             shape[self.tp_dim] //= self.tp
         return tuple(shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of what a rank keeps of it, where data ranks do not cut it: in NF4 it is bytes."""
+        *outer, inner = self.tp_shape
+        return (*outer, nf4_bytes(inner)) if self.part.four_bits else self.tp_shape
+
+    def stored_bytes(self, element: int) -> int:
+        """Return the bytes of that, with so many for an element that is not in NF4."""
+        return math.prod(self.stored_shape) * (1 if self.part.four_bits else element)
 
     @property
     def distinct(self) -> int:
