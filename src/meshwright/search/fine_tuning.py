@@ -1,4 +1,4 @@
-"""What can be fine-tuned on some devices: all weights or adapters, how fast, and how long rows."""
+"""What can be fine-tuned on some devices: all weights, adapters, or adapters on four bits."""
 
 from __future__ import annotations
 
@@ -32,14 +32,19 @@ class FineTuning:
 
 
 def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list[FineTuning]:
-    """Return what training all weights, and adapters alone, take on so many devices.
+    """Return what training all weights, adapters, or adapters on NF4 takes on so many devices.
 
     Adapters are those of the model where it has some, else of rank `RANK` on every linear layer
     that can have one of its own.
     """
     model = setting.model
     lora = model.lora or Lora(rank=RANK, alpha=RANK, targets=_targets(model))
-    ways: dict[str, Lora | None] = {"all weights": None, f"adapters of rank {lora.rank}": lora}
+    name = f"adapters of rank {lora.rank}"
+    ways: dict[str, Lora | None] = {
+        "all weights": None,
+        name: lora.model_copy(update={"base": "precision"}),
+        f"{name}, 4-bit": lora.model_copy(update={"base": "nf4"}),
+    }
     return [_way(setting, name, one, devices, margin) for name, one in ways.items()]
 
 
