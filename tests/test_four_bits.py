@@ -1,10 +1,13 @@
 """Frozen weights in four bits: numbers, parity, memory, checkpoints, what is refused."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import pytest
 import torch
+from benchmarks.fine_tuning import tables
 
 from meshwright.bench.memory import measure
 from meshwright.errors import ConfigError
@@ -87,9 +90,12 @@ def test_more_rows_than_are_dequantised_at_once():
 
 # Parity.
 
+MIXTURE = {"family": "mixtral", "experts": 4, "top_k": 2}
+
 DROPS, FOUR = {"dropout": 0.2}, {"n_layers": 4}
 CASES = [
     case_of("dp1 mb4 recompute-full", "bf16"),
+    case_of("dp1 recompute-full", targets=("q_proj",)),
     case_of("dp2", targets=("up_proj",)),
     case_of("shard2 zero1", "bf16"),
     case_of("shard2 zero2", **DROPS),
@@ -217,6 +223,7 @@ def test_a_config_says_how_frozen_weights_are_kept(tmp_path):
         ("shard2 zero1 offload-params", {}, "offload = params cuts", ["layout.offload = optim"]),
         ("tp4", {"n_kv_heads": 4}, "layout.tp = 4: 32 must be a multiple of 64", ["layout.tp = 2"]),
         ("tp2", {"ffn_dim": 192}, "model.ffn_dim / layout.tp = 2: 96", ["layout.tp = 1"]),
+        ("dp1", MIXTURE, "model.experts = 4 are not kept in four", ["lora.base = precision"]),
         ("dp1", {"dim": 96}, "model.dim = 96 must be a multiple", ["lora.base = precision"]),
     ],
 )
@@ -230,3 +237,18 @@ def test_layouts_that_cut_blocks_are_refused(label, sizes, told, legal):
 def test_four_bits_need_adapters():
     with pytest.raises(ConfigError, match=r"lora\.base = nf4 needs lora\.rank above 0"):
         load_config(None, ["lora.base=nf4"])
+
+
+def test_the_guide_has_the_measured_tables():
+    root = Path(__file__).parents[1] / "docs"
+    content = json.loads((root / "benchmarks/fine-tuning.json").read_text())
+    page = (root / "guides/lora.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- fine-tuning: begin -->\n")[2].partition("\n<!-- fine-tuning: end")[
+        0
+    ]
+    assert shown == tables(content), "see python -m benchmarks.fine_tuning"
+    for one in content["rows"]:
+        assert one["predicted"] == pytest.approx(one["measured"], rel=0.05)
+    for label in {one["layout"] for one in content["rows"]}:
+        peaks = [one["measured"] for one in content["rows"] if one["layout"] == label]
+        assert peaks == sorted(peaks, reverse=True)  # all weights, adapters, on four bits

@@ -138,8 +138,7 @@ def test_what_can_be_fine_tuned():
     assert (adapters.refused, adapters.found is None) == (None, False)
     mixture = model_spec(family="mixtral", dim=512, n_layers=2, n_heads=8, experts=4, top_k=2)
     whole, adapters, _ = fine_tunings(replace(one, model=mixture), 2)
-    assert whole.found is not None
-    assert "models without experts" in adapters.refused
+    assert (whole.found is None, adapters.found is None, adapters.refused) == (False, False, None)
 
 
 @pytest.mark.parametrize("label", ["dp8 mb4", "shard8 zero3 mb16", "shard8 zero3 mb2", "tp8 mb64"])

@@ -148,7 +148,12 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     # The gradient of a share is a sum over what is widened to fp32.
     weighing = wide if el == _WIDE else 3 * wide
     yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
-    down, *both = (_of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
+
+    def of(name: str, biases: bool = False) -> tuple[str, ...]:
+        """Return the weights of an operation that get gradients: frozen ones do not."""
+        return () if model.lora is not None else _of(name, biases)
+
+    down, *both = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
     yield Need("mlp.experts.down", came + pairs + 3 * hidden, down, pairs + hidden)
     columns = tuple(name for one in both for name in one)
     yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
@@ -160,21 +165,21 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     scores = sizes.tokens * model.experts * _WIDE
     widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
     router = came + 2 * whole + 2 * scores + widened
-    yield Need("mlp.router", router, _of("mlp.router", model.expert_bias), scores)
+    yield Need("mlp.router", router, of("mlp.router", model.expert_bias), scores)
     if not model.shared_ffn_dim:
         return
     held = came + whole  # what the others have given to the gradient of the input
     if model.shared_gate:
         line = sizes.tokens * el
         yield Need("mlp.shared_gate.act", held + 2 * whole)
-        yield Need("mlp.shared_gate", held + 2 * whole, ("mlp.shared_gate.weight",), line)
+        yield Need("mlp.shared_gate", held + 2 * whole, of("mlp.shared_gate"), line)
         held += whole
     beside = sizes.tokens * sizes.shared_ffn * el
     names = [f"mlp.shared.{one}" for one in ("down", "gate", "up")]
-    yield Need(names[0], held + whole + beside, (f"{names[0]}.weight",), whole)
+    yield Need(names[0], held + whole + beside, of(names[0]), whole)
     yield Need("mlp.shared.act", held + 3 * beside)
-    yield Need(names[2], held + 2 * beside + whole, (f"{names[2]}.weight",), beside)
-    yield Need(names[1], held + beside + 2 * whole, (f"{names[1]}.weight",), beside)
+    yield Need(names[2], held + 2 * beside + whole, of(names[2]), beside)
+    yield Need(names[1], held + beside + 2 * whole, of(names[1]), beside)
 
 
 def _before(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:

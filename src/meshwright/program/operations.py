@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
@@ -331,27 +332,28 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
     model, el = program.model, sizes.element
     scores = sizes.tokens * model.experts * _WIDE
     beside = sizes.tokens * sizes.shared_ffn * el
-    flops = sizes.product(sizes.dim, sizes.shared_ffn)
     tokens = sizes.whole_bytes  # counted at the first that keeps them
+    is_frozen = model.lora is not None
+    keeps = model.shared_ffn_dim and not is_frozen  # a frozen product keeps nothing
+    product = partial(
+        _Op, kind="product", backward=FROZEN_BACKWARD if is_frozen else PRODUCT_BACKWARD
+    )
     if model.shared_ffn_dim:
-        yield _Op("mlp.shared.gate", "product", flops, tokens, beside)
-        yield _Op("mlp.shared.up", "product", flops, 0, beside)
+        flops, result = sizes.product(sizes.dim, sizes.shared_ffn), sizes.whole_bytes
+        saved = (tokens, beside) if keeps else (0, 0)
+        yield product("mlp.shared.gate", flops=flops, saved=saved[0], kept=beside)
+        yield product("mlp.shared.up", flops=flops, kept=beside)
         yield _Op("mlp.shared.act", "activation", saved=2 * beside)
-        yield _Op("mlp.shared.down", "product", flops, beside, sizes.whole_bytes)
+        yield product("mlp.shared.down", flops=flops, saved=saved[1], kept=result)
     if model.shared_gate:
         one = sizes.tokens * el  # a number of each token
         # Its sigmoid, and what that multiplies.
-        yield _Op("mlp.shared_gate", "product", sizes.product(sizes.dim, 1), 0, one)
+        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=one)
         yield _Op("mlp.shared_gate.act", "activation", saved=one + sizes.whole_bytes)
     # The tokens, their softmax and the experts that were picked; how large a token's scores are.
     picked = sizes.pairs * _INT64 + (sizes.tokens * _WIDE if program.train.router_z_loss else 0)
-    yield _Op(
-        "mlp.router",
-        "product",
-        sizes.product(sizes.dim, model.experts),
-        scores + picked + (0 if model.shared_ffn_dim else tokens),
-        scores,
-    )
+    flops, saved_there = sizes.product(sizes.dim, model.experts), 0 if keeps else tokens
+    yield product("mlp.router", flops=flops, saved=scores + picked + saved_there, kept=scores)
     # The pairs' shares, their tokens and places, and how many an expert has.
     order = sizes.received * (_WIDE + 2 * _INT64) + model.experts * _INT64
     hidden = sizes.received * sizes.expert_ffn * el
@@ -359,12 +361,12 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
     if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
         order += results + sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
     yield _Op("mlp.experts.order", "routing", saved=order)
-    yield _Op("mlp.experts.gate", "product", sizes.expert_product, 0, hidden)
-    yield _Op("mlp.experts.up", "product", sizes.expert_product, 0, hidden)
+    yield product("mlp.experts.gate", flops=sizes.expert_product, kept=hidden)
+    yield product("mlp.experts.up", flops=sizes.expert_product, kept=hidden)
     yield _Op("mlp.experts.act", "activation", saved=2 * hidden)
     # Under tp the sum over the ranks is kept too.
     summed = sizes.stream_bytes if program.layout.tp > 1 else 0
-    yield _Op("mlp.experts.down", "product", sizes.expert_product, 0, results + summed)
+    yield product("mlp.experts.down", flops=sizes.expert_product, kept=results + summed)
 
 
 def _input_kept(program: Program, sizes: Sizes) -> int:

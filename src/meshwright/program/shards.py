@@ -141,10 +141,10 @@ def shard(part: Part, layout: Layout) -> Sharding:
     is_whole = layout.tp > 1 and tp_dim is None
     is_partial = is_whole and (layout.sp or not _USED_IN_PART.isdisjoint(part.axes))
     is_partial = is_partial and part.trained
-    if layout.ep > 1 and part.is_of_experts:
-        ranks = layout.expert_shard_ranks
-        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
     is_cut = part.trained or cuts_frozen(layout)
+    if layout.ep > 1 and part.is_of_experts:
+        ranks = layout.expert_shard_ranks if is_cut else 1
+        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
     return Sharding(part, layout.tp, tp_dim, layout.shard_ranks if is_cut else 1, is_partial)
 
 

@@ -151,5 +151,10 @@ ADAPTED_KINDS: Final = (
         flags={"tie_embeddings": True, **_ODD},
         lora=Lora(rank=4, alpha=6.0, targets=("o_proj", "up_proj", "down_proj")),
     ),
+    Kind(
+        "qwen2_moe",
+        flags={**_SHARED, "layer_pattern": [{"dense": True}, {}]},
+        lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj")),
+    ),
     Kind("qwen3", flags=_BLOCKS, lora=Lora(rank=4, alpha=6.0, base="nf4")),
 )

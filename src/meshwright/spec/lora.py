@@ -116,27 +116,28 @@ class LoraSection(Spec):
         )
 
 
-def target_names(family: str, *, gated: bool) -> dict[str, str]:
+def target_names(family: str, *, gated: bool, experts: int = 0) -> dict[str, str]:
     """Return the linear layers of a block, by ours, under the names that targets have for them.
 
-    Layers that a family stores as one have one name.
+    Layers that a family stores as one have one name. Of a model with experts those of attention.
     """
     modules = FAMILIES[family].modules
     ours = [one for one in LINEAR if gated or one != "mlp.gate"]
+    ours = [one for one in ours if not experts or one.startswith("attn.")]
     return {one: modules[one].rsplit(".", 1)[-1] for one in ours}
 
 
-def own_layers(family: str, *, gated: bool) -> list[str]:
+def own_layers(family: str, *, gated: bool, experts: int = 0) -> list[str]:
     """Return the names of the layers that a family does not store as one matrix with others."""
-    names = list(target_names(family, gated=gated).values())
+    names = list(target_names(family, gated=gated, experts=experts).values())
     return [name for name in dict.fromkeys(names) if names.count(name) == 1]
 
 
-def adapted(lora: Lora | None, family: str, *, gated: bool) -> frozenset[str]:
+def adapted(lora: Lora | None, family: str, *, gated: bool, experts: int = 0) -> frozenset[str]:
     """Return the linear layers of a block that adapters are for, by our names."""
     if lora is None:
         return frozenset()
-    names = target_names(family, gated=gated)
+    names = target_names(family, gated=gated, experts=experts)
     return frozenset(
         ours
         for ours, name in names.items()
@@ -145,17 +146,19 @@ def adapted(lora: Lora | None, family: str, *, gated: bool) -> frozenset[str]:
     )
 
 
-def check_targets(lora: Lora | None, family: str, *, gated: bool, experts: int) -> None:
+def check_targets(
+    lora: Lora | None, family: str, *, gated: bool, experts: int, latent: bool = False
+) -> None:
     """Raise `ValueError` for targets that are no linear layers, or not ones of their own."""
     if lora is None:
         return
-    if experts:
+    if latent:
         raise ValueError(
-            f"lora.rank = {lora.rank} is for models without experts, but model.experts = "
-            f"{experts}; train such a model whole"
+            f"lora.rank = {lora.rank} is not for latent attention (model.kv_lora_rank above 0); "
+            "train such a model whole"
         )
-    every = list(dict.fromkeys(target_names(family, gated=gated).values()))
-    free = own_layers(family, gated=gated)
+    every = list(dict.fromkeys(target_names(family, gated=gated, experts=experts).values()))
+    free = own_layers(family, gated=gated, experts=experts)
     if not lora.targets:
         raise ValueError(refusal("lora.targets is empty", legal=[*map(repr, (ALL_LINEAR, *every))]))
     for target in lora.targets:
@@ -164,6 +167,11 @@ def check_targets(lora: Lora | None, family: str, *, gated: bool, experts: int) 
         if not found:
             legal = nearest(target, [*free, ALL_LINEAR]) or free
             what = f"{told}, which is no linear layer of the {family} family"
+            if experts:
+                what = (
+                    f"{told}, but with model.experts = {experts} adapters are for attention alone"
+                )
+                legal = free
             raise ValueError(refusal(what, legal=[*map(repr, legal)]))
         if joint := [name for name in found if name not in free]:
             what = f"{told}, but the {family} family stores {joint[0]} as one matrix of several"
