@@ -45,7 +45,11 @@ class Extra:
 EXTRAS: Final = {
     "deepspeed": Extra(("tests/test_deepspeed.py",), 3, ("meshwright[deepspeed]",)),
     "ray": Extra(("tests/test_ray.py",), 3, ("meshwright[ray]",)),
-    "torchao": Extra(("tests/test_float8.py",), 2, ("meshwright[fp8]",)),
+    "torchao": Extra(
+        ("tests/test_float8.py", "tests/test_four_bits_peers.py"),
+        3,
+        ("meshwright[fp8]", "bitsandbytes"),
+    ),
     "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
     "peft": Extra(
         ("tests/test_lora_peft.py", "tests/test_sft_loops.py"), 7, ("peft", "accelerate")

@@ -293,7 +293,12 @@ def test_streams_read_the_same_conversations(tmp_path, tokenizer):
     source = f"hf:{CHAT / 'conversations.jsonl'}"
     spec = spec_of(source, streaming=True, validation=0.1, shuffle_buffer=10)
     data = open_data(spec, tmp_path)
-    data.check(TrainSpec(seq_len=256, batch=3, eval_every=1))
+    assert data.check(TrainSpec(seq_len=256, batch=3, eval_every=1)) == []
+    assert data.truncation(256) == {"read": 10, "cut": 0, "tokens_cut": 0}
+    (told,) = data.check(TrainSpec(seq_len=64, batch=3))
+    cut = data.truncation(64)
+    assert told.startswith(f"train: {cut['cut']} of the first 10 conversations of the stream are")
+    assert told.endswith(f"{cut['tokens_cut']:,} tokens are cut off")
     whole, parts = data.sampler("train", 256, 3), data.sampler("train", 256, 3)
     first = [whole.rows(step) for step in range(6)]
     for step in range(3):

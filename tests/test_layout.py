@@ -14,13 +14,14 @@ from meshwright.layout.candidates import divisors
 from meshwright.layout.rules import RULES
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.loading import load_config
+from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Schedule, TrainSpec
 
 CPU = Machine("cpu", 2, 2, "CPU", is_fixed=False)
 GPUS = Machine("cuda", 8, 64, "GPU", is_fixed=True)
 MODEL = {"n_heads": 8, "n_kv_heads": 8, "dim": 256, "n_layers": 8, "ffn_dim": 768}
-MODEL |= {"vocab_size": 320}
+MODEL["vocab_size"] = 320
 MIXTURE = {"model.family": "qwen2_moe", "model.experts": 4, "model.top_k": 2}
 
 
@@ -30,7 +31,9 @@ def case(changes):
     for key, value in changes.items():
         section, name = key.split(".")
         parts[section][name] = value
-    return model_spec(**parts["model"]), TrainSpec(**parts["train"]), Layout(**parts["layout"])
+    lora = parts["model"].pop("lora", None)
+    model = model_spec(**parts["model"]).model_copy(update={"lora": lora})
+    return model, TrainSpec(**parts["train"]), Layout(**parts["layout"])
 
 
 def written(proposal):
@@ -44,6 +47,8 @@ def applied(parts, proposal):
     for key, text in written(proposal).items():
         section, name = key.split(".")
         value = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+        if section == "lora":
+            section, name, value = "model", "lora", {**parts[0].lora.model_dump(), name: text}
         content = found[section].model_dump() | {name: value}
         found[section] = type(found[section])(**content)
     return tuple(found.values())
@@ -52,8 +57,13 @@ def applied(parts, proposal):
 # keys, the rule's sentence, the proposals
 BROKEN = [
     (
-        {"train.router_z_loss": 0.5},
-        "train.router_z_loss = 0.5 is of models with experts, but model.experts = 0",
+        {"layout.dp_shard": 2, "layout.zero": 3, "model.lora": Lora(rank=4, alpha=4.0, base="nf4")},
+        "layout.zero = 3 cuts frozen weights, which four bits keep whole (lora.base = nf4)",
+        ["layout.zero = 2", "lora.base = precision", "layout.zero = 1"],
+    ),
+    (
+        {"train.router_z_loss": 1.0},
+        "train.router_z_loss = 1.0 is of models with experts, but model.experts = 0",
         ["train.router_z_loss = 0.0"],
     ),
     (
@@ -209,15 +219,12 @@ def test_every_rule_is_tried_above():
     assert tried == {rule.check for rule in RULES}
 
 
-def test_three_rules_at_once():
+def test_a_legal_layout_needs_no_change_and_three_rules_are_met_at_once():
+    assert nearest_legal(*case({})) == []
     parts = case({"layout.tp": 3, "layout.microbatch": 5, "layout.dp_shard": 4})
     assert nearest_legal(*parts)[0] == (
         "layout.tp = 2 with layout.microbatch = 4 and layout.zero = 1"
     )
-
-
-def test_a_legal_layout_needs_no_change():
-    assert nearest_legal(*case({})) == []
 
 
 def test_schedules_have_the_names_of_the_config():
@@ -375,8 +382,8 @@ def work_of(function):
         return note
 
     before = sys.gettrace()
-    sys.settrace(note)
     try:
+        sys.settrace(note)
         function()
     finally:
         sys.settrace(before)

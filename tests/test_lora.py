@@ -56,6 +56,8 @@ def proven(world, case):
 
 
 DROPS, FOUR = {"dropout": 0.2}, {"n_layers": 4}
+MIXTURE = {"family": "qwen3_moe", "experts": 4, "top_k": 2, "expert_ffn_dim": 48}
+SHARED = {**MIXTURE, "family": "qwen2_moe", "shared_ffn_dim": 32}
 CASES = [
     case_of("dp1 recompute-full", targets=("q_proj", "v_proj"), **DROPS),
     case_of("dp2"),
@@ -83,6 +85,15 @@ CASES = [
     case_of("shard2 tp2 sp zero3", **DROPS),
     case_of("pp2 tp2 sp", tie_embeddings=True),
     case_of("tp2 cp2-ring sp", **DROPS),
+    # Frozen experts, of which ranks of ep have their own.
+    case_of("dp1 mb4 recompute-full", **SHARED),
+    case_of("tp2 sp mb4", **SHARED, **DROPS),
+    case_of("shard2 zero1 mb2", "bf16", **MIXTURE),
+    case_of("shard2 zero3 mb2", **MIXTURE),
+    case_of("dp2 ep2 mb2", targets=("q_proj", "v_proj"), **MIXTURE),
+    case_of("shard2 zero3 ep2 mb2 recompute-full", **MIXTURE),
+    case_of("pp2 1f1b mb2", family="gpt_oss", experts=4, top_k=2),
+    case_of("tp2 mb4 recompute-selective", "bf16", family="gpt_oss", experts=4, top_k=2),
 ]
 # By the code that GPUs take, and in more roundings: the others have each of their parts.
 SLOW = [
@@ -206,6 +217,8 @@ def test_what_is_frozen_costs_no_products_and_no_messages():
         ("shard2 zero1 mb2", {}),
         ("shard2 zero3 mb2 recompute-full", {}),
         ("pp2 1f1b mb1", {"tie_embeddings": True}),
+        ("tp2 sp mb2", SHARED),
+        ("shard2 zero1 ep2 mb2", MIXTURE),
     ],
 )
 def test_a_rehearsal_does_what_the_program_says(label, more):
@@ -246,6 +259,8 @@ def test_memory_is_predicted_and_less_than_of_all_weights(label):
 
 # Configs.
 
+FOUR_EXPERTS = ("model.family=qwen3_moe", "model.experts=4", "model.top_k=2")
+
 
 def test_a_config_says_what_is_adapted(tmp_path):
     config = load_config(None, ["lora.rank=4", 'lora.targets=["q_proj", "*_proj"]'])
@@ -266,7 +281,7 @@ def test_a_config_says_what_is_adapted(tmp_path):
         (["lora.rank=4", "lora.targets=[]"], "lora.targets is empty"),
         (["lora.rank=4", "model.family=neox"], "stores query_key_value as one matrix"),
         (["lora.rank=4", "model.family=phi3", "lora.targets=qkv_proj"], "'o_proj'"),
-        (["lora.rank=4", "model.family=qwen3_moe", "model.experts=4", "model.top_k=2"], "experts"),
+        (["lora.rank=4", "lora.targets=up_proj", *FOUR_EXPERTS], "adapters are for attention"),
         (["lora.rank=-1"], "lora.rank = -1"),
         (["lora.ranks=4"], "nearest legal: lora.rank"),
         (["model.lora=4"], "unknown key model.lora"),

@@ -9,12 +9,13 @@ from meshwright.predict import work
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.catalogue import cluster_of, find_device
 from meshwright.predict.data_messages import data_messages, unit_messages
+from meshwright.predict.elements import elements_of
 from meshwright.predict.price import estimated, price, worst_estimate
 from meshwright.predict.profile import predicted_profile
 from meshwright.predict.setting import Setting, held_by
 from meshwright.predict.step import pace_of
 from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.work import HeldLayers, elements_of
+from meshwright.predict.work import HeldLayers
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.shards import data_rank

@@ -12,6 +12,7 @@ from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.predict.calibration import parse_calibration, shipped_calibration
 from meshwright.predict.catalogue import catalogue, cluster_of, find_device, find_link
 from meshwright.predict.data_messages import data_messages
+from meshwright.predict.elements import weights
 from meshwright.predict.memory import (
     kept_per_layer,
     model_states,
@@ -28,7 +29,7 @@ from meshwright.predict.pipeline import (
 from meshwright.predict.price import price, worst_memory
 from meshwright.predict.setting import Setting, work_of
 from meshwright.predict.systems import SYSTEMS
-from meshwright.predict.work import HeldLayers, layout_work, weights
+from meshwright.predict.work import HeldLayers, layout_work
 from meshwright.program.collectives import collectives
 from meshwright.program.lower import lower
 from meshwright.program.operations import operations

@@ -147,5 +147,6 @@ def write_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    content = adapter_config(spec.lora, spec.family, gated=spec.gated_mlp, base=base)
+    sizes: dict[str, Any] = {"gated": spec.gated_mlp, "experts": spec.experts}
+    content = adapter_config(spec.lora, spec.family, base=base, **sizes)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

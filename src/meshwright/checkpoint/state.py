@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.tensors import Chunk, Stored
 from meshwright.execute.build import region_of
+from meshwright.execute.data_parallel.data import DTYPES
 from meshwright.execute.data_parallel.gradients import HeldParameter, local_shard
 from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.parallel import Parallel
@@ -134,8 +135,14 @@ def _leaves(trained: Trained) -> list[Leaf]:
 
 def _frozen(parallel: Parallel) -> list[Leaf]:
     """Return what a step keeps though no step changes it, so that it needs nothing beside it."""
+    dtype = DTYPES[parallel.program.train.precision]
     some = [held for held in parallel.held if not held.sharding.part.trained]
-    return [_leaf(parallel, held, held.shard) for held in some]
+    found = [_leaf(parallel, held, held.shard) for held in some]
+    # Not in four bits: any layout is to read it, and makes the same four bits of it again.
+    return [
+        leaf._replace(tensor=held.weights(dtype)) if leaf.is_mine else leaf
+        for leaf, held in zip(found, some, strict=True)
+    ]
 
 
 def _leaf(parallel: Parallel, held: HeldParameter, tensor: Tensor) -> Leaf:

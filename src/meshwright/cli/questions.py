@@ -50,7 +50,8 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fine-tune",
         action="store_true",
-        help="what fits of training all weights and adapters alone, with the longest sequences",
+        help="what fits of training all weights, adapters, or adapters on 4-bit weights, with the "
+        "longest sequences",
     )
     parser.add_argument(
         "--cheapest",

@@ -84,13 +84,34 @@ class StreamedDataset:
     def check(self, train: TrainSpec) -> list[str]:
         """Read the first documents; raises DataError where training or evaluation would have none.
 
-        Returns nothing that a user should know: of a stream that does not show before it is read.
-        Whether what is held out is enough shows only when it is read.
+        Returns what truncation takes of the first conversations: of the others it does not show
+        before they are read. Whether what is held out is enough shows only when it is read, too.
         """
-        next(self.documents.blocks(Place()))
+        _, texts = next(self.documents.blocks(Place()))
         if train.eval_every and not self.documents.held_every:
             raise DataError("the validation split has 0 tokens (data.validation = 0)")
-        return []
+        first = self._truncated(texts, train.seq_len) if self.spec.format == "chat" else {}
+        if not first.get("cut"):
+            return []
+        return [
+            f"train: {first['cut']} of the first {first['read']} conversations of the stream are "
+            f"cut to train.seq_len = {train.seq_len}; {first['tokens_cut']:,} tokens are cut off"
+        ]
+
+    def truncation(self, seq_len: int) -> dict[str, int]:
+        """Return how many conversations were `read` of the beginning, and were `cut`; `tokens_cut`.
+
+        Nothing where documents are not conversations.
+        """
+        if self.spec.format != "chat":
+            return {}
+        return self._truncated(next(self.documents.blocks(Place()))[1], seq_len)
+
+    def _truncated(self, texts: list[str], seq_len: int) -> dict[str, int]:
+        some = texts[:HELD_AT_ONCE]
+        over = np.maximum(np.asarray(self.encoder.encode(some).lengths) - (seq_len + 1), 0)
+        cut = int((over > 0).sum())
+        return {"read": len(some), "cut": cut, "tokens_cut": int(over.sum())}
 
     def _read_held(self, tokens: int) -> TokenView:
         parts: list[Encoded] = []

@@ -29,6 +29,7 @@ from meshwright.execute.kernels.recompute import recompute
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.tensor_parallel.adapters import cut_adapted
 from meshwright.execute.tensor_parallel.deferred import Deferral, local
+from meshwright.execute.tensor_parallel.four_bits import give_levels, keep_in_four_bits
 from meshwright.execute.tensor_parallel.tensor import (
     ColumnLinear,
     RowLinear,
@@ -100,6 +101,7 @@ def describe(
             _make_sharded(model, program, groups)
         cut_over_cp(model, program, groups)
         round_frozen(model, DTYPES[program.train.precision])
+        keep_in_four_bits(model, program)
         if program.train.fp8:
             take_float8(model.blocks, program.target)
         for block in model.blocks:
@@ -143,6 +145,7 @@ def materialise(
     for index, model in modules.items():
         model.to_empty(device="cpu" if layout.offload == "params" else device)
         model.init_tables(device)
+        give_levels(model, device)
         _place_buffers(model, device)
         trained = dict(model.named_parameters())
         if sums_in_place(layout, program.target):  # only now: the parameters are new ones
@@ -302,6 +305,7 @@ def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: No
 @torch.no_grad()
 def fill(parallel: Parallel, source: Source) -> None:
     """Copy from `source` into parameters what each rank holds of them, and into buffers all."""
+    dtype = DTYPES[parallel.program.train.precision]
     for module in parallel.modules.values():
         for name, buffer in module.named_buffers():
             shape = tuple(buffer.shape)
@@ -309,7 +313,7 @@ def fill(parallel: Parallel, source: Source) -> None:
     for held in parallel.held:
         region = region_of(held, parallel)
         parallel.recorder.beat()
-        held.shard.copy_(source(held.name, held.sharding.part.shape, region))
+        held.fill(source(held.name, held.sharding.part.shape, region), dtype)
 
 
 def region_of(held: HeldParameter, parallel: Parallel) -> Region:

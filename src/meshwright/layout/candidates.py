@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import get_args
 
 from meshwright.layout.layout import Layout
+from meshwright.spec.lora import Base
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
+from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
 
 
 @lru_cache(maxsize=256)
@@ -72,4 +74,20 @@ NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] =
     "train.batch": _batches,
     "train.seq_len": _seq_lens,
     "model.vocab_size": _vocab_sizes,
+}
+
+# All values of keys that are no numbers, or that are to be as they are by default.
+CHOICES: Mapping[str, tuple[object, ...]] = {
+    "layout.zero": get_args(Zero),
+    "layout.cp_kind": get_args(ContextKind),
+    "layout.schedule": get_args(Schedule),
+    "layout.offload": get_args(Offload),
+    "layout.sp": (False, True),
+    "train.fp8": (False, True),
+    "lora.base": get_args(Base),
+    "train.router_aux_loss": (0.0,),
+    "train.router_z_loss": (0.0,),
+    "train.router_bias_rate": (0.0,),
+    "train.routing": ("learned",),
+    "train.imbalance": (1.0,),
 }

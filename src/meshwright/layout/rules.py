@@ -8,15 +8,16 @@ first broken rule, then one of the rule that this breaks, and hold each result a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from meshwright.layout.candidates import NUMBERS
+from meshwright.layout.candidates import CHOICES, NUMBERS
+from meshwright.layout.four_bits import four_bit_rule
 from meshwright.layout.layout import Layout
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.base import LARGEST
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import ContextKind, Offload, Schedule, TrainSpec, Zero
+from meshwright.spec.training import TrainSpec
 
 Check = Callable[[ModelSpec, TrainSpec, Layout], str | None]
 # Fills in again what a user left out, after the given keys were changed; None: no room for it.
@@ -49,10 +50,9 @@ def _cut_over_tp(size: str) -> Check:
     """Return the rule that each rank of tp has an equal part of one of the model's sizes."""
 
     def check(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        value: int = getattr(model, size) or 0
-        if value % layout.tp == 0:
+        if (getattr(model, size) or 0) % layout.tp == 0:
             return None
-        return _divides("layout.tp", layout.tp, f"model.{size}", value)
+        return _divides("layout.tp", layout.tp, f"model.{size}", getattr(model, size))
 
     return check
 
@@ -209,6 +209,10 @@ def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return None
 
 
+def _four_bits(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    return None if model.lora is None or model.lora.base != "nf4" else four_bit_rule(model, layout)
+
+
 def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     if layout.pp == 1:
         return None
@@ -229,6 +233,7 @@ RULES = (
     Rule(_offload, ("layout.zero", "layout.offload")),
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
+    Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_router, tuple(f"train.{key}" for key in _ROUTERS)),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
@@ -251,6 +256,9 @@ class _Case(NamedTuple):
     def with_value(self, key: str, value: object) -> _Case:
         """Return the case with a `section.key` changed."""
         section, _, name = key.partition(".")
+        if section == "lora":
+            lora = self.model.lora and self.model.lora.model_copy(update={name: value})
+            return self._replace(model=self.model.model_copy(update={"lora": lora}))
         changed: dict[str, Any] = {section: getattr(self, section).model_copy(update={name: value})}
         return self._replace(**changed)
 
@@ -360,27 +368,12 @@ def _repairs(
             yield from _repairs(new, (*changes, change), depth - 1, width, settle)
 
 
-_CHOICES: Mapping[str, tuple[object, ...]] = {
-    "layout.zero": get_args(Zero),
-    "layout.cp_kind": get_args(ContextKind),
-    "layout.schedule": get_args(Schedule),
-    "layout.offload": get_args(Offload),
-    "layout.sp": (False, True),
-    "train.fp8": (False, True),
-    "train.router_aux_loss": (0.0,),
-    "train.router_z_loss": (0.0,),
-    "train.router_bias_rate": (0.0,),
-    "train.routing": ("learned",),
-    "train.imbalance": (1.0,),
-}
-
-
 def _options(case: _Case, key: str, width: int) -> list[_Change]:
     """Return the values to try for a key: all other choices, or numbers near the present one."""
     section, _, name = key.partition(".")
-    old = getattr(getattr(case, section), name)
-    if key in _CHOICES:
-        choices = _CHOICES[key]
+    old = getattr(case.model.lora if section == "lora" else getattr(case, section), name)
+    if key in CHOICES:
+        choices = CHOICES[key]
         at = choices.index(old) if old in choices else len(choices)  # a number that none is near
         others = sorted((abs(i - at), i) for i in range(len(choices)) if i != at)
         return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]

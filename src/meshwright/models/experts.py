@@ -252,8 +252,10 @@ class _Route(torch.autograd.Function):
         for one in sizes:
             to_scores.addcmul_(every, balance.to_scores(one, rows)[:, None])
         to_x = (to_scores @ widened(weight)).to(x.dtype)
-        to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
-        to_bias = to_scores.sum(0).to(weight.dtype) if ctx.has_bias else None
+        to_weight = to_bias = None
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
+            to_bias = to_scores.sum(0).to(weight.dtype) if ctx.has_bias else None
         return to_x, to_weight, to_bias, None, None
 
 
@@ -297,7 +299,9 @@ class _RouteBySigmoid(torch.autograd.Function):
             to_every += router.to_even(every, ctx.rows)
         to_scores = to_every * every * (1 - every)
         to_x = (to_scores @ widened(weight)).to(x.dtype)
-        to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
+        to_weight = None
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
         return to_x, to_weight, None, None
 
 
@@ -340,7 +344,8 @@ class _Experts(torch.autograd.Function):
         x, shares, *places, gates, ups, gate, up, down, bias = ctx.saved_tensors
         module: Experts = ctx.module
         pairs = Sorted(*places)
-        counts, act = pairs.counts, module.act
+        counts, act, is_trained = pairs.counts, module.act, ctx.needs_input_grad[4]
+        to_gate = to_up = to_down = None
         share = pairs.sorted(shares)[:, None].to(x.dtype)
         arriving = grad[pairs.tokens]
         to_hidden = products(arriving, down, counts, transposed=True)
@@ -350,22 +355,24 @@ class _Experts(torch.autograd.Function):
         to_bias = None if bias is None else torch.zeros_like(bias)
         if bias is not None and module.adds:
             to_share += dots(arriving, bias, counts)
-            to_bias = sums(arriving, share[:, 0], counts)
+            to_bias = sums(arriving, share[:, 0], counts) if is_trained else None
         to_share = to_share[pairs.back].view_as(shares)
         entering.mul_(share)
-        to_down = module.down.gradient(partial(weight_grads, arriving, entering, counts))
+        if is_trained:
+            to_down = module.down.gradient(partial(weight_grads, arriving, entering, counts))
         del arriving, entering
         to_ups = act.through_up(acts.mul_(to_hidden.mul_(share)), ups)
         to_gates = act.through_gate(to_hidden.mul_(act.up(ups)), gates)
-        inputs = x[pairs.tokens]
-        to_gate = module.gate.gradient(partial(weight_grads, to_gates, inputs, counts))
-        to_up = module.up.gradient(partial(weight_grads, to_ups, inputs, counts))
-        del inputs
+        if is_trained:
+            inputs = x[pairs.tokens]
+            to_gate = module.gate.gradient(partial(weight_grads, to_gates, inputs, counts))
+            to_up = module.up.gradient(partial(weight_grads, to_ups, inputs, counts))
+            del inputs
         to_x = products(to_gates, gate, counts, transposed=True)
         to_x += products(to_ups, up, counts, transposed=True)
         total = pairs.summed(to_x, shares.shape[-1])
         biases: tuple[Tensor | None, ...] = (None, None, None)
-        if bias is not None:
+        if bias is not None and is_trained:
             ones = torch.ones_like(share[:, 0])
             biases = sums(to_gates, ones, counts), sums(to_ups, ones, counts), to_bias
         return total, None, to_share, None, to_gate, to_up, to_down, *biases

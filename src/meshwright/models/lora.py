@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from meshwright.models.context import PLAIN, Context
 from meshwright.models.dropout import dropout
+from meshwright.models.nf4 import product
 from meshwright.spec.lora import LINEAR, Lora
 from meshwright.spec.model import ModelSpec
 
@@ -34,7 +35,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
         """Return `[batch, seq, out]` of `[batch, seq, in]`."""
-        return self.added(F.linear(input, self.weight, self.bias), input, context)
+        return self.added(product(self, input, self.weight, self.bias), input, context)
 
     def added(self, out: Tensor, x: Tensor, context: Context, first: int = 0) -> Tensor:
         """Return `out` plus the adapter's product with x, whose channels are from `first` on."""

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.predict.elements import elements_of, weights
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.microbatch import MicrobatchTimes
 from meshwright.predict.setting import Setting
-from meshwright.predict.work import HeldLayers, elements_of, weights
+from meshwright.predict.work import HeldLayers
 from meshwright.program.messages import CollectiveKind
 from meshwright.program.shards import sums_in_place
 
@@ -114,7 +115,7 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSec
     for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
         among = one.shards, one.shard_stride, one.shard
         gather += network.seconds(kind, one.elements * setting.element, *among)
-    found = weights(model, layout.tp, ranks, layout.ep, trained=True)
+    found = weights(model, layout.tp, ranks, layout.ep, of="trained")
     for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
         among = one.shards, one.shard_stride, one.shard
         size = one.elements * setting.reduced_bytes
@@ -146,7 +147,7 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
         return sum(network.seconds(kind, one * each, *among) for one in units)
 
     cut = weights(model, layout.tp, layout.shard_ranks, layout.ep)
-    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, trained=True)
+    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, of="trained")
     if in_place or model.tie_embeddings or not setting.system.parts_ends:
         # The last end's own, and what is tied to it where FSDP2 has both in one unit.
         joined = model.tie_embeddings and not in_place
@@ -211,7 +212,7 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
     each of its ranks and each message, of which a layer has its share. A turn waits for the slowest
     of all nodes, each of which meets the messages of all others.
     """
-    found = elements_of(setting.model, layout, held, trained=True)
+    found = elements_of(setting.model, layout, held, of="trained")
     network, reduced = kernels.network, setting.reduced_bytes
     turns = held.layers * (layout.shard_ranks * layout.replica_ranks - 1)
     seconds = 0.0

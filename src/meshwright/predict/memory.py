@@ -12,14 +12,16 @@ from typing import NamedTuple, get_args
 from meshwright.layout import Layout
 from meshwright.predict.calibration import Calibration
 from meshwright.predict.catalogue import Device
+from meshwright.predict.elements import elements_of, weights
 from meshwright.predict.modules import kept_without
 from meshwright.predict.pipeline import in_flight, waiting
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.systems import CAUSAL, System
-from meshwright.predict.work import HeldLayers, LayoutWork, Work, elements_of, weights
+from meshwright.predict.work import HeldLayers, LayoutWork, Work
 from meshwright.program.operations import Kind
 from meshwright.program.shards import cuts_frozen, sums_in_place
 from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
+from meshwright.spec.lora import NF4_BLOCK, nf4_bytes
 
 # What of a peak is model states.
 STATES = ("weights", "gathered", "gradients", "optimizer", "communication buffers")
@@ -67,8 +69,8 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
     every = elements_of(model, layout, held, is_padded=False)
-    whole = elements_of(model, layout, held, is_padded=False, trained=True).total
-    part = elements_of(model, layout, held, trained=True).share(layout)
+    whole = elements_of(model, layout, held, is_padded=False, of="trained").total
+    part = elements_of(model, layout, held, of="trained").share(layout)
     unit = weights(model, layout.tp, ranks, layout.ep)
     last = unit.norm + unit.head
     largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
@@ -79,7 +81,12 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
 
     if model.lora is not None:
         share = ranks if cuts_frozen(layout) else 1
-        add("weights", (every.total - whole) // share, element, "frozen")
+        packed = elements_of(model, layout, held, is_padded=False, of="four bits").total
+        add("weights", (every.total - whole) // share - packed, element, "frozen")
+        if packed:
+            blocks, size = packed // NF4_BLOCK, nf4_bytes(NF4_BLOCK)
+            told = "{:,} blocks of 64 elements x {} B: frozen in four bits"
+            terms.append(Term("weights", blocks * size, told, (blocks, size)))
     in_place = system.keeps == "shards" and sums_in_place(layout, setting.target)
     blocks = every.total - max(held.layers - 2, 0) * unit.layer
     if system.keeps != "shards" and zero < 3:
@@ -111,7 +118,7 @@ def _gradients(
 ) -> list[Term]:
     """Return the gradients of a rank that trains `part` of `whole` elements."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
-    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, trained=True)
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, of="trained")
     last = unit.norm + unit.head
     largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
     terms = []

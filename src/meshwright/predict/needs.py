@@ -7,9 +7,11 @@ In the order of autograd: the last of the forward first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
+from meshwright.program.four_bits import dequantised
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
     Operation,
@@ -147,7 +149,9 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     # The gradient of a share is a sum over what is widened to fp32.
     weighing = wide if el == _WIDE else 3 * wide
     yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
-    down, *both = (_of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
+
+    of = partial(_trained, program)
+    down, *both = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
     yield Need("mlp.experts.down", came + pairs + 3 * hidden, down, pairs + hidden)
     columns = tuple(name for one in both for name in one)
     yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
@@ -163,24 +167,30 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
     router = came + 2 * whole + 2 * scores + widened
     arrived = came + back + 2 * whole if back else 0  # they have come, and are summed by token
-    names = _of("mlp.router", model.expert_bias)
+    names = _trained(program, "mlp.router", model.expert_bias)
     yield Need("mlp.router", max(router, arrived), names, scores)
 
 
 def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
     """Yield the needs of the shared expert, beside what is `held` while it computes."""
     model, el, whole = program.model, sizes.element, sizes.whole_bytes
+    of = partial(_trained, program)
     if model.shared_gate:
         line = sizes.tokens * el
         yield Need("mlp.shared_gate.act", held + 2 * whole)
-        yield Need("mlp.shared_gate", held + 2 * whole, ("mlp.shared_gate.weight",), line)
+        yield Need("mlp.shared_gate", held + 2 * whole, of("mlp.shared_gate"), line)
         held += whole
     beside = sizes.tokens * sizes.shared_ffn * el
     names = [f"mlp.shared.{one}" for one in ("down", "gate", "up")]
-    yield Need(names[0], held + whole + beside, (f"{names[0]}.weight",), whole)
+    yield Need(names[0], held + whole + beside, of(names[0]), whole)
     yield Need("mlp.shared.act", held + 3 * beside)
-    yield Need(names[2], held + 2 * beside + whole, (f"{names[2]}.weight",), beside)
-    yield Need(names[1], held + beside + 2 * whole, (f"{names[1]}.weight",), beside)
+    yield Need(names[2], held + 2 * beside + whole, of(names[2]), beside)
+    yield Need(names[1], held + beside + 2 * whole, of(names[1]), beside)
+
+
+def _trained(program: Program, name: str, biases: bool = False) -> tuple[str, ...]:
+    """Return the weights of an operation that get gradients: frozen ones do not."""
+    return () if program.model.lora is not None else _of(name, biases)
 
 
 def _before(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
@@ -329,14 +339,17 @@ def _frozen(
     has the result's, `result` is 0. The adapter's gradient is one of the result that is scaled.
     """
     lora = program.model.lora
+    # In four bits the weight is there as products take it, at first beside what makes it.
+    weight, room = dequantised(program, sizes, f"layers.*.{name}.weight")
+    made = weight + max(room, inputs)
     if lora is None or name not in program.model.adapted:
-        yield Need(name, held + result + inputs)
+        yield Need(name, held + result + made)
         return
     low = sizes.tokens * lora.rank * sizes.element
     scaled = result or sizes.whole_bytes
     yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
     yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
-    yield Need(name, held + result + 2 * inputs)
+    yield Need(name, held + result + inputs + made)
 
 
 def of_input(

@@ -210,6 +210,8 @@ def _adapted(row: Row, model: ModelSpec, assumed: list[str]) -> ModelSpec:
         targets = (ALL_LINEAR,)
         assumed.append("lora_targets all-linear")
     try:
+        if model.experts:
+            raise ValueError(f"adapters of a model with experts = {model.experts} are not priced")
         lora = Lora(rank=rank, alpha=rank, targets=targets)
         check_targets(lora, model.family, gated=model.gated_mlp, experts=model.experts)
     except ValueError as error:

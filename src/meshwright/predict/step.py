@@ -16,11 +16,12 @@ from meshwright.predict.data_messages import (
     unit_messages,
     unit_waits,
 )
+from meshwright.predict.elements import elements_of
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import Costs, by_events, closed_form
 from meshwright.predict.setting import Setting, held_by, stages_of, work_of
-from meshwright.predict.work import HeldLayers, LayoutWork, elements_of
+from meshwright.predict.work import HeldLayers, LayoutWork
 from meshwright.program.profile import CAUSES
 from meshwright.program.stages import Stage
 from meshwright.spec.model import ModelSpec
@@ -226,7 +227,7 @@ def optimizer_seconds(
     setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
-    elements = elements_of(setting.model, layout, held, trained=True).share(layout)
+    elements = elements_of(setting.model, layout, held, of="trained").share(layout)
     if layout.offload == "none":
         return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth

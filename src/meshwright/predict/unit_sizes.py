@@ -51,17 +51,20 @@ class UnitSizes:
         self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), at)
         others = [one for name, one in shardings.items() if name not in trained]
         self.frozen = Counted.of(others, at)
+        packed = [one for one in others if one.part.four_bits]
+        self.packed = sum(math.prod(one.tp_shape) for one in packed)
+        self.packed_bytes = sum(one.stored_bytes(1) for one in packed)
         self.cuts_frozen = any(one.shard_ranks > 1 for one in others)
         self.grown: dict[str, int] = {}  # bytes of an element of each gradient
         self.is_gathered = False
         self.accumulated = False
         self.has_shard_gradient = False
 
-    def lasting(self, in_place: bool) -> int:
-        """Return the elements that a rank has at all times of what is not trained."""
+    def lasting(self, in_place: bool, element: int) -> int:
+        """Return the bytes that a rank has at all times of what is not trained."""
         if not self.cuts_frozen:
-            return self.frozen.whole
-        return self.frozen.own if in_place else self.frozen.shard
+            return (self.frozen.whole - self.packed) * element + self.packed_bytes
+        return (self.frozen.own if in_place else self.frozen.shard) * element
 
     def gathered(self, in_place: bool) -> int:
         """Return the elements that are gathered."""

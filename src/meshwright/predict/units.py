@@ -104,7 +104,7 @@ class Units:
             elif self.in_place:  # beside the copy that products use
                 self.bytes_held.add(GATHERED, unit.whole * self.element)
                 weights = unit.own
-            size = weights * _FP32 + unit.lasting(self.in_place) * self.element
+            size = weights * _FP32 + unit.lasting(self.in_place, self.element)
             self.bytes_held.add(WEIGHTS, size * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
             self.bytes_held.add(OPTIMIZER, states * (self.offload == "none"))

@@ -18,15 +18,14 @@ from typing import NamedTuple
 from meshwright.layout import Layout
 from meshwright.predict.needs import backward_needs
 from meshwright.program.collectives import collectives
+from meshwright.program.four_bits import dequantising_bytes
 from meshwright.program.lower import Program
 from meshwright.program.messages import Overlaps, Phase, Purpose
 from meshwright.program.operations import PRODUCT_BACKWARD, Operation, operations
-from meshwright.program.shards import shard
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parts import parts
 from meshwright.spec.training import TrainSpec
 
 
@@ -89,24 +88,6 @@ class Work(NamedTuple):
     kept: tuple[tuple[str, float], ...]
     deferred: float
     messages: tuple[Message, ...]
-
-
-class Weights(NamedTuple):
-    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm, the head.
-
-    `experts` are those of a layer that ranks share out, which `layers` count, too.
-    """
-
-    layers: tuple[int, ...]
-    experts: tuple[int, ...]
-    embedding: int
-    norm: int
-    head: int
-
-    @property
-    def layer(self) -> int:
-        """Those of the largest layer."""
-        return max(self.layers)
 
 
 class HeldLayers(NamedTuple):
@@ -269,6 +250,7 @@ def _work(
     moved = sum(_moved(program, sizes, op) for op in ops)
     if scores:
         moved += 2 * 3 * sizes.stream_bytes  # two residual sums: two read, one written
+        moved += dequantising_bytes(program, sizes)
     norms = sum(2.0 * op.normed_bytes for op in ops)
     # Logits read, the fp32 softmax written and read.
     has_loss = any(op.kind == "loss" for op in ops)
@@ -336,67 +318,3 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
     if op.kind == "embedding":
         return 2.0 * sizes.stream_bytes
     return 0.0
-
-
-@lru_cache(maxsize=1024)
-def weights(
-    model: ModelSpec, tp: int, shard_ranks: int, ep: int = 1, *, trained: bool = False
-) -> Weights:
-    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
-
-    Of experts those of one of `ep` ranks. `trained`: of what is trained alone.
-    """
-    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep)
-    if shard_ranks == 1:
-        layout = Layout(tp=tp, dp_replicate=ep, ep=ep)
-    layers, experts = [], []
-    for kind in model.layer_kinds:
-        found = parts(model.alike(kind, n_layers=1))
-        sizes = {
-            part.name: shard(part, layout).padded_elements * (part.trained or not trained)
-            for part in found
-        }
-        shared_out = (part.name for part in found if part.is_of_experts and ep > 1)
-        experts.append(sum(map(sizes.__getitem__, shared_out)))
-        layers.append(sum(size for name, size in sizes.items() if name.startswith("layers.")))
-    norm = sum(size for name, size in sizes.items() if name.startswith("norm."))
-    ends = sizes["embed.weight"], norm, sizes.get("head.weight", 0)
-    return Weights(tuple(layers), tuple(experts), *ends)
-
-
-class Elements(NamedTuple):
-    """Elements that a pipeline rank holds, whole but for tp: of `experts` that ranks share out its
-    own, and `plain` ones, which are all others."""
-
-    plain: int
-    experts: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.plain + self.experts
-
-    def share(self, layout: Layout) -> int:
-        """Return those that a rank trains, where ZeRO cuts them."""
-        return self.plain // layout.shard_ranks + self.experts // layout.expert_shard_ranks
-
-
-def elements_of(
-    model: ModelSpec,
-    layout: Layout,
-    held: HeldLayers,
-    *,
-    is_padded: bool = True,
-    trained: bool = False,
-) -> Elements:
-    """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
-
-    A tied head is a copy of the embedding.
-    """
-    ranks = layout.shard_ranks if is_padded else 1
-    found = weights(model, layout.tp, ranks, layout.ep, trained=trained)
-    experts = int(held.total(found.experts))
-    plain = int(held.total(found.layers)) - experts
-    if held.has_embedding or (held.has_head and model.tie_embeddings):
-        plain += found.embedding
-    return Elements(plain + (found.norm + found.head) * held.has_head, experts)

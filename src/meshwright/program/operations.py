@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from meshwright.layout.schedules import SCHEDULES
@@ -332,26 +333,26 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
     model, el = program.model, sizes.element
     scores = sizes.tokens * model.experts * _WIDE
     beside = sizes.tokens * sizes.shared_ffn * el
-    flops = sizes.product(sizes.dim, sizes.shared_ffn)
-    tokens = sizes.whole_bytes  # counted at the first that keeps them
+    tokens = sizes.whole_bytes
+    is_frozen = model.lora is not None
+    product = partial(
+        _Op, kind="product", backward=FROZEN_BACKWARD if is_frozen else PRODUCT_BACKWARD
+    )
     # The tokens, their softmax and the experts that were picked; how large a token's scores are.
     picked = sizes.pairs * _INT64 + (sizes.tokens * _WIDE if program.train.router_z_loss else 0)
-    yield _Op(
-        "mlp.router",
-        "product",
-        sizes.product(sizes.dim, model.experts),
-        tokens + scores + picked,
-        scores,
-    )
+    flops = sizes.product(sizes.dim, model.experts)
+    yield product("mlp.router", flops=flops, saved=tokens + scores + picked, kept=scores)
     if model.shared_ffn_dim:
-        yield _Op("mlp.shared.gate", "product", flops, 0, beside)
-        yield _Op("mlp.shared.up", "product", flops, 0, beside)
+        flops, result = sizes.product(sizes.dim, sizes.shared_ffn), sizes.whole_bytes
+        yield product("mlp.shared.gate", flops=flops, kept=beside)
+        yield product("mlp.shared.up", flops=flops, kept=beside)
         yield _Op("mlp.shared.act", "activation", saved=2 * beside)
-        yield _Op("mlp.shared.down", "product", flops, beside, sizes.whole_bytes)
+        # A frozen product keeps nothing.
+        yield product("mlp.shared.down", flops=flops, saved=0 if is_frozen else beside, kept=result)
     if model.shared_gate:
         one = sizes.tokens * el  # a number of each token
         # Its sigmoid, and what that multiplies.
-        yield _Op("mlp.shared_gate", "product", sizes.product(sizes.dim, 1), 0, one)
+        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=one)
         yield _Op("mlp.shared_gate.act", "activation", saved=one + sizes.whole_bytes)
     # The pairs' shares, their tokens and places, and how many an expert has.
     order = sizes.received * (_WIDE + 2 * _INT64) + model.experts * _INT64
@@ -360,12 +361,12 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
     if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
         order += results + sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
     yield _Op("mlp.experts.order", "routing", saved=order)
-    yield _Op("mlp.experts.gate", "product", sizes.expert_product, 0, hidden)
-    yield _Op("mlp.experts.up", "product", sizes.expert_product, 0, hidden)
+    yield product("mlp.experts.gate", flops=sizes.expert_product, kept=hidden)
+    yield product("mlp.experts.up", flops=sizes.expert_product, kept=hidden)
     yield _Op("mlp.experts.act", "activation", saved=2 * hidden)
     # Under tp the sum over the ranks is kept too.
     summed = sizes.stream_bytes if program.layout.tp > 1 else 0
-    yield _Op("mlp.experts.down", "product", sizes.expert_product, 0, results + summed)
+    yield product("mlp.experts.down", flops=sizes.expert_product, kept=results + summed)
 
 
 def _input_kept(program: Program, sizes: Sizes) -> int:

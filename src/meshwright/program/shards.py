@@ -15,6 +15,7 @@ from typing import Final
 
 from meshwright.layout import Layout
 from meshwright.program.target import Target
+from meshwright.spec.lora import nf4_bytes
 from meshwright.spec.parts import Part
 
 # (start, stop) along each dim of a whole tensor
@@ -116,6 +117,16 @@ class Sharding:
         return tuple(shape)
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of what a rank keeps of it, where data ranks do not cut it: in NF4 it is bytes."""
+        *outer, inner = self.tp_shape
+        return (*outer, nf4_bytes(inner)) if self.part.four_bits else self.tp_shape
+
+    def stored_bytes(self, element: int) -> int:
+        """Return the bytes of that, with so many for an element that is not in NF4."""
+        return math.prod(self.stored_shape) * (1 if self.part.four_bits else element)
+
+    @property
     def distinct(self) -> int:
         """Into how many different shards it is cut: ranks of a stage / this is its copies."""
         return self.ep * self.shard_ranks * (self.tp if self.tp_dim is not None else 1)
@@ -130,10 +141,10 @@ def shard(part: Part, layout: Layout) -> Sharding:
     is_whole = layout.tp > 1 and tp_dim is None
     is_partial = is_whole and (layout.sp or not _USED_IN_PART.isdisjoint(part.axes))
     is_partial = is_partial and part.trained
-    if layout.ep > 1 and part.is_of_experts:
-        ranks = layout.expert_shard_ranks
-        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
     is_cut = part.trained or cuts_frozen(layout)
+    if layout.ep > 1 and part.is_of_experts:
+        ranks = layout.expert_shard_ranks if is_cut else 1
+        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
     return Sharding(part, layout.tp, tp_dim, layout.shard_ranks if is_cut else 1, is_partial)
 
 

@@ -63,6 +63,7 @@ class Case:
             "parallel": model.parallel_residual,
             "dropout": model.drops,
             f"lora {' '.join(sorted(model.adapted))}": model.lora is not None,
+            "nf4": model.lora is not None and model.lora.four_bits,
             "packed": self.packed,
             "chat": self.chat,
             "compiled": self.train.is_compiled,

@@ -27,7 +27,7 @@ from meshwright.models import build_model, init_parameter
 from meshwright.program.actions import Action, Kind, Table
 from meshwright.program.flops import matmul_flops
 from meshwright.program.lower import Program
-from meshwright.program.shards import data_rank
+from meshwright.program.shards import Sharding, data_rank
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import build_small, everyones, mine, program_of
@@ -124,12 +124,19 @@ def _shard_differences(program: Program, parallel: Parallel) -> Iterator[str]:
     at = parallel.groups.at
     place = data_rank(program.layout, at)
     expected = {
-        f"stage {stage.index}, {name}": program.shardings[name].shape(at["tp"], place)
+        f"stage {stage.index}, {name}": _shape(program.shardings[name], at["tp"], place)
         for stage in program.held(at["pp"])
         for name in program.parameters(stage)
     }
     found = {f"stage {h.stage}, {h.name}": tuple(h.shard.shape) for h in parallel.held}
     yield from _lists("shard", expected, found)
+
+
+def _shape(sharding: Sharding, tp_rank: int, place: int) -> tuple[int, ...]:
+    """Return the shape of a shard as it is kept."""
+    if sharding.part.four_bits:
+        return sharding.stored_shape
+    return sharding.shape(tp_rank, place)
 
 
 def _first_differences(program: Program, parallel: Parallel) -> Iterator[str]:

@@ -138,6 +138,8 @@ EXPERT_KINDS: Final = (
     Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),
     Kind("gpt_oss", flags={**_GPT_OSS, "rope_scaling": _YARN, "tie_embeddings": True}),
 )
+# Inputs of which tp cuts whole blocks.
+_BLOCKS: Final = {"head_dim": 32, "ffn_dim": 256}
 ADAPTED_KINDS: Final = (
     Kind("llama", lora=Lora(rank=4, alpha=6.0)),
     Kind("qwen3", packed=True, lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj"))),
@@ -149,4 +151,10 @@ ADAPTED_KINDS: Final = (
         flags={"tie_embeddings": True, **_ODD},
         lora=Lora(rank=4, alpha=6.0, targets=("o_proj", "up_proj", "down_proj")),
     ),
+    Kind(
+        "qwen2_moe",
+        flags={**_SHARED, "layer_pattern": [{"dense": True}, {}]},
+        lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj")),
+    ),
+    Kind("qwen3", flags=_BLOCKS, lora=Lora(rank=4, alpha=6.0, base="nf4")),
 )

@@ -251,8 +251,7 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) ->
         n_layers=layers,
         n_heads=2 * kv_heads if FAMILIES[kind.family].grouped else kv_heads,
         n_kv_heads=kv_heads,
-        head_dim=8,
-        **{"dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
+        **{"head_dim": 8, "dim": 64, "ffn_dim": 128, "vocab_size": 128, **kind.flags},
     )
     model = model.model_copy(update={"lora": kind.lora})
     optimizer, train = _turned(_OPTIMIZERS, turn), train.model_copy(update=dict(kind.asked))

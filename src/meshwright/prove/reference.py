@@ -27,6 +27,7 @@ from meshwright.execute.data_parallel.data import DTYPES
 from meshwright.execute.transport.world import World
 from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
+from meshwright.prove.four_bits import kept_in_four_bits
 from meshwright.prove.optimizer import Updates
 from meshwright.prove.oracle import Routed, loss_sum, router_losses, streams
 from meshwright.prove.weights import whole_buffers, whole_weights
@@ -251,7 +252,8 @@ class _OneDevice:
     def __init__(self, case: Case, *, exact: bool, sample: int = 0) -> None:
         self.case, self._is_exact = case, exact
         self._half = DTYPES[case.train.precision]
-        self._start = whole_weights(case.model, case.train.seed)
+        start = whole_weights(case.model, case.train.seed)
+        self._start = kept_in_four_bits(case.model, start, self._half)
         self.beside = whole_buffers(case.model, case.train.seed)
         if sample:
             generator = torch.Generator().manual_seed(sample)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from meshwright.layout import Layout, broken, nearest_legal
 from meshwright.prove.case import Case
+from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 
@@ -41,11 +42,23 @@ def refused(world: int) -> Iterator[Case]:
         f"tp{world} mb1",
         {"precision": "bf16", "fp8": True},
     )
+    yield _case(
+        "layout.zero = 3 cuts frozen weights, which four bits keep whole (lora.base = nf4)",
+        f"shard{world} zero3 mb1",
+        lora=Lora(rank=4, alpha=4.0, base="nf4"),
+    )
 
 
-def _case(rule: str, layout: str, train: dict[str, Any] | None = None, **model: Any) -> Case:
+def _case(
+    rule: str,
+    layout: str,
+    train: dict[str, Any] | None = None,
+    lora: Lora | None = None,
+    **model: Any,
+) -> Case:
     sizes = {"dim": 64, "n_layers": 4, "n_heads": 16, "n_kv_heads": 8, "head_dim": 8}
     spec = model_spec(**{**sizes, "ffn_dim": 128, "vocab_size": 128, **model})
+    spec = spec.model_copy(update={"lora": lora})
     sized = TrainSpec(**{"batch": 16, "seq_len": 32, **(train or {})})
     return Case(spec, sized, Layout.parse(layout), refused=rule)
 

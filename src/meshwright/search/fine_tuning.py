@@ -1,9 +1,9 @@
-"""What can be fine-tuned on some devices: all weights or adapters, how fast, and how long rows."""
+"""What can be fine-tuned on some devices: all weights, adapters, or adapters on four bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
@@ -32,19 +32,24 @@ class FineTuning:
 
 
 def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list[FineTuning]:
-    """Return what training all weights, and adapters alone, take on so many devices.
+    """Return what training all weights, adapters, or adapters on NF4 takes on so many devices.
 
     Adapters are those of the model where it has some, else of rank `RANK` on every linear layer
     that can have one of its own.
     """
     model = setting.model
     lora = model.lora or Lora(rank=RANK, alpha=RANK, targets=_targets(model))
-    ways: dict[str, Lora | None] = {"all weights": None, f"adapters of rank {lora.rank}": lora}
+    name = f"adapters of rank {lora.rank}"
+    ways: dict[str, Lora | None] = {
+        "all weights": None,
+        name: lora.model_copy(update={"base": "precision"}),
+        f"{name}, 4-bit": lora.model_copy(update={"base": "nf4"}),
+    }
     return [_way(setting, name, one, devices, margin) for name, one in ways.items()]
 
 
 def _targets(model: ModelSpec) -> tuple[str, ...]:
-    return tuple(own_layers(model.family, gated=model.gated_mlp))
+    return tuple(own_layers(model.family, gated=model.gated_mlp, experts=model.experts))
 
 
 def _way(
@@ -52,7 +57,8 @@ def _way(
 ) -> FineTuning:
     model = setting.model
     try:
-        check_targets(lora, model.family, gated=model.gated_mlp, experts=model.experts)
+        kinds: dict[str, Any] = {"experts": model.experts, "latent": model.is_latent}
+        check_targets(lora, model.family, gated=model.gated_mlp, **kinds)
     except ValueError as error:
         return FineTuning(trained, refused=str(error))
     own = replace(setting, model=model.model_copy(update={"lora": lora}))

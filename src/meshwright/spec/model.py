@@ -178,7 +178,7 @@ class ModelSpec(Spec):
     @property
     def adapted(self) -> frozenset[str]:
         """The linear layers of a layer that have adapters, as `attn.q`."""
-        return adapted(self.lora, self.family, gated=self.gated_mlp)
+        return adapted(self.lora, self.family, gated=self.gated_mlp, experts=self.experts)
 
     @property
     def drops(self) -> bool:
@@ -329,7 +329,8 @@ class ModelSpec(Spec):
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
         FAMILIES[self.family].refuse_others(dict(self))
         self._check_experts()
-        check_targets(self.lora, self.family, gated=self.gated_mlp, experts=self.experts)
+        kinds: dict[str, Any] = {"experts": self.experts, "latent": self.is_latent}
+        check_targets(self.lora, self.family, gated=self.gated_mlp, **kinds)
         self._check_router()
         self._check_latent()
         return self

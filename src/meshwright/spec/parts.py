@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.spec.lora import LINEAR
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 
@@ -22,13 +23,15 @@ from meshwright.spec.model import LayerSpec, ModelSpec
 class Part:
     """One parameter: its global name, its shape and the logical axis of each dim.
 
-    What is not `trained` has no gradient and nothing that follows from one.
+    What is not `trained` has no gradient and nothing that follows from one. With `four_bits` it is
+    kept in NF4.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     trained: bool = True
+    four_bits: bool = False
 
     @property
     def numel(self) -> int:
@@ -174,7 +177,9 @@ def _linear(
     spec: ModelSpec, layer: str, name: str, out: tuple[int, str], inner: tuple[int, str], bias: bool
 ) -> Iterator[Part]:
     at = f"{layer}.{name}"
-    yield Part(f"{at}.weight", (out[0], inner[0]), (out[1], inner[1]))
+    four_bits = spec.lora is not None and spec.lora.four_bits and name in LINEAR
+    axes = out[1], inner[1]
+    yield Part(f"{at}.weight", (out[0], inner[0]), axes, four_bits=four_bits)
     if bias:
         yield Part(f"{at}.bias", (out[0],), (out[1],))
     if spec.lora is not None and name in spec.adapted:

@@ -36,10 +36,12 @@ _FIXED: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def adapter_config(lora: Lora, family: str, *, gated: bool, base: str | None) -> dict[str, Any]:
+def adapter_config(
+    lora: Lora, family: str, *, gated: bool, base: str | None, experts: int = 0
+) -> dict[str, Any]:
     """Return the `adapter_config.json` of adapters on a model of a family, stored at `base`."""
-    names = target_names(family, gated=gated)
-    targets = adapted(lora, family, gated=gated)
+    names = target_names(family, gated=gated, experts=experts)
+    targets = adapted(lora, family, gated=gated, experts=experts)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

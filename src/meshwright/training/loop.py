@@ -187,6 +187,9 @@ def start_event(
         drawn["blend"] = sampler.passes(config.train.steps * config.train.batch)
     elif isinstance(sampler, WholeSampler):
         drawn["rows"] = sampler.facts()
+    elif isinstance(dataset, StreamedDataset) and step == 0:
+        rows = dataset.truncation(config.train.seq_len)
+        drawn |= {"first_rows": rows} if rows else {}
     return {
         "event": "start",
         "time": time.time(),

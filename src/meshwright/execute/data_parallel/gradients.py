@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.execute.transport.groups import Groups, Link
+from meshwright.models.nf4 import dequantise, quantise
 from meshwright.program.gradient_sums import GradientSum
 from meshwright.program.shards import Sharding
 
@@ -37,6 +38,19 @@ class HeldParameter(NamedTuple):
     def shard(self) -> Tensor:
         """This rank's shard as a plain tensor that shares the parameter's memory."""
         return local_shard(self.parameter.detach())
+
+    def fill(self, weights: Tensor, dtype: torch.dtype) -> None:
+        """Take a shard's weights; in four bits they are kept of those rounded to `dtype`."""
+        shard = self.shard
+        if self.sharding.part.four_bits:
+            weights = quantise(weights.to(shard.device, dtype))
+        shard.copy_(weights)
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """Return the shard: the run's own, or one in four bits as a copy in `dtype` on the host."""
+        if not self.sharding.part.four_bits:
+            return self.shard
+        return dequantise(self.shard.cpu(), dtype)
 
     @property
     def gradient(self) -> Tensor | None:

@@ -123,7 +123,8 @@ class Replicas:
         def make(name: str, parameter: nn.Parameter) -> Weight:
             mesh, rank, cuts = peers(name).mesh, peers(name).rank, peers(name).cuts
             cut = parameter.requires_grad or self._zero == 3  # see `shards.cuts_frozen`
-            return Weight(parameter, used, mesh, rank, reshards=self._zero == 3 and cuts, cut=cut)
+            dtype = used if parameter.is_floating_point() else parameter.dtype  # in four bits
+            return Weight(parameter, dtype, mesh, rank, reshards=self._zero == 3 and cuts, cut=cut)
 
         self.weights = take_over(model, make)
         ep = 1 if groups.experts is None else groups.experts.ep.size

@@ -14,28 +14,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from meshwright.execute.tensor_parallel.deferred import local
 from meshwright.execute.tensor_parallel.tp_regions import TPRegion
 from meshwright.models.attention import Project
 from meshwright.models.blocks import Block
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.experts import ExpertMLP, Matrices
 from meshwright.models.lora import LoraLinear
+from meshwright.models.nf4 import product
 
 
 def cut_adapted(block: Block, tp_region: TPRegion) -> None:
     """Give every rank of tp its share of a block's linear layers and of their adapters."""
-    block.attn.project = block.mlp.project = entering(tp_region)
+    block.attn.project = entering(tp_region)
+    rows = [block.attn.o]
+    if isinstance(block.mlp, ExpertMLP):
+        _cut_frozen_experts(block.mlp, tp_region)
+    else:
+        block.mlp.project = entering(tp_region)
+        rows.append(block.mlp.down)
     for module in block.modules():
         if isinstance(module, LoraLinear):
             module.local = local
-    for row in (block.attn.o, block.mlp.down):
+    for row in rows:
         assert isinstance(row, nn.Linear)
         kind = RowLora if isinstance(row, LoraLinear) else FrozenRow
         row.__class__ = kind
         assert isinstance(row, RowLora | FrozenRow)
         row.tp_region = tp_region
+
+
+def _cut_frozen_experts(mlp: ExpertMLP, tp_region: TPRegion) -> None:
+    """Have frozen experts, their router and the shared one compute inside of the region."""
+    for module in mlp.modules():
+        if isinstance(module, Matrices):
+            module.local = local
+        elif isinstance(module, nn.Linear):
+            module.__class__ = FrozenInside
+    mlp.experts.adds = tp_region.link.rank == 0
+    if tp_region.link.size > 1:
+        mlp.enter, mlp.leave = tp_region.enter, tp_region.leave
 
 
 def entering(tp_region: TPRegion) -> Project:
@@ -50,8 +69,17 @@ def entering(tp_region: TPRegion) -> Project:
 
 def _column(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
     """Return this rank's outputs `[batch, seq, out / ranks]` of the whole x `[batch, seq, in]`."""
-    out = F.linear(x, local(layer.weight), None if layer.bias is None else local(layer.bias))
+    bias = None if layer.bias is None else local(layer.bias)
+    out = product(layer, x, local(layer.weight), bias)
     return layer.added(out, x, context) if isinstance(layer, LoraLinear) else out
+
+
+class FrozenInside(nn.Linear):
+    """A linear layer inside of a region: this rank's part of what enters, or of what leaves."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[..., out / ranks]` of `[..., in]`, or partial sums `[..., out]`."""
+        return product(self, input, local(self.weight), None)
 
 
 class FrozenRow(nn.Linear):
@@ -61,7 +89,7 @@ class FrozenRow(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
-        return _left(self, F.linear(input, local(self.weight)), self.tp_region)
+        return _left(self, product(self, input, local(self.weight), None), self.tp_region)
 
 
 class RowLora(LoraLinear):
@@ -72,7 +100,8 @@ class RowLora(LoraLinear):
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
         """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
         first = self.tp_region.link.rank * input.shape[-1]
-        out = self.added(F.linear(input, local(self.weight)), input, context, first)
+        partial = product(self, input, local(self.weight), None)
+        out = self.added(partial, input, context, first)
         return _left(self, out, self.tp_region)
 
 

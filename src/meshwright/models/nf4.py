@@ -1,0 +1,100 @@
+"""Weights in NF4, four bits each: QLoRA, arXiv:2305.14314, section 3 and appendix E.
+
+A block of 64 inputs of an output has a scale, the largest of its magnitudes. A number is the
+nearest of 16, quantiles of a normal distribution, times the scale. A byte has two of them, the
+first in its upper half, as in bitsandbytes and torchao. The scales of a row, fp32, follow its
+numbers, so that a weight is one tensor, and a cut between rows or between blocks is one of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.spec.lora import NF4_BLOCK, NF4_PIECE, nf4_bytes
+
+LEVELS: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_LEAST: Final = 1e-38  # in place of the scale of a block of zeros
+
+
+def pairs(device: torch.device | str) -> Tensor:
+    """Return what the two halves of each byte stand for, fp32 `[256, 2]`."""
+    levels = torch.tensor(LEVELS, device=device)
+    first, second = levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))
+    return torch.stack((first, second), -1)
+
+
+@torch.no_grad()
+def quantise(weight: Tensor) -> Tensor:
+    """Return a weight `[out, in]` in four bits: uint8 `[out, nf4_bytes(in)]`.
+
+    What `dequantise` makes of it gives the same bytes again.
+    """
+    blocks = weight.float().reshape(len(weight), -1, NF4_BLOCK)
+    scales = blocks.abs().amax(-1)
+    levels = torch.tensor(LEVELS, device=weight.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(blocks / scales.clamp(min=_LEAST)[..., None], between).flatten(1)
+    codes = codes.to(torch.uint8)
+    return torch.cat((codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)), -1)
+
+
+@torch.no_grad()
+def dequantise(packed: Tensor, dtype: torch.dtype, table: Tensor | None = None) -> Tensor:
+    """Return the weight `[out, in]` that is stored as uint8 `[out, nf4_bytes(in)]`.
+
+    `table` is what `pairs` gives. Beside the result there is memory for some rows at once.
+    """
+    table = pairs(packed.device) if table is None else table
+    inner = packed.shape[1] * NF4_BLOCK // nf4_bytes(NF4_BLOCK)
+    out = torch.empty(len(packed), inner, dtype=dtype, device=packed.device)
+    at_once = max(NF4_PIECE // inner, 1)
+    for rows, some in zip(torch.split(out, at_once), torch.split(packed, at_once), strict=True):
+        scales = some[:, inner // 2 :].view(torch.float32)
+        values = F.embedding(some[:, : inner // 2].int(), table)
+        values = values.view(len(some), -1, NF4_BLOCK).mul_(scales[..., None])
+        rows.copy_(values.view_as(rows))
+        del values  # before the next ones
+    return out
+
+
+class _Product(torch.autograd.Function):
+    """A product with a frozen weight in four bits, which is dequantised for each pass anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, table: Tensor) -> Tensor:
+        ctx.packed, ctx.table = packed, table
+        return F.linear(x, dequantise(packed, x.dtype, table), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad @ dequantise(ctx.packed, grad.dtype, ctx.table), None, None, None
+
+
+def product(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` with a layer's weight, or this rank's part of it.
+
+    One in four bits has `levels` beside it, the table of `pairs`.
+    """
+    if weight.dtype != torch.uint8:
+        return F.linear(x, weight, bias)
+    found: Tensor = _Product.apply(x, weight, bias, layer.levels)  # type: ignore[no-untyped-call]
+    return found
+
+
+class FourBitLinear(nn.Linear):
+    """A linear layer without an adapter whose weight is in four bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[..., out]` of `[..., in]`."""
+        return product(self, input, self.weight, self.bias)

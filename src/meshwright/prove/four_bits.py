@@ -1,0 +1,40 @@
+"""The weights that one device multiplies with where a run keeps them in four bits.
+
+Written apart from `models.nf4`: each number of a block becomes the level that is nearest to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.models.nf4 import LEVELS
+from meshwright.spec.lora import NF4_BLOCK
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import parts
+
+
+def in_four_bits(weight: Tensor) -> Tensor:
+    """Return a weight `[out, in]` of which each number is a level times its block's largest."""
+    found = torch.empty_like(weight)
+    levels = torch.tensor(LEVELS)
+    for row, made in zip(weight.float(), found, strict=True):
+        for block, to in zip(row.split(NF4_BLOCK), made.split(NF4_BLOCK), strict=True):
+            largest = block.abs().max()
+            if largest > 0:
+                nearest = (block[:, None] / largest - levels).abs().argmin(-1)
+                to.copy_(levels[nearest] * largest)
+            else:
+                to.zero_()
+    return found
+
+
+def kept_in_four_bits(
+    spec: ModelSpec, weights: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return weights, fp32, of which those kept in four bits are what products in `dtype` take."""
+    packed = {part.name for part in parts(spec) if part.four_bits}
+    return {
+        name: in_four_bits(one.to(dtype)).float() if name in packed else one
+        for name, one in weights.items()
+    }
