@@ -23,6 +23,7 @@ from meshwright.errors import (
     refusal,
 )
 from meshwright.execute.rendezvous import Rendezvous
+from meshwright.launch.accelerators import find_gpus
 from meshwright.launch.checks import (
     check_device,
     check_extras,
@@ -32,7 +33,7 @@ from meshwright.launch.checks import (
 )
 from meshwright.launch.compiler import check_compiler, lacks_compiler
 from meshwright.launch.elastic import forget, recorded, restarted, tell
-from meshwright.launch.engine import check_engine, check_fp8
+from meshwright.launch.engine import check_async_tp, check_engine, check_fp8
 from meshwright.launch.fault import Fault
 from meshwright.launch.gather import hand_over, logged, one_folder
 from meshwright.launch.local import LocalRun
@@ -165,6 +166,7 @@ def prepare_job(
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
     check_fp8(config, machine.device)
+    check_async_tp(config, layout, machine.device, find_gpus(environ))
     check_tokenizer(config)
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)
