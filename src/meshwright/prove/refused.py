@@ -41,6 +41,11 @@ def refused(world: int) -> Iterator[Case]:
         f"tp{world} mb1",
         {"precision": "bf16", "fp8": True},
     )
+    yield _case(
+        "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1",
+        f"tp{world} mb1",
+        {"async_tp": True},
+    )
 
 
 def _case(rule: str, layout: str, train: dict[str, Any] | None = None, **model: Any) -> Case:
