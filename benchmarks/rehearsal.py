@@ -1,6 +1,7 @@
 """Rehearse layouts and seeded faults on the stand-in for a GPU, and write what was checked.
 
-Run as `python -m benchmarks.rehearsal --page docs/gpu-rehearsal.md`.
+Run as `python -m benchmarks.rehearsal --page docs/gpu-rehearsal.md`, or with `--only TEXT` for the
+kinds alone whose words have a text, without a page.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class Kind(NamedTuple):
     precision: str = "bf16"
     packed: bool = False
     model: str = "llama"
+
+    @property
+    def words(self) -> str:
+        """All of it."""
+        rows = "packed" if self.packed else "plain"
+        return f"{self.label} {self.precision} {rows} {self.model}"
 
 
 KINDS = (
@@ -281,14 +288,17 @@ def page(found: Iterable[Checked], caught: Iterable[Checked]) -> str:
 def main() -> int:
     """Write the page; 1 where something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--page", type=Path)
+    what.add_argument("--only", metavar="TEXT", help="such as 'cp4-ring mb2 bf16 packed windows'")
     args = parser.parse_args()
+    kinds = [kind for kind in KINDS if args.only is None or args.only in kind.words]
     found, caught = [], []
-    for kind, one in zip(KINDS, checked([case(*kind) for kind in KINDS]), strict=True):
-        print(
-            f"{' '.join(map(str, kind))}: {one.faults if one.caught else 'passed'}", file=sys.stderr
-        )
+    for kind, one in zip(kinds, checked([case(*kind) for kind in kinds]), strict=True):
+        print(f"{kind.words}: {one.faults if one.caught else 'passed'}", file=sys.stderr)
         found.append(one)
+    if args.only is not None:
+        return 0 if found and not any(one.caught for one in found) else 1
     for fault in FAULTS:
         caught.append(seeded(fault))
         print(f"{fault.what}: {', '.join(caught[-1].caught)}", file=sys.stderr)

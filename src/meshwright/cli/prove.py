@@ -17,7 +17,7 @@ from meshwright.errors import EXIT_CHECK_FAILED, EXIT_DONE, ConfigError, refusal
 from meshwright.launch.certificate import certify
 from meshwright.launch.machines.accelerators import check_build, count_gpus, find_gpus, torch_build
 from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machines.engine import check_fp8
+from meshwright.launch.machines.engine import check_async_tp, check_fp8
 from meshwright.launch.machines.machine import detect
 from meshwright.launch.proofs.proof import by_world, fails_alike, prove_cases
 from meshwright.layout import Layout, broken, nearest_legal, resolve_layout
@@ -230,6 +230,7 @@ def _layout(config: Config) -> Layout:
         cluster = cluster.model_copy(update={"device": "cpu"})
     machine = detect(cluster, os.environ)
     check_fp8(config, machine.device)
+    check_async_tp(config, Layout(), machine.device, None)
     return resolve_layout(config, machine)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from meshwright.execute.kernels.products import take_route
 from meshwright.execute.kernels.recompute import recompute
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.tensor_parallel.adapters import cut_adapted
+from meshwright.execute.tensor_parallel.async_tp import OPTIONS, take_async_tp
 from meshwright.execute.tensor_parallel.deferred import Deferral, local
 from meshwright.execute.tensor_parallel.four_bits import give_levels, keep_in_four_bits
 from meshwright.execute.tensor_parallel.tensor import (
@@ -75,7 +76,10 @@ def build(
     products = take_route(program.train.matmul, device)
     deferral = Deferral()
     splits = splits_backward(program)
-    wrap = compiler(products, splits=splits) if compiled else None
+    more: dict[str, Any] = {}
+    if program.train.async_tp:
+        groups, more = take_async_tp(groups, device), {"more": OPTIONS}
+    wrap = compiler(products, splits=splits, **more) if compiled else None
     modules = describe(program, groups, deferral, wrap=wrap)
     return materialise(program, groups, device, source, modules, deferral)
 
@@ -122,12 +126,14 @@ def describe(
     return modules
 
 
-def compiler(products: Route, *, splits: bool = False) -> Wrap:
-    """Return what has a block compiled, its products by a route; `splits` as in `Deferral`."""
+def compiler(
+    products: Route, *, splits: bool = False, more: Mapping[str, Any] | None = None
+) -> Wrap:
+    """Return what has a block compiled, its products by a route; see `compile_block`."""
     # Not at the top: the compiler is a second of imports.
     from meshwright.execute.kernels.compiled import compile_block
 
-    return partial(compile_block, products=products, splits=splits)
+    return partial(compile_block, products=products, splits=splits, more=more)
 
 
 def materialise(

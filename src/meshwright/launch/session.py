@@ -32,8 +32,9 @@ from meshwright.launch.checks.start import (
     check_memory,
     check_tokenizer,
 )
+from meshwright.launch.machines.accelerators import find_gpus
 from meshwright.launch.machines.compiler import check_compiler, lacks_compiler
-from meshwright.launch.machines.engine import check_engine, check_fp8
+from meshwright.launch.machines.engine import check_async_tp, check_engine, check_fp8
 from meshwright.launch.machines.gather import hand_over, logged, one_folder
 from meshwright.launch.machines.machine import detect, on_nodes
 from meshwright.launch.measure.measuring import measured_first
@@ -165,6 +166,7 @@ def prepare_job(
     check_extras(config)
     check_engine(config, layout, resumes=resume is not None)
     check_fp8(config, machine.device)
+    check_async_tp(config, layout, machine.device, find_gpus(environ))
     check_tokenizer(config)
     check_memory(config, layout, machine)
     check_limit(config, layout, machine)

@@ -83,7 +83,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.schedule": get_args(Schedule),
     "layout.offload": get_args(Offload),
     "layout.sp": (False, True),
-    "train.fp8": (False, True),
+    **dict.fromkeys(("train.fp8", "train.async_tp"), (False, True)),
     "lora.base": get_args(Base),
     "train.router_aux_loss": (0.0,),
     "train.router_z_loss": (0.0,),

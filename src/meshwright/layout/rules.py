@@ -170,6 +170,13 @@ def _fp8(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return None
 
 
+def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """What goes on in pieces are gathers and sums of sequence parallelism."""
+    if not train.async_tp or (layout.tp > 1 and layout.sp):
+        return None
+    return "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1"
+
+
 # What is asked of routers, and the scores that it is for.
 _ROUTERS = {
     "router_aux_loss": ("softmax", "sigmoid"),
@@ -234,6 +241,7 @@ RULES = (
     Rule(_sequence, ("train.seq_len", "layout.cp_kind", "layout.sp", "layout.cp", "layout.tp")),
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
     Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
+    Rule(_async_tp, ("layout.sp", "train.async_tp")),
     Rule(_router, tuple(f"train.{key}" for key in _ROUTERS)),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(

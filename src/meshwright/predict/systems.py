@@ -31,10 +31,9 @@ class System:
     while those of weights are computed; else the fitted share of messages has it. `even_stages`:
     layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
     the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
-    does so. `parts_ends`: ZeRO-3 gathers the embedding and the head, where they are not tied, for
-    the one pass that uses each. `sends_once`: a token goes to a rank, and to a node, once, however
-    many of its experts are there. `keeps_quantised`: what float8 products have taken is kept in
-    float8.
+    does so. `parts_ends`: ZeRO-3 gathers embedding and head, unless tied, for the one pass that
+    uses each. `sends_once`: a token goes to a rank, and to a node, once, however many of its
+    experts are there. `keeps_quantised`: what float8 products have taken is kept in float8.
     """
 
     name: str

@@ -47,6 +47,11 @@ def refused(world: int) -> Iterator[Case]:
         f"shard{world} zero3 mb1",
         lora=Lora(rank=4, alpha=4.0, base="nf4"),
     )
+    yield _case(
+        "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1",
+        f"tp{world} mb1",
+        {"async_tp": True},
+    )
 
 
 def _case(

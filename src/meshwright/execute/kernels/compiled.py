@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
@@ -21,17 +21,23 @@ _PRODUCTS: Final = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def compile_block(
-    block: nn.Module, products: Route, *, splits: bool = False, backend: Any = "inductor"
+    block: nn.Module,
+    products: Route,
+    *,
+    splits: bool = False,
+    backend: Any = "inductor",
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Have a block compiled by its first forward, its fp32 products computed as `products` says.
 
     The hooks of data parallelism stay outside. `splits` as in `Deferral`: gradients that wait go to
-    the parameters themselves. `backend` is a word or function of `torch.compile`.
+    the parameters themselves. `backend` is a word or function of `torch.compile`, `more` options.
     Where parts of a block cannot be compiled, these run as they are, and so do their products: the
     compiler would otherwise go on to the route's own functions.
     """
     trace_rules.add(own_products.__name__)
     options: Any = {"post_grad_custom_post_pass": _KEEPS_PRODUCTS} if products.rows else None
+    options = {**(options or {}), **more} if more else options
     compiled = torch.compile(block.forward, backend=backend, options=options)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -45,16 +45,19 @@ def begin_gather(x: Tensor, link: Link) -> Arrival:
 
     def arrived() -> Tensor:
         found: Tensor = ops.wait_tensor(parts)
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and not link.in_pieces:
             return found.view(1, -1, *x.shape[2:])
-        return found.view(link.size, *x.shape).transpose(0, 1).flatten(1, 2)
+        return torch.cat(torch.chunk(found, link.size, 0), 1)  # as a compiler knows it
 
     return arrived
 
 
 def begin_scatter(x: Tensor, link: Link) -> Arrival:
     """Begin to make this rank's `[batch, seq / ranks, ...]` of the sum of `[batch, seq, ...]`."""
-    cut = x.view(x.shape[0], link.size, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
+    if x.shape[0] == 1 and not link.in_pieces:
+        cut = x.view(link.size, -1, *x.shape[2:])
+    else:
+        cut = torch.cat(torch.chunk(x, link.size, 1), 0)
     ops = operators(x, is_shared=link.is_shared)
     out: Tensor = ops.reduce_scatter_tensor(cut.contiguous(), "sum", link.size, link.name)
     return partial(ops.wait_tensor, out)

@@ -26,6 +26,7 @@ from meshwright.program.schedule import stage_ranks
 class Link:
     """The ranks along one axis or some, and this rank's place among them; `size` 1 has no group.
 
+    `in_pieces`: what is sent in compiled code goes on beside its products, see `async_tp`.
     `channel` is the group's through the memory of the machine that they all are on, if it has one.
     """
 
@@ -33,6 +34,7 @@ class Link:
     ranks: tuple[int, ...]
     rank: int
     channel: Open | None = field(default=None, compare=False, repr=False)
+    in_pieces: bool = False
 
     @property
     def is_shared(self) -> bool:

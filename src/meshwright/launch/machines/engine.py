@@ -1,12 +1,14 @@
-"""What `train.engine` and `train.fp8` ask of a layout, of the machine and of what is installed."""
+"""What `train.engine`, `fp8` and `async_tp` ask of a layout, a machine and what is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 
 from meshwright.errors import ConfigError, refusal
+from meshwright.launch.machines.accelerators import Gpus
 from meshwright.launch.machines.machine import gpu_name
 from meshwright.layout import Layout
+from meshwright.layout.schedules import SCHEDULES
 from meshwright.spec.loading import Config
 
 
@@ -25,6 +27,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "data.streaming": (config.data.streaming, False),
         "train.compile": (train.is_compiled, False),
         "train.fp8": (train.fp8, False),
+        "train.async_tp": (train.async_tp, False),
         "lora.rank": (config.lora.rank, 0),
         "train.check_every": (train.check_every, 0),
         "train.stop_after_evals": (train.stop_after_evals, 0),
@@ -70,3 +73,22 @@ def check_fp8(config: Config, device: str) -> None:
     if known is not None and "fp8" not in known.peaks:
         rule = f"train.fp8 = true, but {name} has no products in float8"
         raise ConfigError(refusal(rule, legal=["train.fp8 = false"]))
+
+
+def check_async_tp(config: Config, layout: Layout, device: str, gpus: Gpus | None) -> None:
+    """Refuse products in pieces where there is no compiled block, or no memory that ranks share."""
+    if not config.train.async_tp:
+        return
+    each = config.cluster.devices_per_node or (gpus.visible if gpus is not None else layout.tp)
+    rule = None
+    if device != "cuda" or (gpus is not None and gpus.vendor != "NVIDIA"):
+        rule = "it needs GPUs of NVIDIA, whose ranks share memory"
+    elif not config.train.is_compiled:
+        rule = f"the compiler does it, and train.compile = {str(config.train.compile).lower()}"
+    elif layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
+        rule = f"layout.schedule = {layout.schedule} leaves products outside of what is compiled"
+    elif layout.tp > each:
+        rule = f"layout.tp = {layout.tp} ranks share memory on one node, which has {each} GPUs"
+    if rule is not None:
+        rule = f"train.async_tp = true: {rule}"
+        raise ConfigError(refusal(rule, legal=["train.async_tp = false"]))
