@@ -1,4 +1,4 @@
-"""What can be fine-tuned on some devices: all weights or adapters, how fast, and how long rows."""
+"""Ways to fine-tune on some devices, all weights or adapters: speed and longest sequences."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RANK: Final = 16
 
 @dataclass(frozen=True)
 class FineTuning:
-    """One way to fine-tune: what is trained, and what of it fits.
+    """One way to fine-tune: what is trained, and which layouts fit.
 
-    `refused` says why adapters do not go with the model. `found` is the fastest layout at
+    `refused` says why the model cannot have adapters. `found` is the fastest layout at
     `train.seq_len`, `longest` the longest sequences and the fastest layout for them; None where
     nothing fits.
     """
@@ -32,10 +32,10 @@ class FineTuning:
 
 
 def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list[FineTuning]:
-    """Return what training all weights, and adapters alone, take on so many devices.
+    """Return what it takes to train all weights, or only adapters, on so many devices.
 
-    Adapters are those of the model where it has some, else of rank `RANK` on every linear layer
-    that can have one of its own.
+    Uses the model's adapters if it has some, otherwise adapters of rank `RANK` on every linear
+    layer that can have a separate one.
     """
     model = setting.model
     lora = model.lora or Lora(rank=RANK, alpha=RANK, targets=_targets(model))
