@@ -1,7 +1,7 @@
-"""`System`: what differs between training systems that run one and the same layout.
+"""`System`: the differences between training systems that run the same layout.
 
-Facts only, each with its source; what had to be measured is in the calibration under the system's
-name. Ours is `meshwright`. The others are here because most published measurements are of them.
+Only facts, each with its source; measured values are in the calibration under the system's name.
+`meshwright` is our own. The others are here because most published measurements are theirs.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Module = Literal["core_attn", "mlp", "layernorm", "activation"]
 
 @dataclass(frozen=True)
 class System:
-    """How a system keeps states, which kernels it has, and what it overlaps.
+    """How a system stores states, which kernels it uses, and what it overlaps.
 
     `keeps` "shards": fp32 shards are the weights, gathered in the dtype of the products (FSDP).
-    "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.
-    `gradient_bytes` of an accumulated gradient, `reduced_bytes` of one that is being summed,
-    None where `train.reduce_dtype` says it.
-    `attention` is the kernel where a row names none.
-    `selective` recomputation makes whole blocks but for their products anew, attention alone,
-    half of the products too, or `modules`. `fused_norm`: a norm is one kernel. `fused_activation`:
-    a gated activation keeps its two inputs alone. `splits_loss`: the loss has logits cut over tp.
-    `gathers_again`: with sp, what products took is gathered again in the backward, or only in that
-    of layers which are not recomputed. `overlaps_tp`: the gradients of products' inputs are summed
-    while those of weights are computed; else the fitted share of messages has it. `even_stages`:
-    layers are spread over stages by number rather than by cost. `fuses_loss`: the backward makes
-    the head's products and the loss, of some tokens at a time; `loss_chunks` of another system that
-    does so. `sends_once`: a token goes to a rank, and to a node, once, however many of its experts
-    are there. `keeps_quantised`: what float8 products have taken is kept in float8.
+    "whole": each rank has whole weights in the products' dtype, and the optimizer the fp32 ones.
+    `gradient_bytes` is per element of an accumulated gradient, `reduced_bytes` of one during a
+    reduction, None where `train.reduce_dtype` sets it. `attention` is the kernel if a row names
+    none. `selective` recomputation recomputes whole blocks except for their products, attention
+    alone, also half of the products, or `modules`. `fused_norm`: a norm is one kernel.
+    `fused_activation`: a gated activation saves only its two inputs. `splits_loss`: the loss uses
+    vocabulary-parallel logits. `gathers_again`: with sp, the inputs of products are gathered again
+    in the backward, or only in that of layers that are not recomputed. `overlaps_tp`: input
+    gradients are reduced while weight gradients are computed; otherwise, the fitted share of
+    messages includes it. `even_stages`: stages have equal numbers of layers, not equal costs.
+    `fuses_loss`: the backward computes the head's products and the loss, some tokens at a time;
+    `loss_chunks` of another system that does so. `sends_once`: a token goes to a rank, and to a
+    node, once, however many of its experts are there. `keeps_quantised`: the inputs of float8
+    products are saved in float8.
     """
 
     name: str

@@ -1,9 +1,8 @@
-"""What one microbatch asks of a device in one layer and in the model's ends: read from programs.
+"""The work of one microbatch in a layer and in the model's ends, read from programs.
 
-Layers of a kind cost the same wherever they are, so a program of a model of one layer says what
-each costs, and one of two layers what comes with every further one. That makes pricing a layout a
-sum of a few numbers, the same for thousands of layouts; tests hold the sums against the whole
-program's tables.
+Layers of a kind cost the same wherever they are: the program of a one-layer model gives the cost of
+each kind, one of two layers that of every further layer. A layout's price is then a sum of a few
+numbers, which thousands of layouts share; tests compare it with the whole program's tables.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from meshwright.spec.training import TrainSpec
 class Product(NamedTuple):
     """A product `[rows, inner] x [inner, outer]`, of `groups` of rows with a matrix each.
 
-    `is_column`: its outputs are cut over tp, by a layer that sends while it multiplies. The
-    `backward` has so many of its size.
+    `is_column`: a column-parallel layer, which communicates while it multiplies. `backward` is the
+    number of products of this size in the backward.
     """
 
     rows: int
@@ -56,7 +55,7 @@ class Product(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective of one microbatch: its kind, axis and bytes, how often, in which pass, why.
+    """A collective of one microbatch: kind, axis, bytes, count, pass, purpose.
 
     `phase`, `purpose` and `overlaps` as in `program.messages.Collective`.
     """
@@ -73,10 +72,10 @@ class Message(NamedTuple):
 class Work(NamedTuple):
     """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
 
-    `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
-    once for each operation; `norm_moved` those of norms, `loss_moved` of the loss, `kept` what
-    stays for the backward, by kind of operation. `scores` are the pairs of query and key over all
-    local heads. `deferred` are the gradients of all products' results.
+    `moved` are the bytes that a forward reads and writes outside of products and attention, each
+    tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
+    saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
+    heads. `deferred` are the gradients of all products' results.
     """
 
     products: tuple[Product, ...]
@@ -91,9 +90,9 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Elements on one tp rank: of a layer of each kind, the embedding, the last norm, the head.
+    """Elements on one tp rank: a layer of each kind, the embedding, the last norm, the head.
 
-    `experts` are those of a layer that ranks share out, which `layers` count, too.
+    `experts` are the elements of a layer that are divided over ranks; `layers` includes them.
     """
 
     layers: tuple[int, ...]
@@ -104,12 +103,12 @@ class Weights(NamedTuple):
 
     @property
     def layer(self) -> int:
-        """Those of the largest layer."""
+        """Elements of the largest layer."""
         return max(self.layers)
 
 
 class HeldLayers(NamedTuple):
-    """What a pipeline rank holds: layers of each kind, whether the embedding, whether the head.
+    """What a pipeline rank holds: layers of each kind, maybe the embedding or the head.
 
     Kinds are in the order of `ModelSpec.layer_kinds`.
     """
@@ -163,9 +162,9 @@ def layout_work(
     ep: int = 1,
     imbalance: float = 1.0,
 ) -> LayoutWork:
-    """Return the work of a microbatch; only what changes it is asked for, so that it is cached.
+    """Return the work of a microbatch; cached.
 
-    Sequences are alike, so that a microbatch is one of them, times their number.
+    Sequences are alike, so a microbatch is one of them, times their number.
     """
     of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep, imbalance)
     if microbatch > 1:
@@ -340,9 +339,9 @@ def _moved(program: Program, sizes: Sizes, op: Operation) -> float:
 def weights(
     model: ModelSpec, tp: int, shard_ranks: int, ep: int = 1, *, trained: bool = False
 ) -> Weights:
-    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
+    """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of it.
 
-    Of experts those of one of `ep` ranks. `trained`: of what is trained alone.
+    Counts the experts of one of `ep` ranks. `trained`: only trained parameters.
     """
     layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep)
     if shard_ranks == 1:
@@ -363,8 +362,10 @@ def weights(
 
 
 class Elements(NamedTuple):
-    """Elements that a pipeline rank holds, whole but for tp: of `experts` that ranks share out its
-    own, and `plain` ones, which are all others."""
+    """Elements that a pipeline rank holds, sharded by tp only.
+
+    `experts` are those of its own divided experts, and `plain` all others.
+    """
 
     plain: int
     experts: int
@@ -375,7 +376,7 @@ class Elements(NamedTuple):
         return self.plain + self.experts
 
     def share(self, layout: Layout) -> int:
-        """Return those that a rank trains, where ZeRO cuts them."""
+        """Return the elements that a rank trains, where ZeRO shards them."""
         return self.plain // layout.shard_ranks + self.experts // layout.expert_shard_ranks
 
 
@@ -387,7 +388,7 @@ def elements_of(
     is_padded: bool = True,
     trained: bool = False,
 ) -> Elements:
-    """Return the elements of all weights that a pipeline rank holds; the rest as in `weights`.
+    """Return the elements of all weights of a pipeline rank; the rest as in `weights`.
 
     A tied head is a copy of the embedding.
     """

@@ -1,9 +1,8 @@
-"""Expert parallelism: ranks of data share out the experts, and tokens travel to those they meet.
+"""Expert parallelism: data-parallel ranks divide the experts, and tokens are sent to their experts.
 
-GShard, arXiv:2006.16668, section 3.2, without capacities: no token is dropped. An all-to-all tells
-the others how many tokens come for each of their experts; others take the tokens and their shares
-there, and what the experts make of them back. What arrives is a batch of tokens with one expert
-each.
+GShard, arXiv:2006.16668, section 3.2, without capacities: no token is dropped. An all-to-all sends
+the number of tokens for each expert; further ones send the tokens and their weights there, and the
+results back. The received tokens are a batch with one expert per token.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class _Trade(NamedTuple):
     arriving: list[int]
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the rows that arrive for those that leave."""
+        """Return the received rows for the sent ones."""
         return _traded(rows, self.leaving, self.arriving, self.link)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return the rows that come back for those that have arrived."""
+        """Return the rows that come back for the received ones."""
         return _traded(rows, self.arriving, self.leaving, self.link)
 
 
@@ -45,10 +44,10 @@ def over_ranks(
     x: Tensor,
     routing: Routing,
 ) -> Tensor:
-    """Return what the experts of all ranks make of tokens x `[tokens, dim]`, of the same shape.
+    """Return the output of all ranks' experts for tokens x `[tokens, dim]`, of the same shape.
 
-    `experts` are this rank's of `count`: those of rank 0 come first. `received` says how many pairs
-    come where so many leave, for tensors without values.
+    `experts` are this rank's of `count`: those of rank 0 come first. `received` estimates the
+    number of received pairs from the number of sent ones, for tensors without values.
     """
     pairs = Sorted.of(routing.ids, count)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts

@@ -1,4 +1,4 @@
-"""Compiled blocks: torch's compiler, which leaves fp32 products on a CPU to their own route."""
+"""Compiled blocks: torch's compiler, with fp32 products on a CPU on their own route."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PRODUCTS: Final = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def compile_block(
     block: nn.Module, products: Route, *, splits: bool = False, backend: Any = "inductor"
 ) -> None:
-    """Have a block compiled by its first forward, its fp32 products computed as `products` says.
+    """Compile a block at its first forward, with fp32 products by the route `products`.
 
-    The hooks of data parallelism stay outside. `splits` as in `Deferral`: gradients that wait go to
-    the parameters themselves. `backend` is a word or function of `torch.compile`.
-    Where parts of a block cannot be compiled, these run as they are, and so do their products: the
-    compiler would otherwise go on to the route's own functions.
+    The hooks of data parallelism stay outside. `splits` as in `Deferral`: deferred gradients are
+    added to the parameters directly. `backend` is an argument of `torch.compile`. Parts of a block
+    that cannot be compiled run eagerly, and so do their products; otherwise, the compiler would
+    trace the route's own functions.
     """
     trace_rules.add(own_products.__name__)
     options: Any = {"post_grad_custom_post_pass": _KEEPS_PRODUCTS} if products.rows else None
@@ -83,7 +83,7 @@ class _KeepsProducts(CustomGraphPass):
                 node.meta["should_fallback"] = True
 
     def uuid(self) -> str:
-        """Return what names this pass in the compiler's cache."""
+        """Return the identifier of this pass in the compiler's cache."""
         return "meshwright keeps products 1"
 
 

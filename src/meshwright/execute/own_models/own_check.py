@@ -1,9 +1,9 @@
-"""The first forward under cp: a user's model must compute the same on cut rows as on whole ones.
+"""The first forward under cp: a user's model must compute the same on divided and whole rows.
 
-Attention is not all that looks along a row. A model may number its tokens by itself, convolve over
-them, shift its labels, or attend by code of its own; with a row cut, each of these is wrong without
-a word. So before the first forward some tokens of its batch are computed both ways, and what goes
-into each attention, what comes out of it and what the model returns are compared with each other.
+Attention is not the only operation along a row. A model may number its tokens itself, use
+convolutions, shift its labels, or have attention code of its own; with divided rows, each of these
+silently gives wrong results. So before the first forward, some tokens of its batch are computed
+both ways, and the inputs and outputs of each attention and the model's output are compared.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _UNCALLED = (
 
 
 def check_first(model: nn.Module, attention: OwnAttention, layout: Layout, link: Link) -> None:
-    """Have a model's first forward checked; it raises `ConfigError` on every rank where it fails.
+    """Check a model's first forward; it raises `ConfigError` on every rank if it fails.
 
-    A collective over the world, as the forward is.
+    A collective over the world, like the forward.
     """
     is_under_way = False
 
