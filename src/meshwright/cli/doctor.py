@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine what the arguments name; the exit code is 1 where something is wrong."""
+    """Examine what the arguments name; the exit code is 1 if something is wrong."""
     folders = [word for word in args.words if "=" not in word and Path(word).is_dir()]
     if folders:
         if len(args.words) > 1:

@@ -186,7 +186,7 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
 
 
 def case_of_json(text: str) -> Case:
-    """Return the case that a failure printed; raises `ConfigError` if it is none, or not legal."""
+    """Return the case that a failure printed; raises `ConfigError` if it is invalid."""
     try:
         case = Case.from_json(text)
     except (LookupError, AttributeError, TypeError, ValueError) as error:

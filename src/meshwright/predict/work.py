@@ -362,10 +362,7 @@ def weights(
 
 
 class Elements(NamedTuple):
-    """Elements that a pipeline rank holds, sharded by tp only.
-
-    `experts` are those of its own divided experts, and `plain` all others.
-    """
+    """Elements of a pipeline rank, sharded by tp only: of its own `experts`, and all others."""
 
     plain: int
     experts: int
