@@ -27,14 +27,14 @@ def seconds_of(
 def seconds_in_turns(
     works: Sequence[Callable[[], object]], budget_s: float, device: torch.device | None = None
 ) -> list[float]:
-    """Return the seconds of some calls that alternate for about `budget_s`, three times at least.
+    """Return the median seconds of some calls that alternate for about `budget_s`.
 
-    The median of each. What else a machine does comes in bursts, longer than a call: in turns they
-    hit all calls alike, and not those of one. A CPU's calls take what their thread computed, if
-    they have but one: not what other processes, or ranks beyond the cores, took of its core, for
-    which predictions have a term of their own (`launch.planned.slower`). On CUDA each turn is as
-    many calls as take some milliseconds, after which the device is waited for: the host runs ahead
-    of it, as in training. One call of each before does not count.
+    At least three times each. Other load on a machine comes in bursts that are longer than a call:
+    when calls alternate, a burst affects all of them. On a CPU with one thread, counts the thread's
+    CPU time, without the time that other processes or ranks had its core, for which predictions
+    have a separate term (`launch.planned.slower`). On CUDA, each round makes enough calls for some
+    milliseconds, and then waits for the device: the host runs ahead of it, as in training. A first
+    call of each does not count.
     """
     is_cuda = device is not None and device.type == "cuda"
     clock = time.perf_counter if is_cuda or torch.get_num_threads() > 1 else time.thread_time
@@ -62,7 +62,7 @@ def seconds_in_turns(
 def seconds_together(work: Callable[[], object], times: int, device: torch.device) -> float:
     """Return the median seconds of a call that every rank makes equally often.
 
-    On CUDA from where the device has nothing left to do until it has done it.
+    On CUDA, measured from an idle device until the device has finished.
     """
     work()
     found = []
@@ -78,10 +78,9 @@ def seconds_together(work: Callable[[], object], times: int, device: torch.devic
 def seconds_between(
     compute: Callable[[], object], work: Callable[[], object], times: int, device: torch.device
 ) -> float:
-    """Return the mean seconds of a call that every rank makes, each time after computing.
+    """Return the mean seconds of a call that every rank makes after computing.
 
-    The mean, since what ranks wait for each other is not the same each time. On CUDA as
-    `seconds_together`.
+    The mean, because the ranks' waits for each other vary. On CUDA as `seconds_together`.
     """
     compute()
     work()
