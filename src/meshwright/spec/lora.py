@@ -1,7 +1,7 @@
-"""Low-rank adapters, LoRA (arXiv:2106.09685): what they are, and on which linear layers.
+"""Low-rank adapters, LoRA (arXiv:2106.09685): their settings and target layers.
 
-A layer's product becomes `x W' + scale * dropout(x) A' B'`, and of a model with adapters these
-alone are trained. Layers are named as Hugging Face and PEFT name them: `q_proj`, `down_proj`.
+A layer's product becomes `x W' + scale * dropout(x) A' B'`, and only A and B are trained. Layers
+have their Hugging Face and PEFT names: `q_proj`, `down_proj`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _texts(value: Any) -> Any:
 class Lora(Spec):
     """Adapters of a model: matrices A `[rank, in]` and B `[out, rank]` on each target.
 
-    `alpha` over the rank is the scale, with `rslora` over the root of the rank
-    (arXiv:2312.03732). `targets` are names of linear layers or patterns of them.
+    The scale is `alpha / rank`, or with `rslora` `alpha / sqrt(rank)` (arXiv:2312.03732). `targets`
+    are names of linear layers or patterns.
     """
 
     rank: int = Field(gt=0, le=LARGEST_RANK)
@@ -42,18 +42,18 @@ class Lora(Spec):
 
     @property
     def scale(self) -> float:
-        """What an adapter's product is multiplied by."""
+        """The factor of an adapter's product."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class LoraSection(Spec):
-    """The [lora] section: low-rank adapters on a model that is itself frozen; rank 0 has none.
+    """The [lora] section: low-rank adapters on a frozen model; rank 0 means none.
 
-    An adapter adds `alpha / rank` times two matrices of that rank to a linear layer, with `rslora`
-    `alpha` over the root of the rank; `alpha` left out is the rank. `targets` are linear layers by
-    their names in Hugging Face models, as "q_proj", patterns as "*_proj", or "all-linear".
-    `dropout` is the share of an adapter's input that training drops. `init_from` is a folder of
-    PEFT's whose adapters the run begins with.
+    An adapter adds `alpha / rank` (with `rslora`: `alpha / sqrt(rank)`) times the product of two
+    matrices of that rank to a linear layer; `alpha` defaults to the rank. `targets` are linear
+    layers by their names in Hugging Face models, such as "q_proj", patterns such as "*_proj", or
+    "all-linear". `dropout` is the share of an adapter's input that training drops. `init_from` is a
+    PEFT folder with the initial adapters.
     """
 
     rank: int = Field(default=0, ge=0, le=LARGEST_RANK)
@@ -65,7 +65,7 @@ class LoraSection(Spec):
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that it asks for."""
+        """The adapters that the section describes."""
         if self.rank == 0:
             return None
         return Lora(
@@ -78,9 +78,9 @@ class LoraSection(Spec):
 
 
 def target_names(family: str, *, gated: bool) -> dict[str, str]:
-    """Return the linear layers of a block, by ours, under the names that targets have for them.
+    """Return a block's linear layers by our names, with their names as targets.
 
-    Layers that a family stores as one have one name.
+    Layers that a family stores fused have one name.
     """
     modules = FAMILIES[family].modules
     ours = [one for one in LINEAR if gated or one != "mlp.gate"]
@@ -88,13 +88,13 @@ def target_names(family: str, *, gated: bool) -> dict[str, str]:
 
 
 def own_layers(family: str, *, gated: bool) -> list[str]:
-    """Return the names of the layers that a family does not store as one matrix with others."""
+    """Return the names of the layers that a family doesn't store fused with others."""
     names = list(target_names(family, gated=gated).values())
     return [name for name in dict.fromkeys(names) if names.count(name) == 1]
 
 
 def adapted(lora: Lora | None, family: str, *, gated: bool) -> frozenset[str]:
-    """Return the linear layers of a block that adapters are for, by our names."""
+    """Return a block's linear layers that have adapters, by our names."""
     if lora is None:
         return frozenset()
     names = target_names(family, gated=gated)
@@ -107,7 +107,7 @@ def adapted(lora: Lora | None, family: str, *, gated: bool) -> frozenset[str]:
 
 
 def check_targets(lora: Lora | None, family: str, *, gated: bool, experts: int) -> None:
-    """Raise `ValueError` for targets that are no linear layers, or not ones of their own."""
+    """Raise `ValueError` for targets that are no linear layers, or are stored fused."""
     if lora is None:
         return
     if experts:

@@ -71,23 +71,23 @@ Offload = Literal["none", "optimizer", "params"]
 
 
 class DataSpec(Spec):
-    """What is read.
+    """The data of a run.
 
     `source`: "stdlib", "tinystories", "hf:NAME", or paths of text files, jsonl files, folders, an
     indexed store, or a Megatron `.bin`/`.idx` pair. With `weights`, one for each source, samples
-    are drawn in these proportions; left out, the sources follow each other as one corpus.
-    `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" cuts the
-    concatenated documents into samples; "documents" cuts the same way but keeps attention and
-    targets inside each document. `validation` is the share of documents held out. `text_key` is
-    the field of rows and of HF data sets. `on_error` says what a file or a row without text does:
-    "stop" ends the preparation, "skip" counts and names it. `cache` is the folder for prepared
-    stores and downloads. `separator` ends a document inside a text file (two newlines: blank
-    lines); left out, it is `<|endoftext|>` where the file has it, else a file is one document.
-    `eos` names the token of a tokenizer.json that ends a document; left out, it is found. With
-    `streaming` an "hf:NAME" is read while it is trained on, and nothing is stored; `shuffle_buffer`
-    is then how many documents are shuffled at a time. `format` "chat" takes rows as conversations
-    and trains the assistant's turns; `chat_template` is a file of a template to use in place of the
-    tokenizer's own.
+    are drawn in these proportions; without, the sources are concatenated into one corpus.
+    `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" divides the
+    concatenated documents into samples; "documents" divides them in the same way but keeps
+    attention and targets inside each document. `validation` is the share of documents held out.
+    `text_key` is the field of rows and of HF data sets. `on_error` is the reaction to a file or a
+    row without text: "stop" ends the preparation, "skip" counts and names it. `cache` is the folder
+    for prepared stores and downloads. `separator` ends a document inside a text file (two newlines:
+    blank lines); by default, it is `<|endoftext|>` if the file has it, otherwise a file is one
+    document. `eos` names the token of a tokenizer.json that ends a document; by default, it is
+    detected. With `streaming`, an "hf:NAME" is read during training, and nothing is stored;
+    `shuffle_buffer` is then how many documents are shuffled at a time. `format` "chat" reads rows
+    as conversations and trains the assistant's turns; `chat_template` is a file with a template
+    that replaces the tokenizer's own.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -109,7 +109,7 @@ class DataSpec(Spec):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources as a tuple, also where one was given alone."""
+        """The sources as a tuple, even for a single one."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
     @model_validator(mode="after")
@@ -161,24 +161,22 @@ class TrainSpec(Spec):
 
     `batch` is the global batch in sequences of `seq_len` tokens. `eval_every` = 0 means no
     evaluation; `eval_batches` is how many global batches of the held-out split each one reads.
-    After `stop_after_evals` = n evaluations in a row that are no better than the best, a run ends;
-    0: never.
-    `loss_scale` is what fp16 multiplies the loss with; left out, it starts at 65536 and adapts.
-    `reduce_dtype` is the dtype in which gradients are summed over ranks: fp32, or the same as the
-    compute's. `nonfinite` says what a step does whose gradient is not finite, outside of fp16:
-    "stop" ends the run, "skip" leaves the weights as they are and goes on. `check_every` = n
-    compares the weights that ranks hold copies of, every n steps; 0 never does. `matmul` is what
-    computes fp32 products on a CPU: torch's own library, oneDNN, or the one of them that was found
-    to be faster on such a processor; GPUs do so in TF32, unless it is torch's own. `compile`
-    compiles the blocks: always, never, or where it was measured to pay (`cluster.calibration`)
-    within the run; where that is not measured, on GPUs. `engine` does the steps: our own, or
-    DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks' linear layers
-    in float8. Of models with experts, `router_aux_loss` weighs the loss that has each sequence's
-    tokens meet all experts equally often, `router_z_loss` that of large scores; `router_bias_rate`
-    is what a step adds to the corrections of sigmoid routers, or takes off; `routing` = "balanced"
-    has tokens meet experts in turn, whatever their scores: for measurements alone. `imbalance` is
-    for predictions alone: how many times the mean of pairs of token and expert the busiest of `ep`
-    ranks gets; left out, it is the calibration's.
+    After `stop_after_evals` = n evaluations in a row without a lower loss, a run ends; 0: never.
+    `loss_scale` is the loss scale of fp16; by default, it starts at 65536 and adapts.
+    `reduce_dtype` is the dtype in which gradients are reduced over ranks: fp32, or the compute
+    dtype. `nonfinite` is the reaction to a non-finite gradient, outside of fp16: "stop" ends the
+    run, "skip" leaves the weights unchanged and continues. `check_every` = n compares replicated
+    weights across ranks every n steps; 0: never. `matmul` selects the library for fp32 products on
+    a CPU: torch's own, oneDNN, or the faster one on such a processor; GPUs use TF32, unless it is
+    torch's own. `compile` compiles the blocks: always, never, or if it was measured to pay off
+    within the run (`cluster.calibration`); without a measurement, on GPUs. `engine` does the steps:
+    our own, or DeepSpeed's for data-parallel layouts. `fp8` computes the products of the blocks'
+    linear layers in float8. For models with experts, `router_aux_loss` is the weight of the
+    load-balancing loss per sequence, `router_z_loss` that of the z-loss; `router_bias_rate` is what
+    a step adds to or subtracts from the corrections of sigmoid routers; `routing` = "balanced"
+    assigns tokens to experts in turn, whatever their scores, for measurements only. `imbalance` is
+    for predictions only: how many times the mean of (token, expert) pairs the busiest of `ep` ranks
+    receives; by default, the calibration's.
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)
@@ -207,7 +205,7 @@ class TrainSpec(Spec):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks are compiled; "auto" does nothing until it is decided."""
+        """Whether blocks are compiled; "auto" has no effect until it is resolved."""
         return self.compile is True
 
 
@@ -217,8 +215,8 @@ class OptimizerSpec(Spec):
     The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
-    is not the run's; after it the lowest rate stays. `weight_decay` is decoupled and applies to
-    matrices only.
+    differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
+    to matrices only.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -242,11 +240,11 @@ class OptimizerSpec(Spec):
 
 
 class LayoutSection(Spec):
-    """The [layout] section as it was written; `layout.resolve_layout` makes a `Layout` of it.
+    """The [layout] section as written; `layout.resolve_layout` makes a `Layout` from it.
 
-    A degree that is left out is 1; where both data-parallel ones are, one of them takes the devices
-    that remain. `microbatch` is in sequences; left out, it is chosen. With `auto` the planner
-    chooses what is left out, the keys that are given stay.
+    A missing degree is 1; if both data-parallel degrees are missing, one of them uses the remaining
+    devices. `microbatch` is in sequences; by default, it is chosen automatically. With `auto`, the
+    planner chooses missing keys and keeps the given ones.
     """
 
     auto: bool = False
@@ -267,19 +265,18 @@ class LayoutSection(Spec):
 
 
 class ClusterSpec(Spec):
-    """The machine: "local" is the one at hand, or a device of the catalogue to plan for.
+    """The machine: "local" is this one; or a device of the catalogue to plan for.
 
-    `device` "auto" is CUDA where there is a GPU, else the CPU. `devices_per_node` left out means
-    all GPUs, or on a CPU up to two ranks that share its cores. `peak_tflops` is the dense peak of
-    one device in the training precision; without it MFU is unknown, since a peak is never guessed.
-    `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
-    more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
-    its libraries. `links` are names of the catalogue, within a node and across; left out, those
-    that usually come with the device. `calibration` is a file of `bench device`, or "shipped";
-    left out, what was measured of this machine. `port` is the rendezvous port of local ranks; left
-    out, a free one is taken. `timeout` is how many seconds a collective may take. Where no rank
-    does anything for `hang` seconds, the supervisor says which one the others wait for, and ends
-    them; 0: it never does.
+    `device` "auto" is CUDA if there is a GPU, otherwise the CPU. `devices_per_node` defaults to all
+    GPUs, or on a CPU to up to two ranks that share its cores. `peak_tflops` is the dense peak of
+    one device in the training precision; without it, MFU is unknown, because a peak is never
+    guessed. `memory` is how much a rank may allocate for training, in bytes or as "2GiB"; a rank
+    that needs more ends the run. By default, there is no limit. On a CPU, it does not count the
+    interpreter and its libraries. `links` are names of the catalogue, within a node and across; by
+    default, the usual ones for the device. `calibration` is a file of `bench device`, or "shipped";
+    by default, this machine's measurements. `port` is the rendezvous port of local ranks, by
+    default a free one. `timeout` is the limit for a collective in seconds. If no rank does anything
+    for `hang` seconds, the supervisor says which one the others wait for, and ends them; 0: never.
     """
 
     preset: str = "local"
@@ -318,12 +315,13 @@ _Async: Any = create_model("_Async", __base__=Spec, **cast(Any, {"async": (bool,
 
 
 class CheckpointSpec(_Async):  # type: ignore[misc]
-    """When a run is saved: `every` n steps (0: at the end only), the newest `keep` of them.
+    """When a run is saved: every `every` steps (0: at the end only), the newest `keep` stay.
 
-    With `keep_best` also each step whose held-out loss is the lowest so far; the last one stays.
-    `async` writes beside the training. `dir` is the run folder's `checkpoints` unless given; all
-    ranks must reach it under that path. After so many `restarts` of the ranks in a row without a
-    newer step, or where none is saved without a later one, a run ends; 0: it is never restarted.
+    With `keep_best`, also each step with the lowest held-out loss so far; the last one stays.
+    `async` writes during training. `dir` is the run folder's `checkpoints` unless given; all ranks
+    must reach it under that path. A run ends after so many `restarts` of the ranks in a row without
+    a newer saved step (if no intermediate steps are saved: without a later step); 0: it is never
+    restarted.
     """
 
     every: int = Field(default=0, ge=0)
@@ -334,15 +332,15 @@ class CheckpointSpec(_Async):  # type: ignore[misc]
 
     @property
     def is_async(self) -> bool:
-        """Whether steps are written beside the training."""
+        """Whether steps are written during training."""
         return bool(getattr(self, "async"))
 
 
 class LogSpec(Spec):
-    """Where metrics go besides `events.jsonl` and the terminal, and what is recorded of steps.
+    """Where metrics go besides `events.jsonl` and the terminal, and which steps are recorded.
 
-    `trace` = n records an early step and each n-th into `ledger.json`, 0 none; `trace_memory` also
-    what an early one holds.
+    `trace` = n records an early step and every n-th into `ledger.json`, 0 none; `trace_memory` also
+    records the memory of an early one.
     """
 
     dir: str = "runs"
