@@ -286,11 +286,7 @@ class ModelSpec(Spec):
         return scale * math.sqrt(self.core_dim / self.head_dim)
 
     def identity(self) -> dict[str, Any]:
-        """Return the model's identity as JSON, the same as in earlier versions' steps.
-
-        Earlier versions lack later fields, which their families fix, so these add nothing to
-        `family`.
-        """
+        """Return the model's identity as JSON, without fields that its family fixes."""
         implied = LATER & FAMILIES[self.family].features.keys()
         unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
         return self.model_dump(mode="json", exclude={*implied, *unused})
