@@ -230,9 +230,9 @@ def set_aside(folder: Path) -> Path:
 def anew(root: Path) -> str:
     """Return what to do about a folder of steps none of which can be used."""
     return (
-        "Restore the files; to begin anew, start a new run in another folder. A job that comes "
-        f"back to this run by itself, as Kubernetes' and SkyPilot's do, begins anew once {root} "
-        f"is out of its way: mv {quote(str(root))} {quote(f'{root}-damaged')}"
+        "Restore the files; to start over, start a new run in another folder. A job that comes "
+        f"back to this run by itself, as Kubernetes' and SkyPilot's do, starts over after you "
+        f"move {root} away: mv {quote(str(root))} {quote(f'{root}-damaged')}"
     )
 
 

@@ -176,8 +176,8 @@ class ChatEncoder:
             if not (until.startswith(asked) and whole.startswith(until)):
                 other = "the turns after it" if until.startswith(asked) else "the prompt for it"
                 raise ValueError(
-                    f"the chat template writes turn {number + 1} in another way beside {other}, so "
-                    "what is trained cannot be told exactly. Mark it in the template: "
+                    f"the chat template writes turn {number + 1} differently with {other}, so "
+                    "what is trained cannot be located exactly. Mark it in the template: "
                     "{% generation %}...{% endgeneration %}"
                 )
             content = messages[number]["content"]
@@ -236,7 +236,7 @@ def _covered(
             token = text[offsets[at, 0] : offsets[at, 1]]
             raise ValueError(
                 f"the token {token!r} is in part the assistant's and in part the template's, so "
-                "what is trained cannot be told exactly"
+                "what is trained cannot be located exactly"
             )
         mask |= inside
     return mask

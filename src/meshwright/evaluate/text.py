@@ -50,7 +50,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     """
     job = run_of(folder)
     if job is None:
-        raise ConfigError(f"{folder} is no run, which would have held text out; give --source")
+        raise ConfigError(f"{folder} is not a run, so it has no held-out text; give --source")
     data = open_data(job.config.data, job.cache, vocab_size, say)
     step = find_step(folder)
     trained_on = {} if step is None else read_manifest(step).get("identity", {})
@@ -60,8 +60,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     if not isinstance(data, Dataset) or len(data.parts) > 1:
         kind = "a stream" if job.config.data.streaming else "a blend"
         raise ConfigError(
-            f"{folder} was trained on {kind}, of which there is no one text that was held out; "
-            "give --source"
+            f"{folder} was trained on {kind}, which has no single held-out text; give --source"
         )
     if data.tokens("validation") < 2:
         raise ConfigError(

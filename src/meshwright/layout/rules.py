@@ -203,8 +203,8 @@ def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         )
     if train.router_bias_rate and model.lora is not None:
         return (
-            f"train.router_bias_rate = {train.router_bias_rate} changes what adapters leave as it "
-            f"is, but lora.rank = {model.lora.rank}"
+            f"train.router_bias_rate = {train.router_bias_rate} changes a buffer, which adapters "
+            f"do not store, but lora.rank = {model.lora.rank}"
         )
     return None
 

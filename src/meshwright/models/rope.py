@@ -61,7 +61,7 @@ class Rope:
             bound = self.spec.rope_scaling.original_context
             raise ConfigError(
                 f"longrope rotates rows of more than {bound} tokens by other frequencies: a cache "
-                f"of {cached} positions cannot go on to {stop}; begin anew with an empty one"
+                f"of {cached} positions cannot grow to {stop}; start over with an empty one"
             )
         is_long = self._long(stop)
         if is_long != self._is_long:

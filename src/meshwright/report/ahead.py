@@ -146,9 +146,9 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         ),
         page.chart(
             "layouts",
-            "Time of a step, predicted beside measured",
+            "Time of a step, predicted and measured",
             bars(names, sides, f"time of a step, {unit}", row=46),
-            "Medians of steps that took turns, so that the machine's noise hits all alike; ± is "
+            "Medians of alternating steps, so that the machine's noise affects all alike; ± is "
             "half of the distance between the fastest step and the slowest.",
             listed,
             key=key_of([(name, look) for name, look, _, _ in sides]),

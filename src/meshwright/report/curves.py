@@ -191,7 +191,7 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
     numbers = table(("run", "last step", "last loss", "median tokens/s"), rows)
     key = key_of(looks, is_lines=True)
     highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
-    told = "Nats a token. Runs that compute the same lie on each other: the last one is seen."
+    told = "Nats per token. Runs that compute the same coincide: only the last one is visible."
     unit = "tokens/s"
     return [
         grid(

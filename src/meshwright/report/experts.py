@@ -89,8 +89,8 @@ def _map(page: Page, event: Mapping[str, Any]) -> str:
         [count * len(row) / total if (total := sum(row)) else 0.0 for count in row] for row in rows
     ]
     told = (
-        "Tokens of each expert in the last steps told, over the mean of its layer: 1 is an equal "
-        "share, 0 an expert that no token met."
+        "Tokens of each expert in the last reported steps, divided by the mean of its layer: 1 is "
+        "an equal share, 0 an expert without tokens."
     )
     headers = ("layer", *(str(expert) for expert in range(len(rows[0]))))
     layers = event["layers"]

@@ -49,8 +49,8 @@ def memory_chart(
     told = f"{word} bytes by what they are for; the rank with the highest peak comes first."
     if line is not None:
         told += (
-            " The line is the prediction, stretched to the same length of step, so that the same "
-            "actions lie over each other."
+            " The line is the prediction, stretched to the measured step time, so that the same "
+            "actions are at the same place."
         )
     told += _about(limit, max(_peak(one) for one in ranks))
     rows = [_row(one, _twin(one, planned), limit) for one in ranks]

@@ -333,12 +333,12 @@ def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     ]
     if any(len(p.ranks) < len([one for one in p.profile.ranks if one.spans]) for p in shown):
-        told.append("One rank stands for others that do the same.")
+        told.append("One rank represents others that do the same.")
     fold = fold_of(shown)
     if fold is not None:
         told.append(
             f"The middle of the step, from {seconds(fold.start)} to {seconds(fold.stop)}, is "
-            "folded: actions go on in the same pattern there."
+            "folded: it repeats the same pattern of actions."
         )
     if is_aligned_too:
         told.append(

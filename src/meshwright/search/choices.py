@@ -58,7 +58,7 @@ def _allocator(setting: Setting) -> Chosen | None:
     gain = setting.measured(f"blocks.allocator.{setting.train.precision}")
     if gain is None:
         return None
-    text = f"kept by glibc as it is freed, {gain:.2f} x the speed of blocks without, as measured"
+    text = f"kept by glibc when it is freed, {gain:.2f} x the measured speed of blocks without"
     text += " (GLIBC_TUNABLES, cluster.memory)"
     return Chosen("memory", text, gain, "GLIBC_TUNABLES, cluster.memory")
 

@@ -22,8 +22,8 @@ _UNMEASURED: Final = (
     "cluster.calibration = FILE reads it"
 )
 _ON_GPUS: Final = (
-    "on GPUs it joins what lies between products; it takes a minute or so at the start, and "
-    "train.compile = false leaves it out"
+    "on GPUs it fuses the operations between products; it takes about a minute at the start, and "
+    "train.compile = false turns it off"
 )
 
 
@@ -73,7 +73,7 @@ def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
     if train.compile != "auto":
         return CompileChoice(train.compile, "as asked for")
     if train.engine != "native":
-        return CompileChoice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
+        return CompileChoice(False, f'train.engine = "{train.engine}" does not compile blocks')
     return None if lacks is None else CompileChoice(False, lacks)
 
 

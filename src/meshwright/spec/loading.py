@@ -284,7 +284,7 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
         origin = f"{path.name}:{lines.get((section, ''), lines.get(('', section), 1))}"
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{section} = {values!r} ({origin}) stands outside a section; "
+                f"{section} = {values!r} ({origin}) is outside of any section; "
                 f"sections are {', '.join(f'[{name}]' for name in SECTIONS)}"
             )
         if section not in SECTIONS:

@@ -51,7 +51,7 @@ def check_held_out(given: Mapping[str, Values]) -> None:
     for section, key in _BY_HELD_OUT:
         found = given[section].get(key, Value(0, "default"))
         if found.value:
-            rule = f"{section}.{key} = {shown(found.value)} ({found.origin}) goes by the held-out "
+            rule = f"{section}.{key} = {shown(found.value)} ({found.origin}) needs the held-out "
             legal = ["train.eval_every = 10", f"{section}.{key} = {shown(type(found.value)())}"]
             raise ConfigError(refusal(f"{rule}loss, but train.eval_every = 0", legal=legal))
 

@@ -126,7 +126,9 @@ class DataSpec(Spec):
                 "data.weights are lists of the same length"
             )
         if min(self.weights) <= 0:
-            raise ValueError(f"{told}: each must be above 0; leave a source out to draw none of it")
+            raise ValueError(
+                f"{told}: each must be above 0; to draw nothing from a source, remove it"
+            )
         return self
 
     def _check_format(self) -> None:
@@ -305,7 +307,7 @@ class ClusterSpec(Spec):
     def _rules(self) -> ClusterSpec:
         if self.hang >= self.timeout:
             rule = f"cluster.hang = {self.hang:g} must be below cluster.timeout = {self.timeout:g}"
-            hint = "Once collectives time out, all ranks fail, and none can be told from the others"
+            hint = "Once collectives time out, all ranks fail, and the cause can no longer be found"
             raise ValueError(refusal(rule, legal=[f"{self.timeout / 2:g}"], hint=hint))
         return self
 

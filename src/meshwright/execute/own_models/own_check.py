@@ -243,12 +243,12 @@ class _BothWays:
             if off > self._bound:
                 more = "" if self._calls else _UNCALLED
                 raise ConfigError(
-                    f"the model is another with its rows cut over cp = {self._link.size}: {what} "
+                    f"the model differs with its rows cut over cp = {self._link.size}: {what} "
                     f"differs by {off:.2g} of its size from that of whole rows. {more}Something "
-                    "beside causal attention looks along the row: positions that the model numbers "
-                    "by itself, in place of those it is given; a convolution or a recurrence; "
-                    "labels that it shifts, whose loss belongs outside of it, from targets cut as "
-                    f"the inputs are. {_HOW}"
+                    "besides causal attention mixes tokens of a row: positions that the model "
+                    "numbers itself instead of those it is given; a convolution or a recurrence; "
+                    "labels that it shifts (compute the loss outside of the model, from targets "
+                    f"that are cut like the inputs). {_HOW}"
                 )
 
 

@@ -207,7 +207,7 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
             )
         )
     if layout.sp:
-        raise ConfigError("layout.sp needs a model whose norms know of it, as our own have")
+        raise ConfigError("layout.sp needs norms that support it, as in Meshwright's own models")
 
 
 def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:

@@ -110,12 +110,12 @@ def unused_note(
     if gpus is not None:
         return (
             f"trains on the CPU: {gpus.hidden_by} hides the {gpus.present} {gpus.vendor} GPU(s) of "
-            "this machine; cluster.device=cpu says that it is meant"
+            "this machine; set cluster.device=cpu if you mean this"
         )
     other = _other(root, system or platform.system())
     if other is None:
         return None
-    return f"trains on the CPU: {unsupported(other)}; cluster.device=cpu says that it is meant"
+    return f"trains on the CPU: {unsupported(other)}; set cluster.device=cpu if you mean this"
 
 
 def unsupported(name: Literal["Apple", "Intel"]) -> str:

@@ -126,7 +126,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
         if device is None:
             raise ConfigError(
                 f"cluster.preset = 'local': {name or 'the GPU of this machine'} is not in the "
-                "catalogue. Name one that is alike, as in cluster.preset=h100-sxm, or plan for the "
+                "catalogue. Name a similar one, as in cluster.preset=h100-sxm, or plan for the "
                 "CPU with cluster.device=cpu"
             )
         changes["preset"] = device.name

@@ -131,8 +131,8 @@ class MemoryLimit:
             return
         if not sys.platform.startswith("linux"):
             raise ConfigError(
-                f"cluster.memory = {format_bytes(self.limit)} cannot be held to on {sys.platform}: "
-                "leave it out"
+                f"cluster.memory = {format_bytes(self.limit)} cannot be enforced on "
+                f"{sys.platform}: leave it out"
             )
         # RLIMIT_DATA counts private writable memory: what tensors are made of. RLIMIT_AS would
         # also count libtorch's file and the 64 MiB that malloc reserves for each thread, and
