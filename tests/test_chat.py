@@ -124,9 +124,9 @@ def test_a_template_without_prompts_for_answers(tokenizer):
     [
         (CHATML.replace("{% if add", "{% if false and add"), "has no prompt for an answer"),
         (CHATML.replace("m.content +", "(m.content if loop.last else '') +"),
-         "turn 2 in another way beside the prompt"),
+         "turn 2 differently with the prompt"),
         (CHATML.replace("+ m.content", "+ ('' if loop.length > 2 else ' ') + m.content"),
-         "turn 2 in another way beside the turns"),
+         "turn 2 differently with the turns"),
         ("{% generation %}{% endgeneration %}x", "marks no token of it"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",

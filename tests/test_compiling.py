@@ -64,7 +64,7 @@ def test_auto_compiles_where_the_run_repays_it(measured):
         ([], None, "bench device"),
         (["MEASURED", "train.precision=bf16"], None, "bench device"),
         (["MEASURED"], "there is no C++ compiler", "there is no C++ compiler"),
-        (["MEASURED", "train.engine=deepspeed"], None, "as they are"),
+        (["MEASURED", "train.engine=deepspeed"], None, "does not compile blocks"),
         (["MEASURED", "train.compile=false"], None, "as asked for"),
     ],
 )

@@ -117,7 +117,7 @@ def test_file_refusals(tmp_path):
     file.write_text("[train]\nsteps = 'many'\n")
     assert refusal_of(path=file) == "train.steps = 'many' (run.toml:2) must be an integer"
     file.write_text("steps = 5\n")
-    assert "steps = 5 (run.toml:1) stands outside a section" in refusal_of(path=file)
+    assert "steps = 5 (run.toml:1) is outside of any section" in refusal_of(path=file)
     file.write_text("[train\n")
     assert f"config file {file} is not valid TOML" in refusal_of(path=file)
 

@@ -365,8 +365,8 @@ def test_a_run_none_of_whose_steps_is_whole_does_not_begin_anew(go, config, outc
     assert f"no step in {root} is whole, and none was changed: " in text
     for name in names:
         assert f"{root / name / 'weights-00000.safetensors'} is corrupt" in text
-    assert "to begin anew, start a new run in another folder" in text
-    assert f"once {root} is out of its way: mv {root} {root}-damaged" in text
+    assert "to start over, start a new run in another folder" in text
+    assert f"starts over after you move {root} away: mv {root} {root}-damaged" in text
     assert [path.name for path in steps(root)] == names
     for name in names:
         (root / name / "manifest.json").write_text("{}")

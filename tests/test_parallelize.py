@@ -128,7 +128,7 @@ REFUSED = {
     "pp": (None, {"pp": 2}, "layout.pp = 2 needs a model that is cut into stages"),
     "ep": (None, {"dp_replicate": 2, "ep": 2}, "layout.ep = 2 shares out experts of Meshwright's"),
     "shards": (None, {"dp_shard": 2}, "layout.dp_shard = 2 shards, but layout.zero = 0 replicates"),
-    "sp": (PLAN, {"tp": 2, "sp": True}, "layout.sp needs a model whose norms know of it"),
+    "sp": (PLAN, {"tp": 2, "sp": True}, "layout.sp needs norms that support it"),
 }
 
 

@@ -73,7 +73,7 @@ def test_a_plan_draws_all_stages_with_the_middle_folded(large):
     (figure,) = page.figures["timeline"]
     go.Figure(figure)
     assert len(figure["layout"]["yaxis"]["ticktext"]) == 8
-    assert "stands for others" not in html
+    assert "represents others" not in html
     assert "is folded" in html
     drawn = actions(figure)
     for row in range(8):

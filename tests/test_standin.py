@@ -132,7 +132,7 @@ def test_memory_that_another_stream_uses_is_not_given_anew(order):
         other = Tensor()
         order.use(0, [], [other], "write another")
         assert len(order.faults) == 1, order.faults
-    assert "is given anew" in order.faults[0]
+    assert "is used again" in order.faults[0]
     order.use(1, [], [made := Tensor()], "write")
     order.wait(0, order.now(1))
     order.use(0, [made], [], "read")

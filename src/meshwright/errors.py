@@ -1,7 +1,7 @@
-"""Every error that Meshwright raises on purpose, and the exit code that each one ends with.
+"""Every error that Meshwright raises on purpose, with its exit code.
 
 A message to a user has three parts: the rule, the values that break it, and the nearest legal
-values. `refusal` puts them together so that all rooms word them alike.
+values. `refusal` combines them, so that all packages word them alike.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ EXIT_NO_PROGRESS = 5
 class MeshwrightError(Exception):
     """Base of all errors that are meant for the user, shown without a traceback.
 
-    A word of a message that is longer than any path is cut: it is a value of a file that holds
-    what nobody wrote by hand.
+    Words longer than any path are cut: they are values from a file that nobody wrote by hand.
     """
 
     exit_code = EXIT_CHECK_FAILED
@@ -55,29 +54,29 @@ class CheckpointError(MeshwrightError):
 
 
 class Diverged(MeshwrightError):
-    """A gradient that is not finite, where such steps are not to be skipped."""
+    """A non-finite gradient, if such steps are not skipped."""
 
 
 class RankFailed(MeshwrightError):
-    """A rank raised, was killed or stopped answering."""
+    """A rank raised an error, was killed or stopped responding."""
 
     exit_code = EXIT_RANK_FAILED
 
 
 class NoProgress(MeshwrightError):
-    """Ranks failed again and again, and no step came of it."""
+    """Ranks failed repeatedly, without completing a step."""
 
     exit_code = EXIT_NO_PROGRESS
 
 
 class StoppedOnRequest(MeshwrightError):
-    """The run was asked to stop (SIGTERM, Ctrl-C) and did so after saving."""
+    """The run was asked to stop (SIGTERM, Ctrl-C) and stopped after saving."""
 
     exit_code = EXIT_STOPPED
 
 
 def lacks_training(what: str) -> ConfigError:
-    """Return the refusal of what needs torch, which the planner does without."""
+    """Return the refusal of a command that needs torch, which the planner doesn't."""
     return ConfigError(f'{what} needs PyTorch, which is not here: pip install "meshwright[train]"')
 
 
@@ -88,7 +87,7 @@ def _cut(word: re.Match[str]) -> str:
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return up to `count` of the known names closest in spelling to `name`.
 
-    Those that one begins with come first: `a100` is rather `a100-80gb` than `a800`.
+    Names that begin with it come first: for `a100`, `a100-80gb` comes before `a800`.
     """
     if len(name) > _LONGEST_NAME:  # comparing takes the square of it
         return []
@@ -111,7 +110,7 @@ def nearest_divisors(value: int, near: int, count: int = 2) -> list[int]:
 
 
 def refusal(rule: str, *, legal: Sequence[object] = (), hint: str = "") -> str:
-    """Word a refusal: the rule with its values, the nearest legal values, and what to do."""
+    """Return a refusal: the rule with its values, the nearest legal values, and what to do."""
     text = rule
     if legal:
         text += "; nearest legal: " + " or ".join(str(v) for v in legal)

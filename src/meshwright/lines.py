@@ -1,4 +1,4 @@
-"""Text in lines that a terminal shows whole, cut between words alone."""
+"""Wraps text to the width of a terminal, only between words."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ GOES_ON: Final = " \\"
 
 
 def folded(text: str, width: int, *, joint: str = "") -> str:
-    """Return a text with lines of at most `width` columns; a word that is longer stays whole.
+    """Return a text with lines of at most `width` columns; a longer word stays whole.
 
-    A line goes on two columns further in than it began. `joint` ends each line that goes on:
-    `GOES_ON` where the text is a command that is to be pasted into a shell.
+    Continued lines are indented by two more columns. `joint` ends each line that continues:
+    `GOES_ON` for commands to paste into a shell.
     """
     found: list[str] = []
     for line in text.splitlines():
@@ -33,9 +33,9 @@ def folded(text: str, width: int, *, joint: str = "") -> str:
 
 
 def fitted(text: str, out: Any, *, joint: str = "") -> str:
-    """Return a text for a stream: `folded` where it is a terminal, as it is for a file or a pipe.
+    """Return a text for a stream: `folded` for a terminal, unchanged for a file or a pipe.
 
-    Logs are searched line by line.
+    Users grep logs line by line.
     """
     width = _width(out)
     return text if width is None else folded(text, width, joint=joint)

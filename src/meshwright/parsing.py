@@ -1,7 +1,7 @@
-"""JSON and TOML that may come from anywhere: whatever is wrong with a text is a `ValueError`.
+"""Reads untrusted JSON and TOML: any problem with a text is a `ValueError`.
 
-Python's own parsers raise `RecursionError` for a text that is nested deeply, and what they return
-of one that is nested a little less overflows the stack of whoever walks it.
+Python's own parsers raise `RecursionError` for deeply nested texts, and their results for slightly
+less nested ones overflow the stack of code that walks them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Pairs = list[tuple[str, Any]]
 def parse_json(text: str | bytes, of_pairs: Callable[[_Pairs], Any] | None = None) -> Any:
     """Return the value of a JSON text; `of_pairs` makes objects, as in `json.loads`.
 
-    Raises `ValueError` for anything else, and for what is nested more than `MAX_DEPTH` deep.
+    Raises `ValueError` for anything else, and for nesting of more than `MAX_DEPTH` levels.
     """
     try:
         found = json.loads(text, object_pairs_hook=of_pairs, parse_int=_integer)
@@ -54,10 +54,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_size(value: Any, most: int | None = None) -> None:
-    """Raise `ValueError` where lists and tables are nested more than `MAX_DEPTH` deep.
+    """Raise `ValueError` for lists and tables nested more than `MAX_DEPTH` levels deep.
 
-    Also for an integer of more than `MAX_DIGITS` digits, and where there are more than `most`
-    values, those of a part that stands in several places counted in each.
+    Also for integers of more than `MAX_DIGITS` digits, and for more than `most` values; a part that
+    occurs several times counts each time.
     """
     level, count = [value], 0
     for _ in range(MAX_DEPTH + 1):
@@ -90,7 +90,7 @@ def _too_long(digits: str) -> str:
 
 @contextmanager
 def foreign(what: str, error: type[MeshwrightError]) -> Iterator[None]:
-    """Turn what values of another kind or size than their field has raise into an `error`."""
+    """Convert errors about a value's kind or size to an `error`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as raised:
@@ -99,9 +99,10 @@ def foreign(what: str, error: type[MeshwrightError]) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Return a text with all control characters but line ends and tabs as escapes, as `\\x1b`.
+    r"""Return a text with control characters as escapes such as `\x1b`.
 
-    A terminal would act on them; so it would on those that change the direction of writing.
+    Keeps line ends and tabs. A terminal would act on control characters, including those that
+    change the direction of writing.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

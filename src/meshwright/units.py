@@ -1,4 +1,4 @@
-"""Units: parsing and printing of bytes, counts and durations, the same everywhere."""
+"""Parses and formats bytes, counts and durations, the same everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES: Final[dict[str, int]] = {
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes, as `2GiB`, `1.5 GB` or `4096`; else raises `ValueError`."""
+    """Return a number of bytes, from `2GiB`, `1.5 GB` or `4096`; else raises `ValueError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = _BYTES.get(found[2].upper()) if found else None
     if found is None or size is None:
@@ -27,7 +27,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Print bytes in binary units, as `1.50 GiB`."""
+    """Format bytes in binary units, such as `1.50 GiB`."""
     for unit, size in BINARY:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
@@ -38,7 +38,7 @@ _SECONDS: Final[dict[str, float]] = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration, as `13.9s`, `850ms` or `13.9`; else, or for 0, raises `ValueError`."""
+    """Return a duration, from `13.9s`, `850ms` or `13.9`; else, or for 0, raises `ValueError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
     scale = _SECONDS.get(found[2]) if found else None
     seconds = float(found[1]) * scale if found and scale is not None else 0.0
@@ -48,7 +48,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_count(count: float) -> str:
-    """Print a count with a decimal suffix, as `1.24B` or `35.1k`."""
+    """Format a count with a decimal suffix, such as `1.24B` or `35.1k`."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.3g}{suffix}"
@@ -56,7 +56,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration, as `1h02m`, `3m20s`, `4.1s`, `12ms` or `3.4ms`."""
+    """Format a duration, such as `1h02m`, `3m20s`, `4.1s`, `12ms` or `3.4ms`."""
     if seconds >= 3600:
         hours, rest = divmod(round(seconds / 60), 60)
         return f"{hours}h{rest:02d}m"
@@ -70,13 +70,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """Print how many times one thing is another to three digits, as `2.51` or `1,100`."""
+    """Format a ratio with three digits, such as `2.51` or `1,100`."""
     short = float(f"{ratio:.3g}")
     return f"{short:,.0f}" if short >= 100 else f"{short:.3g}"
 
 
 def counted(count: int, noun: str) -> str:
-    """Print a number of things, as `1 step` or `2 steps`."""
+    """Format a number of things, such as `1 step` or `2 steps`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -1,3 +1,3 @@
-"""The version of the package, in the one place that both metadata and runs read."""
+"""The version of the package, in one place for metadata and runs."""
 
 __version__ = "0.2.0.dev0"

@@ -1,1 +1,1 @@
-"""Measurements: what the device and the links at hand do, and layouts side by side."""
+"""Measures this machine's devices and links, and layouts side by side."""

@@ -1,4 +1,4 @@
-"""What a model's blocks do on a device: overhead, attention, what they move, time by rows."""
+"""Measures a model's blocks on a device: overhead, attention, memory traffic, time by rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 
 def usual(device: torch.device, *, is_small: bool = False) -> Shape:
-    """Return a block that says something of others; a GPU's has enough to do for its kernels."""
+    """Return a representative block for other models; a GPU's is large enough to fill it."""
     if is_small:
         spec = model_spec(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=512)
         return Shape(spec, 256, 1)
@@ -54,9 +54,9 @@ def usual(device: torch.device, *, is_small: bool = False) -> Shape:
 
 
 def own(device: torch.device, case: Case, most_flops: float = math.inf) -> Shape | None:
-    """Return a case's blocks with its microbatch, but for dropout.
+    """Return a case's blocks with its microbatch, without dropout.
 
-    None where a pass of one takes more FLOPs, or too long to be repeated.
+    None if a pass of one needs more FLOPs, or too long to be repeated.
     """
     spec = case.model.model_copy(update={"dropout": 0.0})
     shape = Shape(spec, case.train.seq_len, case.layout.microbatch)
@@ -96,7 +96,7 @@ def stack(
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of a block's forward and backward: whole, its attention alone, of a tiny block."""
+    """Seconds of a block's forward and backward: whole, its attention, and a tiny block."""
 
     whole: float
     attention: float
@@ -112,7 +112,7 @@ def seconds(device: torch.device, precision: str, budget_s: float, shape: Shape)
 def seconds_of_parts(
     device: torch.device, precision: str, budget_s: float, shape: Shape, depth: int = _DEPTH
 ) -> BlockTimes:
-    """Return the time of a block and of its parts, measured in turns.
+    """Return the time of a block and of its parts, measured alternately.
 
     Up to `depth` blocks are timed together.
     """
@@ -176,12 +176,12 @@ def _work(precision: str, shape: Shape) -> Work:
 def seconds_per_byte(
     precision: str, shape: Shape, rates: tuple[float, float], found: BlockTimes, *, on_cpu: bool
 ) -> float:
-    """Return the seconds for each byte that a block moves beside products and attention.
+    """Return the seconds per byte that a block moves outside of products and attention.
 
-    What is left of a block after its products, attention and overhead, over the bytes that
-    `predict.work` counts; `rates` are the peak and the half of `device.saturation`. In a model's
-    own size: what comes before and after attention grows with more than the bytes, so that other
-    sizes say little of it. A GPU's host runs ahead, and its overhead takes no time beside.
+    The rest of a block's time after its products, attention and overhead, divided by the bytes that
+    `predict.work` counts; `rates` are the peak and the half of `device.saturation`. Measured in the
+    model's own size, because the work around attention doesn't scale with bytes alone. On a GPU,
+    the overhead is not subtracted, because the host runs ahead.
     """
     peak, half = rates
     work = _work(precision, shape)
@@ -195,7 +195,7 @@ def seconds_per_byte(
 def by_rows(
     device: torch.device, precision: str, budget_s: float, shape: Shape, most: int
 ) -> dict[int, float]:
-    """Return the seconds that a block takes for a token, by rows of a microbatch, up to `most`.
+    """Return the seconds of a block per token, by rows of a microbatch, up to `most`.
 
     The rows of the shape are among them.
     """

@@ -34,11 +34,11 @@ _WAYS: Final[tuple[Matmul, ...]] = ("torch", "onednn")
 class Effort(NamedTuple):
     """How much of a device is measured.
 
-    `budget_s` is about what each of the measurements takes. Products and blocks of more than
-    `most_flops` are left out, as are messages of more than `most_bytes`; up to `depth` blocks are
-    timed together; a message is sent `times` and a tiny model makes `steps`. With `in_full` also
-    what automatic choices gain is measured, every kind of collective, and what of one hides behind
-    products.
+    `budget_s` is the approximate time of each measurement. Products and blocks of more than
+    `most_flops` are left out, and so are messages of more than `most_bytes`; up to `depth` blocks
+    are timed together; a message is sent `times` times, and a tiny model makes `steps` steps. With
+    `in_full`, also measures the gains of automatic choices, every kind of collective, and their
+    overlap with products.
     """
 
     budget_s: float = 3.0
@@ -52,9 +52,9 @@ class Effort(NamedTuple):
 
 
 def quick(precision: str) -> Effort:
-    """Return the effort of about two seconds: what a CPU's predictions of a precision need most.
+    """Return the effort of about two seconds: what CPU predictions of a precision need most.
 
-    What it leaves out is priced by the shipped constants.
+    The shipped constants price the rest.
     """
     return Effort(0.2, (precision,), 4e9, 2**20, depth=2, times=4, steps=5, in_full=False)
 
@@ -64,10 +64,10 @@ def calibrate(
 ) -> dict[str, Any]:
     """Return constants by name, without the kind of the device, and the curves behind them.
 
-    `case` has blocks that are measured beside some usual ones, unless they take too long
-    (`is_own` says which), and `compiles` says whether to measure what compiling them gains. All
-    ranks call it; constants are medians over them. `had_core` is the share of the time in which a
-    rank was computing, and no other process in its place, of the rank with the least.
+    `case` has blocks that are measured in addition to some usual ones, unless they take too long
+    (`is_own` says which), and `compiles` says whether to measure the gain from compiling them. All
+    ranks call it; constants are medians over them. `had_core` is the share of time in which a rank
+    had its core, for the rank with the least.
     """
     began, own = time.perf_counter(), None
     if case is not None:
@@ -109,7 +109,7 @@ def _name(device: torch.device) -> str:
 
 
 def block_seconds(world: World, budget_s: float, case: Case) -> float:
-    """Return the seconds of a block of a case with its microbatch, the median of all ranks."""
+    """Return the seconds of a case's block with its microbatch, as the median of all ranks."""
     shape = on_blocks.own(world.device, case)
     assert shape is not None, "blocks that take too long are not asked for"
     take_route("auto", world.device)

@@ -1,6 +1,6 @@
-"""What compiling the blocks gains: a pass beside one that is not compiled, and what it takes first.
+"""Measures the gain from compiling blocks, and the compile time.
 
-Both alternate, since a machine's speed drifts by more than what is gained.
+Compiled and uncompiled passes alternate, because a machine's speed drifts by more than the gain.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LEAST: Final = 5  # turns
 
 
 def compiling(device: torch.device, case: Case, budget_s: float) -> dict[str, float]:
-    """Return constants: gain in speed, share of memory kept for the backward, seconds at the start.
+    """Return constants: the speedup, the share of saved memory, the compile seconds.
 
-    Of the blocks of a case, with one of its microbatches. The seconds are those of a compiler that
-    finds nothing in its cache. Empty where a pass of a block is too long to be repeated.
+    For the blocks of a case, with one of its microbatches. The seconds are those of a compiler with
+    an empty cache. Empty if a pass of a block takes too long to be repeated.
     """
     # Not at the top: the compiler is a second of imports.
     from torch._inductor.utils import fresh_cache

@@ -1,6 +1,6 @@
-"""What a device does: products, attention, memory, the optimizer, as constants of a calibration.
+"""Measures a device: products, attention, memory, the optimizer, as calibration constants.
 
-All ranks of a machine measure at the same time, since they share its memory and its clocks.
+All ranks of a machine measure at the same time, because they share its memory and its clocks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from meshwright.predict.work import Product
 
 
 class BenchSizes(NamedTuple):
-    """What is measured on a kind of device.
+    """The measured sizes for a kind of device.
 
-    `shapes` are tokens, inner and outer dims of products as small and large layers have them;
-    `copied` bytes are beyond any cache; AdamW updates `elements`; the loss is of `tokens` logits of
-    `vocab` each.
+    `shapes` are tokens, inner and outer dims of products in small and large layers; `copied` bytes
+    exceed any cache; AdamW updates `elements`; the loss is of `tokens` logits of `vocab` each.
     """
 
     shapes: tuple[Product, ...]
@@ -95,10 +94,10 @@ def products(
 
 
 def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
-    """Return the peak rate in FLOP/s and the dim at which a side of a product reaches half of it.
+    """Return the peak rate in FLOP/s and the dim at which a product reaches half of it.
 
-    The form of `predict.kernels`: each side d lowers the rate by `d / (d + half)`. For each half of
-    a grid the peak follows; the smallest squared error of the logarithms wins.
+    The form of `predict.kernels`: each side d lowers the rate by `d / (d + half)`. The peak follows
+    for each half of a grid; the smallest squared error of the logarithms wins.
     """
     best = (math.inf, 0.0, 0.0)
     for half in (0.0, *(2.0 ** (step / 4) for step in range(33))):
@@ -113,7 +112,7 @@ def saturation(found: Sequence[tuple[Product, float]]) -> tuple[float, float]:
 
 
 def copy_rate(device: torch.device, budget_s: float) -> float:
-    """Return the bytes/s that a copy beyond the caches reads and writes."""
+    """Return the bytes/s that a copy larger than the caches reads and writes."""
     copied = SIZES[device.type].copied
     source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
@@ -121,7 +120,7 @@ def copy_rate(device: torch.device, budget_s: float) -> float:
 
 
 def optimizer_rate(device: torch.device, budget_s: float, moved: int) -> float:
-    """Return the bytes/s of a fused AdamW step that moves so many bytes an element."""
+    """Return the bytes/s of a fused AdamW step that moves so many bytes per element."""
     elements = SIZES[device.type].elements
     leaf = torch.nn.Parameter(torch.randn(elements, device=device))
     leaf.grad = torch.randn_like(leaf)

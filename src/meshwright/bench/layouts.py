@@ -1,6 +1,6 @@
-"""Layouts side by side on the ranks at hand: seconds of a step and the peak of each rank's memory.
+"""Layouts side by side on local ranks: seconds of a step and the memory peak of each rank.
 
-Layouts alternate, so that the machine's noise hits all alike.
+Layouts alternate, so that the machine's noise affects all alike.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stepper:
 
 
 def drawn(spec: ModelSpec, device: torch.device) -> Source:
-    """Return the source of weights that a device draws region by region, from no seed."""
+    """Return a source of random weights, drawn on a device region by region, without a seed."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         sizes = [stop - start for start, stop in region]
@@ -94,9 +94,9 @@ def timed(
     steps: int,
     then: Callable[[Stepper, Timed], object] = lambda step, found: None,
 ) -> Timed:
-    """Return what some steps of training take after a first one; on GPUs no memory stays taken.
+    """Return the time of some training steps after a first one; frees memory on GPUs.
 
-    `then` may do more with the model and its optimizer, once all that is measured is there.
+    `then` is called with the model and its optimizer after the measurements.
     """
     step, is_cpu = Stepper(world, case), world.device.type == "cpu"
     _seconds(world, step)  # compiles, and makes the optimizer's state
@@ -116,7 +116,7 @@ def timed(
 
 
 def release() -> None:
-    """Give a GPU's memory back that nothing needs any more, before the next model takes it."""
+    """Free a GPU's unused memory before the next model."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -143,7 +143,7 @@ def step_shares(world: World, case: Case) -> list[dict[str, float]]:
 
 
 def peak_bytes(world: World, case: Case) -> list[int]:
-    """Return the peak of a step's memory on each rank: of tensors alone, on CPUs, by a profile."""
+    """Return the memory peak of a step on each rank: tensors only, on CPUs by a profile."""
     peak = measure(world, case).peak.total
     return [int(row[0]) for row in world.gather_on_host([peak])]
 
@@ -151,9 +151,9 @@ def peak_bytes(world: World, case: Case) -> list[int]:
 def side_by_side(
     world: World, cases: Sequence[Case], rounds: int, steps: int, asked: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is measured, as it is: the case's number with its seconds, and what is asked for.
+    """Yield measurements as they come: the case's number, its seconds, and requested data.
 
-    That may be `memory`, the peaks of the ranks, and `shares`, where their time goes.
+    These may be `memory`, the peaks of the ranks, and `shares`, the breakdown of their time.
     """
     asks_memory, is_cpu = "memory" in asked, world.device.type == "cpu"
     if asks_memory and is_cpu:

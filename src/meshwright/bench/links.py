@@ -1,4 +1,4 @@
-"""What links do: the latency and rate of each kind of collective between the ranks at hand."""
+"""Measures links: the latency and rate of each kind of collective between local ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def collectives(
 ) -> dict[str, list[tuple[int, float]]]:
     """Return the seconds of each kind of collective at several sizes; all ranks call it.
 
-    `kinds` are those to measure, all of them unless given, each so many `times`, with messages of
-    `most_bytes` at most.
+    `kinds` are those to measure, by default all, each so many `times`, with messages of at most
+    `most_bytes`.
 
-    Sizes are what the program counts: the whole of what is gathered, reduced or exchanged. Between
-    two messages ranks compute, as they do in training: so they come neither at the same moment
-    nor with the message in their caches. A rank's seconds are its own, its waiting included.
+    Sizes are as the program counts them: the whole of what is gathered, reduced or exchanged.
+    Between two messages, ranks compute, as in training, so they don't arrive at the same moment, or
+    with the message in their caches. A rank's seconds include its waiting.
     """
     sizes = [size for size in _SIZES[world.device.type] if size <= most_bytes]
     return {
@@ -53,7 +53,7 @@ def collectives(
 
 
 def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float]]]:
-    """Return the same of messages through shared memory; none where ranks can't have it."""
+    """Return the same for messages through shared memory; empty if ranks can't have it."""
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared:
         return {}
@@ -64,9 +64,9 @@ def shared(world: World, times: int = _TIMES) -> dict[str, list[tuple[int, float
 
 
 def sums_both_ways(world: World, size: int) -> tuple[float, float] | None:
-    """Return the seconds of a sum of so many bytes by gloo and through shared memory.
+    """Return the seconds of an all-reduce of so many bytes by gloo and by shared memory.
 
-    None where such a message doesn't go through it. Both alternate, beside products.
+    None if such a message doesn't use shared memory. Both alternate, with products in between.
     """
     link = open_groups(Layout(tp=world.size), world).tp
     if not link.is_shared or size > LARGEST_SHARED:
@@ -92,7 +92,7 @@ def _seconds(
 
 
 def overlap(world: World) -> float:
-    """Return which share of the shorter of a product and an all-reduce hides behind the other."""
+    """Return the share of the shorter of a product and an all-reduce that the other one hides."""
     side, elements = _BESIDE[world.device.type]
     factor = torch.randn(side, side, device=world.device)
     message = torch.ones(elements, device=world.device)

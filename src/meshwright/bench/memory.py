@@ -1,4 +1,4 @@
-"""What a rank's memory is made of at the peak of a step, layout by layout, outside of any run."""
+"""Breaks down a rank's memory at the peak of a step, layout by layout, outside of any run."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class HeldMemory:
 
 @dataclass
 class Measured:
-    """What a rank held at the peak of a step and at its start, and the pieces of the peak.
+    """A rank's memory at the peak of a step and at its start, and the pieces of the peak.
 
-    `moment` is the action, or the phase after the last of them, in which the peak was.
+    `moment` is the action, or the phase after the last of them, with the peak.
     """
 
     peak: HeldMemory

@@ -1,6 +1,6 @@
-"""What the engine itself costs on the host: of a step, of a microbatch, of a unit of ZeRO.
+"""Measures the engine's overhead on the host: per step, microbatch, and unit of ZeRO.
 
-Measured with models so small that they compute nothing to speak of.
+Measured with models so small that their computation doesn't count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MORE: Final = 6
 
 
 class Overheads(NamedTuple):
-    """Seconds of a step, of a microbatch, and of gathering and reducing a layer, if measured."""
+    """Seconds per step, per microbatch, and per gather and reduction of a layer, if measured."""
 
     step: float
     microbatch: float
@@ -28,9 +28,9 @@ class Overheads(NamedTuple):
 
 
 def overheads(world: World, steps: int = _STEPS, *, has_units: bool = True) -> Overheads:
-    """Return the engine's costs, of so many steps each; all ranks call it.
+    """Return the engine's overheads, from so many steps each; all ranks call it.
 
-    Without `has_units` a unit's is not measured.
+    Without `has_units`, that of a unit is not measured.
     """
 
     def seconds(layers: int, microbatches: int, zero: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by kind of work, of one rank's operations and waits."""
+"""Breaks down the time of a step: seconds by kind of work, from one rank's operations and waits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REST: Final = "Python and what calls operations"
 
 
 def kinds() -> tuple[str, ...]:
-    """Return all kinds in the order in which they are told."""
+    """Return all kinds in the order in which they are reported."""
     waits = tuple(f"waiting: {cause}" for cause in _WAITS)
     return (*(kind for kind, _ in _KINDS), OTHER, *waits, REST)
 
@@ -51,8 +51,8 @@ def kinds() -> tuple[str, ...]:
 def shares(world: World, step: Callable[[], None], *, pp: int, dp: int) -> dict[str, float]:
     """Return the seconds of a call of `step` by kind, on this rank; a collective.
 
-    On a GPU an operation takes what its kernels take, and the rest has what the device idles. The
-    profile itself lengthens what Python does by some microseconds an operation.
+    On a GPU, an operation takes the time of its kernels, and the rest has the device's idle time.
+    The profiler itself adds some microseconds of Python per operation.
     """
     is_cuda = world.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]

@@ -27,7 +27,7 @@ def seconds_of(
 def seconds_in_turns(
     works: Sequence[Callable[[], object]], budget_s: float, device: torch.device | None = None
 ) -> list[float]:
-    """Return the seconds of some calls that alternate for about `budget_s`, three times at least.
+    """Return the median seconds of some calls that alternate for about `budget_s`.
 
     The median of each. What else a machine does comes in bursts, longer than a call: in turns they
     hit all calls alike, and not those of one. A CPU's calls take what their thread computed, if
@@ -63,7 +63,7 @@ def seconds_in_turns(
 def seconds_together(work: Callable[[], object], times: int, device: torch.device) -> float:
     """Return the median seconds of a call that every rank makes equally often.
 
-    On CUDA from where the device has nothing left to do until it has done it.
+    On CUDA, measured from an idle device until the device has finished.
     """
     work()
     found = []
@@ -79,10 +79,9 @@ def seconds_together(work: Callable[[], object], times: int, device: torch.devic
 def seconds_between(
     compute: Callable[[], object], work: Callable[[], object], times: int, device: torch.device
 ) -> float:
-    """Return the mean seconds of a call that every rank makes, each time after computing.
+    """Return the mean seconds of a call that every rank makes after computing.
 
-    The mean, since what ranks wait for each other is not the same each time. On CUDA as
-    `seconds_together`.
+    The mean, because the ranks' waits for each other vary. On CUDA as `seconds_together`.
     """
     compute()
     work()

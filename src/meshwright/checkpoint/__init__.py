@@ -1,1 +1,1 @@
-"""Saving and loading, so that a file is either whole and verified or not there."""
+"""Saves and loads files that are either whole and verified or absent."""

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, and weights with what adapters add to them.
+"""Adapters in PEFT's format, and weights with merged adapters.
 
 PEFT, github.com/huggingface/peft, writes `adapter_config.json` and `adapter_model.safetensors`,
 whose tensors are named after the stored module that they adapt.
@@ -31,17 +31,17 @@ _SHOWN: Final = 3
 
 
 def peft_name(family: str, name: str) -> str:
-    """Return the name that PEFT has for a matrix of an adapter."""
+    """Return PEFT's name for a matrix of an adapter."""
     module, matrix = name.rsplit(".", 1)
     stored = hf_name(family, f"{module}.weight").removesuffix(".weight")
     return f"{_PREFIX}{stored}.{_MATRICES[matrix]}.weight"
 
 
 class AdapterSource:
-    """The adapters of a folder of PEFT's, checked against `spec` when opened and read when asked.
+    """The adapters of a PEFT folder, checked against `spec` when opened and read on request.
 
-    Raises `CheckpointError` where a tensor is missing, unexpected, of another shape or not of
-    floating point, and where the file is not sound.
+    Raises `CheckpointError` if a tensor is missing, unexpected, of another shape or not of floating
+    point, and if the file is damaged.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -75,7 +75,7 @@ class AdapterSource:
 
 
 def both(base: Source, adapters: Source) -> Source:
-    """Return the source of a model's weights from one, and of its adapters from another."""
+    """Return a source with a model's weights from one source, and its adapters from another."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         is_adapter = name.endswith(tuple(_MATRICES))
@@ -85,7 +85,7 @@ def both(base: Source, adapters: Source) -> Source:
 
 
 def merged(source: Source, spec: ModelSpec) -> Source:
-    """Return the source of weights with what the adapters of `spec` add: `W + scale * B A`, fp32.
+    """Return a source of weights with the adapters of `spec` merged: `W + scale * B A`, fp32.
 
     arXiv:2106.09685, section 4.1: the model without adapters that computes the same.
     """
@@ -109,9 +109,9 @@ def merged(source: Source, spec: ModelSpec) -> Source:
 
 @torch.no_grad()
 def merge(model: Transformer) -> Transformer:
-    """Return a model without adapters that computes what one with adapters does, in fp32.
+    """Return a model without adapters that computes the same as one with adapters, in fp32.
 
-    The model itself where it has none.
+    Returns the model itself if it has none.
     """
     spec = model.spec
     if spec.lora is None:
@@ -133,9 +133,9 @@ def merge(model: Transformer) -> Transformer:
 def write_adapter(
     model: Transformer, folder: Path, base: str | None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the adapters of a model as a folder that PEFT loads; `base` is where its weights are.
+    """Write the adapters of a model as a PEFT folder; `base` is the folder of its weights.
 
-    Raises `CheckpointError` where the model has none.
+    Raises `CheckpointError` if the model has none.
     """
     spec = model.spec
     if spec.lora is None:

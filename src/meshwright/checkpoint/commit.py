@@ -46,14 +46,14 @@ def step_name(step: int) -> str:
 
 
 def unmarked(place: str) -> None:
-    """Take note of nothing."""
+    """Ignore a progress mark."""
 
 
 def begin(root: Path, step: int, run: str = "") -> Path | None:
-    """Return a new temporary folder for a step's files; None where `run` has committed the step.
+    """Return a new temporary folder for a step's files; None if `run` has committed the step.
 
-    `root` must be there: one that is gone was removed from under the run. Raises `CheckpointError`
-    where the folder or the step is another run's, and with path and cause when the disk refuses.
+    `root` must exist: if it is gone, someone removed it during the run. Raises `CheckpointError` if
+    the folder or the step belongs to another run, and with path and cause if the disk refuses.
     """
     _refuse_others(root, run)
     final = root / step_name(step)
@@ -71,7 +71,7 @@ def begin(root: Path, step: int, run: str = "") -> Path | None:
 
 
 def run_of(folder: Path) -> str:
-    """Return the id of the run that wrote a step; empty where its manifest names none."""
+    """Return the id of the run that wrote a step; empty if its manifest has none."""
     try:
         return str(read_manifest(folder).get("run", ""))
     except CheckpointError:
@@ -103,8 +103,8 @@ def seal(
 ) -> Path:
     """Write the manifest of a temporary folder, make the step appear, and return its path.
 
-    `files` are those that are written and synced already; all others are hashed and synced here.
-    Raises `CheckpointError` with path and cause when the disk refuses; the older steps stay.
+    `files` are already written and synced; all others are hashed and synced here. Raises
+    `CheckpointError` with path and cause if the disk refuses; older steps stay.
     """
     root = temporary.parent
     final = root / step_name(step)
@@ -144,9 +144,9 @@ def _told(temporary: Path) -> Any:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a step folder, which tells whether it is as it was written.
+    """Return the manifest of a step folder, whose digest shows that it is unchanged.
 
-    Raises `CheckpointError` where it is missing, changed or of another format.
+    Raises `CheckpointError` if it is missing, changed or of another format.
     """
     path = folder / MANIFEST
     try:
@@ -202,7 +202,7 @@ def steps(root: Path) -> list[Path]:
 
 
 def clean(root: Path) -> list[Path]:
-    """Remove what interrupted saves have left; only for who alone writes under `root`."""
+    """Remove what interrupted saves have left; only the sole writer under `root` may call it."""
     if not root.is_dir():
         return []
     left = [p for p in root.iterdir() if re.match(r"\.(tmp-step|latest|old-step)-", p.name)]
@@ -221,18 +221,18 @@ def _remove(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a step that failed its verification, so that the step can be saved again."""
+    """Rename a step that failed its verification, so that it can be saved again."""
     aside = folder.with_name(f"bad-{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(aside)
     return aside
 
 
 def anew(root: Path) -> str:
-    """Say what to do about a folder of steps none of which can be used."""
+    """Return what to do about a folder of steps none of which can be used."""
     return (
-        "Restore the files; to begin anew, start a new run in another folder. A job that comes "
-        f"back to this run by itself, as Kubernetes' and SkyPilot's do, begins anew once {root} "
-        f"is out of its way: mv {quote(str(root))} {quote(f'{root}-damaged')}"
+        "Restore the files; to start over, start a new run in another folder. A job that comes "
+        f"back to this run by itself, as Kubernetes' and SkyPilot's do, starts over after you "
+        f"move {root} away: mv {quote(str(root))} {quote(f'{root}-damaged')}"
     )
 
 
@@ -244,13 +244,13 @@ def prune(root: Path, keep: int) -> list[Path]:
 
 
 def old_steps(root: Path, keep: int) -> list[Path]:
-    """Return all steps but the newest `keep` and the one that is the best."""
+    """Return all steps except the newest `keep` and the best one."""
     best = best_step(root)
     return [path for path in steps(root)[:-keep] if path != best]
 
 
 def purge(root: Path, keep: int) -> list[Path]:
-    """Remove old steps, the newest of all being known to be good, and return them."""
+    """Remove old steps and return them; the newest of all must be verified."""
     old = old_steps(root, keep)
     for path in old:
         # Renamed first: half of a step must not look like one.
@@ -286,7 +286,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def point(root: Path, pointer: str, name: str) -> None:
-    """Have a pointer, `latest` or `best`, name a step folder."""
+    """Set a pointer, `latest` or `best`, to a step folder."""
     temporary = root / f".latest-{uuid.uuid4().hex[:8]}"
     temporary.write_text(name + "\n", encoding="utf-8")
     os.replace(temporary, root / pointer)

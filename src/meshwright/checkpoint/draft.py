@@ -15,10 +15,10 @@ from meshwright.errors import CheckpointError, ConfigError, refusal
 
 
 class Draft:
-    """A temporary folder beside `out`, used as a context; what is not published is removed.
+    """A temporary folder next to `out`, used as a context; removed if it is not published.
 
-    `out` must be new or empty, else `ConfigError` is raised before anything is written. An error of
-    the disk inside the context becomes a `CheckpointError` that names `out`.
+    `out` must be new or empty, else `ConfigError` is raised before anything is written. A disk
+    error inside the context becomes a `CheckpointError` that names `out`.
     """
 
     def __init__(self, out: Path) -> None:
@@ -37,7 +37,7 @@ class Draft:
         return self
 
     def publish(self) -> None:
-        """Flush all that was written to the disk and give the folder its name."""
+        """Flush everything to the disk and give the folder its name."""
         for path in (*sorted(self.path.rglob("*")), self.path):
             sync(path)
         self.path.rename(self._out)

@@ -1,4 +1,4 @@
-"""Whether a folder holds the model that it was made from, also to transformers."""
+"""Checks that a folder holds the model that it was made from, also according to transformers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ basse. Они молчали. 潮が満ちてくる。 🌊 Ten minutes later th
 
 @dataclass(frozen=True)
 class Check:
-    """One claim about a folder: `observed` is `expected`, or at most `tolerance` where it has one.
+    """One claim about a folder: `observed` is `expected`, or at most `tolerance` if it has one.
 
-    `first_divergence` says in words what differs first.
+    `first_divergence` describes the first difference.
     """
 
     claim: str
@@ -65,10 +65,10 @@ class Check:
 
 
 def sample_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> Tensor:
-    """Return token ids int64 `[3, seq]` to hold models against each other with.
+    """Return token ids int64 `[3, seq]` to compare models with.
 
-    Two rows are a text, one goes through the whole vocabulary. Without a tokenizer all three do, in
-    different orders.
+    Two rows are a text, one goes through the whole vocabulary. Without a tokenizer, all three do,
+    in different orders.
     """
     length = min(SEQ_LEN, spec.context)
     spread = torch.arange(length) * spec.vocab_size // length
@@ -123,10 +123,10 @@ def same_logits(claim: str, found: Tensor, expected: Tensor, tolerance: float) -
 def checks_by_transformers(
     folder: Path, ids: Tensor, expected: Tensor, tokenizer: Tokenizer | None
 ) -> tuple[list[Check], str]:
-    """Claim that transformers loads the same model, and the same tokenizer if there is one.
+    """Claim that transformers loads the same model, and the same tokenizer if any.
 
-    `expected` are the logits of `ids` by our own loader. No code of the folder is run. Where there
-    is no transformers to ask there are no checks, but the reason.
+    `expected` are the logits of `ids` by our own loader. Runs no code of the folder. Without
+    transformers, there are no checks, but the reason.
     """
     try:
         version = str(_transformers().__version__)
@@ -201,7 +201,7 @@ def same_ids(claim: str, found: Sequence[int], tokenizer: Tokenizer) -> Check:
 
 
 def failed(claim: str, tolerance: float | None, error: Exception) -> Check:
-    """Return a claim that came to nothing, with the reason as what was observed."""
+    """Return a claim that could not be checked, with the reason as observed."""
     text = " ".join(str(error).split())
     observed = f"{type(error).__name__}: {text:.300}"
     return Check(claim, None, observed, tolerance, False)

@@ -1,4 +1,4 @@
-"""Models to and from Hugging Face folders; what is written appears only if it is the same model."""
+"""Converts models to and from Hugging Face folders; the result appears only if it is the same."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A folder that was made of another one, and what was checked of it.
+    """A converted folder, and the checks of it.
 
-    `out` is there only if all `checks` passed. `files` has the size of each file in bytes.
+    `out` exists only if all `checks` passed. `files` has the size of each file in bytes.
     `not_checked` says why transformers was not asked, if so.
     """
 
@@ -58,7 +58,7 @@ class Exchanged:
 
     @property
     def passed(self) -> bool:
-        """Whether all checks did."""
+        """Whether all checks passed."""
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def export_hf(
 ) -> Exchanged:
     """Write the model of a run, step or Hugging Face folder as a new Hugging Face folder.
 
-    Adapters become part of its weights.
+    Merges adapters into its weights.
 
-    Weights in `dtype`, in files of at most `max_shard_bytes`, configs, and the tokenizer's files if
-    there is one. `out` appears once it has been loaded again, here and by transformers if that is
-    installed, and has given the model's logits; else `Exchanged.passed` is false. Raises
-    `ConfigError` where `out` is not new or empty and as `write_hf`, `CheckpointError` as
-    `load_model` and where the disk refuses.
+    Weights are in `dtype`, in files of at most `max_shard_bytes`, with configs, and the tokenizer's
+    files if there is one. `out` appears after it has been loaded again, here and by transformers if
+    that is installed, and has given the model's logits; else `Exchanged.passed` is false. Raises
+    `ConfigError` if `out` is not new or empty and as `write_hf`, `CheckpointError` as `load_model`
+    and if the disk refuses.
     """
     with Draft(out) as draft:
         model = merge(load_model(source))
@@ -128,11 +128,11 @@ def export_hf(
 
 
 def export_adapter(source: Path, out: Path, base: str | None, dtype: StoredType) -> Exchanged:
-    """Write the adapters of a run or step as a new folder that PEFT loads, in `dtype`.
+    """Write the adapters of a run or step as a new PEFT folder, in `dtype`.
 
-    `base` is where PEFT finds the weights that they are for. `out` appears once it has been read
-    back to the bit; else `Exchanged.passed` is false. Raises `ConfigError` where `out` is not new
-    or empty, `CheckpointError` where the model has no adapters, and as `load_model`.
+    `base` is where PEFT finds the weights that they belong to. `out` appears after it has been read
+    back bit for bit; else `Exchanged.passed` is false. Raises `ConfigError` if `out` is not new or
+    empty, `CheckpointError` if the model has no adapters, and as `load_model`.
     """
     with Draft(out) as draft:
         model = load_model(source)
@@ -164,12 +164,12 @@ def export_adapter(source: Path, out: Path, base: str | None, dtype: StoredType)
 
 
 def import_hf(source: Path, out: Path) -> Exchanged:
-    """Write a Hugging Face folder as step 0 of a folder of ours, which `model.init_from` takes.
+    """Write a Hugging Face folder as step 0 of a new folder for `model.init_from`.
 
-    Weights in fp32, whatever they are stored in, and the tokenizer's files if there is a
-    tokenizer.json. `out` appears once what was written has been read back, to the bit, and
-    transformers, if installed, gives our logits for `source`; else `Exchanged.passed` is false.
-    Raises `ConfigError` where `out` is not new or empty, and as `load_hf`.
+    Weights are in fp32, whatever they are stored in, with the tokenizer's files if there is a
+    tokenizer.json. `out` appears after it has been read back bit for bit, and transformers, if
+    installed, gives our logits for `source`; else `Exchanged.passed` is false. Raises `ConfigError`
+    if `out` is not new or empty, and as `load_hf`.
     """
     with Draft(out) as draft:
         model = load_hf(source, dtype=torch.float32)

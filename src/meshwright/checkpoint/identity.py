@@ -1,6 +1,6 @@
-"""What must be the same for a run to be continued, and the refusal where it is not. No torch here.
+"""What must stay the same when a run is resumed, and the refusal if it doesn't. No torch here.
 
-A resumed run that reads other data, or is another model, trains on with a loss that looks normal.
+A resumed run with other data, or another model, would train on with a loss that looks normal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS: Final = (
 
 
 def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
-    """Return what identifies a run, by part; `data` is the data set's own identity."""
+    """Return the parts that identify a run; `data` is the data set's own identity."""
     model, train = config.model.identity(), config.train
     del model["init_from"]
     return {
@@ -47,7 +47,7 @@ def identity_of(config: Config, data: Mapping[str, str]) -> dict[str, str]:
 def refuse_changed(
     manifest: Mapping[str, Any], now: Mapping[str, str], run: str, allowed: Collection[str]
 ) -> None:
-    """Raise `CheckpointError` where a run to be continued is not the one that wrote a step.
+    """Raise `CheckpointError` if the resumed run is not the one that wrote a step.
 
     `now` is its identity, `run` its id; parts in `allowed` may differ. The message names what
     differs, with both values and the flag that overrides it.

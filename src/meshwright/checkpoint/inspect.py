@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, in facts: read from manifests alone. No torch here."""
+"""Facts about a folder of checkpoints, from manifests alone. No torch here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.spec.stored import steps_folder
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One committed step; `problem` says what is wrong with it, if anything was found to be.
+    """One committed step; `problem` says what is wrong with it, if anything.
 
-    `is_verified` says that every file's hash was compared.
+    `is_verified`: every file's hash was compared.
     """
 
     path: str
@@ -35,9 +35,9 @@ class StepFacts:
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Return the folder of steps that a run, a folder of steps or a step is or lies in.
+    """Return the folder of steps of a run, of a folder of steps, or of a step.
 
-    Raises `CheckpointError` where there is no committed step.
+    Raises `CheckpointError` if there is no committed step.
     """
     own = steps_folder(folder)
     for root in (own, folder, folder.parent):
@@ -50,7 +50,7 @@ def checkpoints_of(folder: Path) -> Path:
 def inspect(folder: Path, *, verified: bool = False) -> list[StepFacts]:
     """Return the facts of all steps of a run, or of one step folder, oldest first.
 
-    With `verified` every file is read and compared with its hash.
+    With `verified`, every file is read and compared with its hash.
     """
     root = checkpoints_of(folder)
     found = steps(root)

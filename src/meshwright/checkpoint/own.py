@@ -1,7 +1,7 @@
-"""`Checkpoints`: the steps of a loop of your own, in the format of runs, for any layout.
+"""`Checkpoints`: the steps of a user's own loop, in the format of runs, for any layout.
 
-What `mw.parallelize` has distributed is written as regions of whole tensors and committed as a step
-of a run is, so that another layout reads what it needs of it.
+The parts of a model that `mw.parallelize` has distributed are written as regions of whole tensors
+and committed like a run's step, so that another layout can read the regions that it needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OWN: Final = "own"  # what of a manifest is ours
 
 
 class Loaded(NamedTuple):
-    """A step that was loaded: its number, the `state` that was saved with it, and its folder."""
+    """A loaded step: its number, the `state` that was saved with it, and its folder."""
 
     step: int
     state: dict[str, Any]
@@ -49,11 +49,11 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """The steps under a folder, of a model that `parallelize` returned and its optimizer.
+    """The steps under a folder, for a model that `parallelize` returned and its optimizer.
 
-    Every rank makes one, after `parallelize` and the optimizer, and calls its methods alike; they
-    are collectives. One loop at a time writes into a folder, which all ranks see. The newest `keep`
-    steps stay.
+    Every rank creates one, after `parallelize` and the optimizer, and makes the same calls of its
+    methods, which are collectives. Only one loop may write into a folder, which all ranks must be
+    able to access. The newest `keep` steps stay.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> Path:
         """Save weights, optimizer and `state` as a step, and return its folder.
 
-        `state` is what JSON holds: the data's position, a scheduler's `state_dict()`. Lists come
-        back for tuples, texts for keys. Raises `CheckpointError` on every rank where the step is
-        there already, where another loop has written steps that this one has not loaded, or where
-        one rank could not write; the steps before it stay.
+        `state` may contain what JSON can: the data's position, a scheduler's `state_dict()`. Tuples
+        come back as lists, and keys as text. Raises `CheckpointError` on every rank if the step
+        already exists, if another loop has written steps that this one has not loaded, or if one
+        rank could not write; the steps before it stay.
         """
         leaves = self._leaves()
         path = self._root / step_name(step)
@@ -113,8 +113,8 @@ class Checkpoints:
     def load(self) -> Loaded | None:
         """Load the newest complete step into model and optimizer; None if there is none.
 
-        A newer step that is corrupt is set aside with a warning. Raises `CheckpointError` where
-        none is whole, or where the step is of another model or optimizer: then nothing has changed.
+        A newer step that is corrupt is set aside with a warning. Raises `CheckpointError` if no
+        step is intact, or if the step is of another model or optimizer; then nothing has changed.
         """
         good = newest_good(self._root, self._world, self._warn, self._saver.group)
         if good is None:

@@ -1,4 +1,4 @@
-"""Finding the newest good step and bringing a run back to it, whatever layout wrote it."""
+"""Finds the newest valid step and restores a run from it, whatever layout wrote it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.program.shards import Region
 
 
 class Good(NamedTuple):
-    """A step folder every file of which is as it was written, and its manifest."""
+    """A verified step folder, and its manifest."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -33,10 +33,10 @@ def newest_good(
 ) -> Good | None:
     """Return the newest step that passes its verification; a collective.
 
-    The ranks share the reading, and talk over a gloo `group`, else the world's own. A newer step
-    that fails is set aside, so that it can be saved again, and `on_bad` gets the reason with the
-    name of the file. None where there is no step. Raises `CheckpointError` where each one fails,
-    which leaves them as they are, and where ranks see different ones.
+    The ranks share the reading, and communicate over a gloo `group`, by default the world's. A
+    newer step that fails is set aside, so that it can be saved again, and `on_bad` receives the
+    reason with the name of the file. None if there is no step. Raises `CheckpointError` if every
+    step fails, and leaves them unchanged; also if ranks see different steps.
     """
     bad: list[tuple[Path, str]] = []
     if group is None and world.size > 1:
@@ -90,7 +90,7 @@ class StoredSource:
         return self._stored.read(name, region)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` where a parameter is not there in a shape."""
+        """Raise `CheckpointError` if a parameter of this shape is missing."""
         found = self._stored.shape(name)
         if found != tuple(shape):
             raise CheckpointError(
@@ -99,9 +99,9 @@ class StoredSource:
 
 
 def restore(trained: Trained, good: Good, *, same_optimizer: bool = True) -> None:
-    """Bring the optimizer to what a verified step holds, of which the weights are filled already.
+    """Restore the optimizer from a verified step, whose weights are already loaded.
 
-    Another optimizer than the one that wrote the step begins with none.
+    If the step is of another kind of optimizer, the optimizer starts without state.
     """
     if same_optimizer:
         stored = stored_of(good.folder, OPTIMIZER)

@@ -1,8 +1,8 @@
-"""`Saver`: the ranks of a run write one step together, at once or beside the training.
+"""`Saver`: the ranks of a run write one step together, synchronously or during training.
 
-Beside the training, a thread copies what this rank writes while the next forward and backward run:
-they change no weights, so only the update has to wait until the copy is there. Then it writes, over
-a process group of its own: collectives of two threads must not meet in one group.
+During training, a thread copies what this rank writes while the next forward and backward run:
+these change no weights, so only the update has to wait for the copy. Then the thread writes, over a
+separate process group, because two threads must not use collectives of the same group.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from meshwright.spec.stored import BEST
 
 
 class Saved(NamedTuple):
-    """A committed step: where it is, its bytes, and the seconds from the call until it was there.
+    """A committed step: its path, its bytes, and the seconds from the call to the commit.
 
-    `stall_s` is how long the training waited for it.
+    `stall_s` is how long training waited for it.
     """
 
     step: int
@@ -57,8 +57,8 @@ class Saved(NamedTuple):
 class Saver:
     """Saves the steps of one run under `root`, keeping the newest `keep` and the best.
 
-    Every rank makes one and calls its methods alike; `on_saved` gets each step once it is
-    committed, in the thread of the training.
+    Every rank creates one and makes the same calls; `on_saved` receives each committed step, in the
+    training thread.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Saver:
     def save(
         self, step: int, chunks: Chunks, facts: Mapping[str, Any], texts: Mapping[str, str]
     ) -> None:
-        """Save a step, or begin to; waits for the one before.
+        """Save a step, or start to; waits for the previous one.
 
         `facts` go into the manifest, `texts` become files by their names. Raises `CheckpointError`
-        on every rank where one of them could not write.
+        on every rank if one of them could not write.
         """
         self.finish()
         started = time.perf_counter()
@@ -136,9 +136,9 @@ class Saver:
             self.finish()
 
     def keep_best(self, step: int) -> None:
-        """Have a step, if it is saved, stay until another one is the best; a collective.
+        """Keep a step, if it is saved, until another one is the best; a collective.
 
-        Waits for its save. The one that was the best goes with the old steps.
+        Waits for its save. The previous best one becomes an old step.
         """
         self.finish()
 
@@ -152,14 +152,14 @@ class Saver:
             self._remove_old(step)
 
     def before_update(self) -> None:
-        """Wait until a running save has copied what the update is about to change."""
+        """Wait until a running save has copied what the update will change."""
         if self._running is not None and not self._running.copied.is_set():
             started = time.perf_counter()
             self._running.copied.wait()
             self._running.stall_s += time.perf_counter() - started
 
     def poll(self) -> None:
-        """Report a save that has ended, if every rank's has; waits for nothing."""
+        """Report a save that has ended on every rank; doesn't wait."""
         running = self._running
         if running is not None and running.thread is not None and not running.thread.is_alive():
             self.finish()

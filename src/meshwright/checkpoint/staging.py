@@ -1,8 +1,8 @@
-"""From a GPU to the host's memory through a little pinned memory, which bounds what is pinned.
+"""Copies from a GPU to host memory through a limited amount of pinned memory.
 
-Pinned memory is taken from all processes, and torch rounds each piece of it up to a power of two
-and keeps it. So two pieces of a fixed size take turns: while one is filled from the GPU, the host
-empties the other into ordinary memory.
+All processes share pinned memory, and torch rounds each allocation up to a power of two and keeps
+it. So two buffers of fixed size alternate: while the GPU fills one, the host copies the other to
+ordinary memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PIECE: Final = 64 * MIB
 
 
 class Staging:
-    """Copies tensors of a GPU to the host on a stream; two pieces of pinned memory at most."""
+    """Copies tensors of a GPU to the host on a stream; with two pinned buffers at most."""
 
     def __init__(self, stream: Any, piece: int = PIECE, *, pins: bool = True) -> None:
         """Take the `torch.cuda.Stream` to copy on; nothing is allocated before the first copy."""
@@ -28,7 +28,7 @@ class Staging:
         self._turn = 0
 
     def copy(self, source: Tensor, into: Tensor) -> None:
-        """Begin to copy a tensor into one of the same shape on the host; `finish` waits for it."""
+        """Start to copy a tensor into one of the same shape on the host; `finish` waits for it."""
         given, taken = (x.contiguous().view(-1).view(torch.uint8) for x in (source, into))
         assert taken.data_ptr() == into.data_ptr(), "what is copied into is contiguous"
         for start in range(0, len(given), self._piece):
@@ -41,7 +41,7 @@ class Staging:
             self._filled[place] = self._stream.record_event(), taken[start : start + len(part)]
 
     def finish(self) -> None:
-        """Wait until everything is where it belongs."""
+        """Wait until all copies are done."""
         for place in sorted(self._filled, key=lambda at: (at - self._turn) % 2):
             self._empty(place)
 

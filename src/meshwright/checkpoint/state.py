@@ -1,8 +1,8 @@
-"""What a run is at a step, as tensors by name and facts, and back: the same for every layout.
+"""A run's state at a step, as tensors by name and facts: the same for every layout.
 
-Weights and the optimizer's state are kept as regions of whole tensors, so what one layout writes
-any other reads. Everything else is plain values: dropout, initial weights and the order of samples
-are pure functions of the seed and the step, so there is no generator whose state could be lost.
+Weights and optimizer states are stored as regions of whole tensors, so any layout can read what
+another one writes. Everything else is plain values: dropout, initial weights and the order of
+samples are pure functions of the seed and the step, so there is no generator state to lose.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ class Chunks(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor that a step keeps: its name, itself and its region of the whole.
+    """A tensor of a step: its name, the tensor and its region of the whole.
 
-    The optimizer knows it as `tensor`. `is_mine` says that of the ranks which hold it this one
-    writes it.
+    The optimizer knows it as `tensor`. `is_mine`: of the ranks that hold it, this one writes it.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Leaf(NamedTuple):
 
     @property
     def shard(self) -> Tensor:
-        """What this rank holds of it, as a plain tensor that shares its memory."""
+        """This rank's shard of it, as a plain tensor that shares its memory."""
         return local_shard(self.tensor.detach())
 
 
@@ -67,7 +66,7 @@ Kept = Mapping[str, float | None]
 def chunks_of(trained: Trained) -> Chunks:
     """Return this rank's share of the state; its tensors are the run's own, not copies.
 
-    Of ranks that hold the same shard one has it, in turn, so that all write about as much.
+    Of ranks that hold the same shard, one writes it, in turn, so that all write about as much.
     """
     kept = [*_frozen(trained.parallel), *_buffers(trained.parallel)]
     return chunks([*_leaves(trained), *kept], trained.optimizer)
@@ -90,7 +89,7 @@ def chunks(leaves: Sequence[Leaf], optimizer: torch.optim.Optimizer) -> Chunks:
 
 
 def scalars_of(trained: Trained) -> Mapping[str, float]:
-    """Return what the optimizer keeps beside tensors: AdamW's number of updates."""
+    """Return the optimizer's state besides tensors: AdamW's number of updates."""
     for leaf in trained.shards.leaves:
         state = trained.optimizer.state.get(leaf, {})
         return {key: float(value) for key, value in state.items() if _is_scalar(value)}
@@ -98,9 +97,9 @@ def scalars_of(trained: Trained) -> Mapping[str, float]:
 
 
 def fill_optimizer(trained: Trained, stored: Stored, scalars: Mapping[str, float]) -> None:
-    """Give the optimizer the state that a step holds; the weights are filled already.
+    """Restore the optimizer state of a step, whose weights are already loaded.
 
-    Raises `CheckpointError` where the step lacks a part.
+    Raises `CheckpointError` if the step lacks a part.
     """
     keys = sorted({name.split(".", 1)[0] for name in stored.names})
     kept: Kept = {**scalars, **dict.fromkeys(keys)}
@@ -168,9 +167,9 @@ def _is_scalar(value: object) -> bool:
 
 
 def is_turn(number: int, layout: Layout, at: Mapping[str, int], sharding: Sharding) -> bool:
-    """Whether of the ranks that hold the same shard of a parameter it is this one's turn to write.
+    """Whether this rank writes a shard, of the ranks that hold the same shard of a parameter.
 
-    `number` is the parameter's place in the model, `at` the rank's in the mesh.
+    `number` is the parameter's index in the model, `at` the rank's coordinates in the mesh.
     """
     cut = {"pp"}
     if sharding.tp_dim is not None:

@@ -1,8 +1,8 @@
-"""Shards of tensors in safetensors files, and any region of the whole read back from them.
+"""Shards of tensors in safetensors files, from which any region of the whole can be read.
 
-A file holds what one rank wrote. Its header says where in the whole each shard lies, in the words
-of torch's distributed checkpoints (`DCP_SHARDING_INFO`), whose Hugging Face reader takes these
-files as they are. No pickle is involved, and a reader touches only the bytes that it asks for.
+A file holds what one rank wrote. Its header gives the position of each shard in the whole, in the
+format of torch's distributed checkpoints (`DCP_SHARDING_INFO`), whose Hugging Face reader can read
+these files unchanged. No pickle is involved, and a reader reads only the bytes that it needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SYNCED: Final = 512 * MIB  # handed to the disk at once
 
 
 class Chunk(NamedTuple):
-    """A part of a named tensor: where it begins along each dim, and its values."""
+    """A part of a named tensor: its offset along each dim, and its values."""
 
     name: str
     offsets: tuple[int, ...]
@@ -53,9 +53,9 @@ def write_chunks(
 ) -> Fingerprint:
     """Write chunks of different tensors as one safetensors file, synced, and return its hash.
 
-    Of what is on a GPU one chunk at a time comes to the host. `mark` is told "shard" half-way, and
-    "" whenever another part is on the disk. Raises `CheckpointError` with path and bytes where the
-    disk refuses.
+    GPU tensors are copied to the host one chunk at a time. `mark` is called with "shard" halfway,
+    and with "" whenever another part is on the disk. Raises `CheckpointError` with path and bytes
+    if the disk refuses.
     """
     header = _header(chunks)
     sizes = [chunk.tensor.nbytes for chunk in chunks]
@@ -120,7 +120,7 @@ class _StoredPlace(NamedTuple):
 
 
 class Stored:
-    """The tensors of some files, read by region wherever their chunks are."""
+    """The tensors of some files, read by region, wherever their chunks are."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._places: dict[str, list[_StoredPlace]] = {}
@@ -146,9 +146,9 @@ class Stored:
         return tuple(max(stop for _, stop in along) for along in zip(*regions, strict=True))
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return a region of a tensor, as it is stored.
+        """Return a region of a tensor, in its stored dtype.
 
-        Raises `CheckpointError` where the chunks do not cover it.
+        Raises `CheckpointError` if the chunks do not cover it.
         """
         out, found = torch.empty([stop - start for start, stop in region]), 0
         if out.numel() == 0:

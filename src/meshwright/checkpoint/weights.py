@@ -1,4 +1,4 @@
-"""Loading the model of any folder, and writing one that holds weights alone."""
+"""Loads the model of any folder, and writes folders with weights only."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def write_weights(
 ) -> Path:
     """Commit whole weights, by our names, as a step under `root` and return its path.
 
-    `run` is the id of the run that trained them, if one did. Raises `CheckpointError` where the
-    step is there already or the disk refuses.
+    `run` is the id of the run that trained them, if one did. Raises `CheckpointError` if the step
+    already exists or the disk refuses.
     """
     with contextlib.suppress(OSError):  # `begin` tells
         root.mkdir(parents=True, exist_ok=True)
@@ -78,10 +78,10 @@ def load_model(folder: str | Path) -> Transformer:
 
 
 def weights_from(folder: Path, spec: ModelSpec) -> Any:
-    """Return the source of first weights that `model.init_from` names, for `build`.
+    """Return the source of the initial weights in `model.init_from`, for `build`.
 
     It is a Hugging Face folder, or a run or step folder, which is verified first. Adapters that a
-    run has trained are part of the weights.
+    run has trained are merged into the weights.
     """
     step = find_step(folder)
     if step is None:

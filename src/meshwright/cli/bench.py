@@ -1,4 +1,4 @@
-"""`meshwright bench`: what the machine at hand does, and layouts side by side on it."""
+"""`meshwright bench`: measures this machine, and layouts side by side on it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _print_device(constants: Mapping[str, float], source: str) -> None:
 
 @dataclass
 class LayoutRow:
-    """A layout: what was predicted, and what was measured."""
+    """A layout with its prediction and its measurement."""
 
     layout: Layout
     predicted: Prediction

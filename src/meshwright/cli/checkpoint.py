@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: what steps there are, and models to and from Hugging Face folders."""
+"""`meshwright checkpoint`: lists steps, and converts models to and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ example:
 
 
 class Subcommand(NamedTuple):
-    """A subcommand: what it does, an example, its arguments and itself."""
+    """A subcommand: its description, an example, its arguments and its function."""
 
     text: str
     example: str
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the action and return the exit code."""
+    """Run the subcommand and return the exit code."""
     return ACTIONS[args.action].run(args)
 
 

@@ -1,4 +1,4 @@
-"""`meshwright clean`: disk use of runs and prepared data, and their removal."""
+"""`meshwright clean`: shows the disk usage of runs and prepared data, and removes them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List what is there and remove what is chosen; returns the exit code."""
+    """List entries and remove the selected ones; returns the exit code."""
     choice = DiskSelection(args.keep, args.older_than)
     if args.delete and choice == DiskSelection():
         raise ConfigError("--delete removes what --keep N or --older-than AGE chooses: give one")
@@ -115,7 +115,7 @@ def _as_json(
 
 
 def format_age(seconds: float) -> str:
-    """Return an age in the largest unit that it has one of: 5m, 3h, 12d."""
+    """Return an age in its largest unit: 5m, 3h, 12d."""
     for unit in ("d", "h", "m"):
         if seconds >= _SECONDS[unit]:
             return f"{seconds // _SECONDS[unit]:.0f}{unit}"

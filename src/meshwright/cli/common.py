@@ -36,7 +36,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(args: argparse.Namespace, default: Path | None = None) -> Config:
-    """Return the config that the arguments name, or that of a default file under overrides.
+    """Return the config that the arguments name, or a default file's with the overrides.
 
     It is priced by what was measured of this machine, if anything was: `launch.pricing.measured`.
     Raises
@@ -65,23 +65,23 @@ def read_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
 
 
 def say(text: str, indent: str = "") -> None:
-    """Print a line, wrapped to the width of the terminal, or to 80 columns where it is none."""
+    """Print a line, wrapped to the width of the terminal, or to 80 columns without one."""
     print(folded(indent + text, Console().width))
 
 
 def say_line(text: str, out: TextIO | None = None) -> None:
-    """Print a line that is searched for: wrapped in a terminal alone, whole in a file or a pipe."""
+    """Print a line that users may grep: wrapped only in a terminal, whole in a file or a pipe."""
     out = sys.stdout if out is None else out
     print(fitted(text, out), file=out, flush=True)
 
 
 def say_command(command: str, indent: str = "  ") -> None:
-    """Print a command that can be pasted into a shell, however many lines it takes."""
+    """Print a command that can be pasted into a shell, on as many lines as it needs."""
     print(folded(indent + command, Console().width, joint=GOES_ON))
 
 
 def table(*columns: str, wraps: Collection[str] = ("layout", "change", "why not")) -> Table:
-    """Return a table that keeps to the width of the terminal: the columns `wraps` give way."""
+    """Return a table that fits the terminal: the columns `wraps` are wrapped."""
     made = Table(box=None, pad_edge=False)
     for name in columns:
         least = LONGEST_WORD if name == "layout" else None
@@ -110,7 +110,7 @@ def add_accept(parser: argparse.ArgumentParser) -> None:
 
 
 def read_rows(path: Path, needed: str) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON objects, one a line; `needed` is the flag that names it.
+    """Return the rows of a JSON Lines file; `needed` is the flag that names it.
 
     Raises `ConfigError`.
     """

@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DataSpec().validation,
         metavar="SHARE",
-        help="tell how this share would be held out (data.validation decides, at training)",
+        help="show how much this share would hold out (data.validation decides, at training)",
     )
 
     command = _action(actions, "inspect", "what a store holds", INSPECT)

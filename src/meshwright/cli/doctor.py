@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine what the arguments name; the exit code is 1 where something is wrong."""
+    """Examine what the arguments name; the exit code is 1 if something is wrong."""
     folders = [word for word in args.words if "=" not in word and Path(word).is_dir()]
     if folders:
         if len(args.words) > 1:
@@ -92,7 +92,7 @@ def _print_nodes(found: Sequence[tuple[str, Finding]]) -> None:
     Console().print(table)
     bad = sorted({f"{finding.name} on {node}" for node, finding in found if finding.state == "bad"})
     if bad:
-        say_line(f"meshwright doctor: in the way of a run: {', '.join(bad)}", sys.stderr)
+        say_line(f"meshwright doctor: problems that prevent a run: {', '.join(bad)}", sys.stderr)
     else:
         say_line("this config can start on these nodes")
 
@@ -105,7 +105,7 @@ def _print_findings(found: Sequence[Finding], config: Config | None) -> None:
     bad = [finding.name for finding in found if finding.state == "bad"]
     what = "this machine can train" if config is None else "this config can start here"
     if bad:
-        say_line(f"meshwright doctor: in the way of a run: {', '.join(bad)}", sys.stderr)
+        say_line(f"meshwright doctor: problems that prevent a run: {', '.join(bad)}", sys.stderr)
     else:
         say_line(what)
 

@@ -49,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("folder", metavar="RUN_OR_HF_DIR")
     parser.add_argument("--seq-len", type=int, metavar="N", help="inputs of a row; the run's")
-    parser.add_argument("--limit", type=int, metavar="N", help="so many rows, or documents a task")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="number of rows, or of documents per task"
+    )
     parser.add_argument("--batch", type=int, metavar="ROWS", help="rows at a time")
     parser.add_argument("--tokenizer", help="'bytes', 'gpt2' or a tokenizer.json, if not the run's")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU, where there is one")

@@ -1,4 +1,4 @@
-"""What `config import` and `train --deepspeed` share: reading foreign configs, showing verdicts."""
+"""Shared by `config import` and `train --deepspeed`: reads foreign configs, shows verdicts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def import_config(
     system: System | None = None,
     devices: int | None = None,
 ) -> Imported:
-    """Read foreign files over a base config; without `devices`, those of the machine count."""
+    """Read foreign files over a base config; `devices` defaults to the machine's."""
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices} must be at least 1")
     return import_files(
@@ -69,7 +69,7 @@ def _devices(base: Path | None, words: list[str]) -> int:
 
 
 def settle(imported: Imported, devices: int | None = None) -> Config:
-    """Return the config that an import makes; raises `ConfigError` where it is refused."""
+    """Return the config of an import; raises `ConfigError` if it is refused."""
     if imported.report.refused:
         raise ConfigError(refusal_text(imported.report))
     given = {section: dict(values) for section, values in imported.given.items()}
@@ -80,7 +80,7 @@ def settle(imported: Imported, devices: int | None = None) -> Config:
 
 
 def train_config(args: argparse.Namespace, default: Path | None, out: TextIO) -> Config:
-    """Return the config of `train --deepspeed`; what is not taken over is told."""
+    """Return the config of `train --deepspeed`; prints the keys that are left out."""
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"one config file at most, but there are {len(files)}: {' '.join(files)}")
@@ -107,7 +107,7 @@ def summary(report: Report) -> str:
 
 
 def print_report(report: Report, out: TextIO) -> None:
-    """Print a row for each key, then what follows from what the files leave out."""
+    """Print a row for each key, then the effects of missing keys."""
     console = Console(file=out, width=None if out.isatty() else 80, highlight=False)
     widths = (26, 12, 14, max(console.width - 26 - 12 - 14 - 3, 20))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))

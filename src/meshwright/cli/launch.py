@@ -64,7 +64,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the targets of `launch`, each with the options that it has."""
+    """Add the targets of `launch`, each with its options."""
     parser.description = "Write a job that trains a config, or hand it to the scheduler."
     parser.epilog = EXAMPLE
     targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def job_of(config: Config, args: argparse.Namespace) -> JobSpec:
-    """Return the job that trains a config with the options of the command line."""
+    """Return the job that trains a config with the command line's options."""
     nodes = _option(args, "nodes") or config.cluster.nodes
     section = config.cluster.model_copy(update={"nodes": nodes})
     config = config.model_copy(update={"cluster": section})

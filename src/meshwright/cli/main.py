@@ -52,13 +52,13 @@ exit codes: 0 done, 1 a check failed, 2 refused before start, 3 a rank failed,
 
 
 class Command(Protocol):
-    """What the module of a command offers."""
+    """The interface of a command's module."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it and return the exit code."""
+        """Run it and return the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`--measured`: what was measured of a cluster, and the predictions that it corrects."""
+"""`--measured`: measurements of a cluster, which correct its predictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TYPED: Final = ("layout", "step", "memory")
 
 
 class Corrected(NamedTuple):
-    """A calibration that is corrected, what it was corrected by, and the file that keeps it."""
+    """A corrected calibration, its correction, and the file that stores it."""
 
     calibration: Calibration
     corrections: tuple[Correction, ...]
@@ -38,7 +38,7 @@ class Corrected(NamedTuple):
 
     @property
     def document(self) -> list[dict[str, Any]]:
-        """It as JSON."""
+        """The correction as JSON."""
         return [
             {
                 "of": one.kind,
@@ -52,7 +52,7 @@ class Corrected(NamedTuple):
         ]
 
     def print(self) -> None:
-        """Print what was concluded."""
+        """Print the conclusion."""
         for one in self.corrections:
             for text in one.text:
                 say(f"measured: {text}")
@@ -61,7 +61,7 @@ class Corrected(NamedTuple):
 
 
 def add_measured(parser: argparse.ArgumentParser, what: str, *, keeps: bool = True) -> None:
-    """Add `--measured`, and `--no-keep` where it is kept."""
+    """Add `--measured`, and `--no-keep` if the result is stored."""
     parser.add_argument("--measured", action="append", nargs="+", default=[], metavar=what)
     if keeps:
         parser.add_argument(
@@ -70,7 +70,7 @@ def add_measured(parser: argparse.ArgumentParser, what: str, *, keeps: bool = Tr
 
 
 def take_measured(args: argparse.Namespace) -> list[str]:
-    """Return what `--measured` names, one measurement an item; other words go back to the config.
+    """Return the measurements in `--measured`; other words return to the config.
 
     `layout=tp8 mb1 step=13.9s` may be typed with or without quotes.
     """
@@ -103,9 +103,9 @@ def measured_for(
     *,
     keeps: bool,
 ) -> Corrected | None:
-    """Return a calibration that measurements of a config's cluster correct; None without any.
+    """Return a calibration corrected by measurements of a config's cluster; None without any.
 
-    Raises `ConfigError` for what cannot be read, and for what is of another device or system.
+    Raises `ConfigError` for unreadable ones, and for those of another device or system.
     """
     if not named:
         return None
@@ -130,7 +130,7 @@ def measured_for(
 
 
 def measured_rows(named: list[str], calibration: Calibration) -> Corrected | None:
-    """Return a calibration that rows and runs correct, each for its own system and device."""
+    """Return a calibration corrected by rows and runs, for each system and device."""
     if not named:
         return None
     base = uncorrected(calibration)

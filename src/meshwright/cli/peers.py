@@ -1,4 +1,4 @@
-"""`meshwright bench peers`: the same model and modes on whichever peers are installed."""
+"""`meshwright bench peers`: the same model and modes on all installed peers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, and print the table; the exit code is 1 where a system failed."""
+    """Compare, and print the table; the exit code is 1 if a system failed."""
     if args.steps <= NOT_COUNTED or args.rounds < 1:
         what = f"--steps {args.steps} --rounds {args.rounds}"
         raise ConfigError(refusal(what, legal=[f"--steps {NOT_COUNTED + 1} --rounds 1 and above"]))

@@ -1,4 +1,4 @@
-"""`meshwright plan`: which layout fits and is fastest, and why the others are not."""
+"""`meshwright plan`: which layout fits and is fastest, and why others are not."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 where no layout fits."""
+    """Print the plan; the exit code is 1 if no layout fits."""
     if args.compare:
         return compare_plans(args.compare, as_json=args.json)
     run_folder, named = _run_folder(args.after_oom), take_measured(args)

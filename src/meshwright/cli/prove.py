@@ -186,7 +186,7 @@ def _by_chance(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
 
 
 def case_of_json(text: str) -> Case:
-    """Return the case that a failure printed; raises `ConfigError` if it is none, or not legal."""
+    """Return the case that a failure printed; raises `ConfigError` if it is invalid."""
     try:
         case = Case.from_json(text)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
@@ -202,7 +202,7 @@ def _of_config(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], dict[
     """Return the small cases that stand for a config's layout, and what JSON says of it."""
     config = read_config(args)
     if config.train.routing != "learned":
-        rule = f'train.routing = "{config.train.routing}" goes by places in a rank\'s batch'
+        rule = f'train.routing = "{config.train.routing}" depends on positions in a rank\'s batch'
         raise ConfigError(refusal(f"{rule}, which no other layout has", legal=["learned"]))
     layout = _layout(config)
     asked = {

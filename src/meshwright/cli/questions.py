@@ -1,4 +1,4 @@
-"""What `plan` answers beside its ranking: fewest devices, largest batch, longest context, cost."""
+"""The other answers of `plan`: fewest devices, largest batch, longest context, cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a document, and how to print it."""
+    """An answer as a document, and a function that prints it."""
 
     name: str
     document: Any
@@ -68,7 +68,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def answers(args: argparse.Namespace, made: Plan) -> list[Answer]:
-    """Return the answers to the questions that the arguments ask; raises `ConfigError`."""
+    """Return the answers to the questions in the arguments; raises `ConfigError`."""
     asked: list[tuple[str, Callable[[], tuple[Any, Callable[[], None]]]]] = []
     if args.fewest:
         asked.append(("fewest_devices", lambda: _fewest(made)))
@@ -248,7 +248,7 @@ def print_answers(found: Sequence[Answer]) -> None:
 
 
 def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
-    """Return what helps after an out-of-memory as JSON."""
+    """Return the changes that help after an out-of-memory error as JSON."""
     return {
         "ran_out": prediction_json(now),
         "fits": [
@@ -264,7 +264,7 @@ def ways_to_fit_json(now: Prediction, found: list[WayToFit]) -> dict[str, Any]:
 
 
 def print_ways_to_fit(now: Prediction, found: list[WayToFit], seconds: float) -> None:
-    """Print what helps after an out-of-memory."""
+    """Print the changes that help after an out-of-memory error."""
     held = now.memory
     said = ": by the prediction it fits, so that is too low" if held.fits else ""
     say(

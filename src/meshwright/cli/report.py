@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and say what is most important in the terminal."""
+    """Write the page and print its most important results."""
     if args.trace and len(args.runs) > 1:
         raise ConfigError(f"--trace is of one run, and there are {len(args.runs)}")
     try:

@@ -1,4 +1,4 @@
-"""`--tokens`, `--devices` and `--compare` of `plan`: what a run takes, and what plans differ by."""
+"""`plan`'s `--tokens`, `--devices` and `--compare`: cost, scaling, and differences of plans."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ def devices_of(text: str) -> list[int]:
 
 
 def asked_tokens(text: str, made: Plan, price: float | None) -> Cost:
-    """Return what `--tokens` asks of a plan's best layout."""
+    """Return the cost of `--tokens` with a plan's best layout."""
     return best_cost(made, tokens_of(text), price)
 
 
 def asked_curve(text: str, tokens: str | None, made: Plan, price: float | None) -> list[Point]:
-    """Return what `--devices` asks."""
+    """Return the points of `--devices`."""
     count = _MILLION if tokens is None else tokens_of(tokens)
     pins = given(made.config)
     return curve(made.setting, devices_of(text), count, price, made.margin, pins)
 
 
 def print_cost(found: Cost, devices: int) -> None:
-    """Print what tokens take."""
+    """Print the cost of tokens."""
     money = "" if found.money is None else f", {found.money:,.0f} in the currency of the price"
     say(
         f"{format_count(found.tokens)} tokens: {_days(found.hours)} on {devices} devices, "
@@ -119,7 +119,7 @@ def _days(hours: float) -> str:
 
 
 def compare_plans(paths: list[Path], *, as_json: bool) -> int:
-    """Print what two saved plans differ by."""
+    """Print the differences of two saved plans."""
     with foreign(f"--compare {paths[0]} {paths[1]}", ConfigError):
         found = difference(*(read_plan(path, "--compare") for path in paths))
     if as_json:

@@ -1,4 +1,4 @@
-"""`plan --serve`: the plan as a page of this machine, which answers as it is changed."""
+"""`plan --serve`: the plan as a local page that replans when it is changed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
-    """Serve the page until it is interrupted; it begins with what the arguments say.
+    """Serve the page until it is interrupted; it starts with the arguments' question.
 
-    What is `named` as measured counts for it, as for a plan in the terminal.
+    It uses the measurements in `named`, like a plan in the terminal.
     """
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} must be from 0 to {(1 << 16) - 1}")
@@ -65,9 +65,9 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
 def frozen_page(
     args: argparse.Namespace, named: Sequence[str], made: Plan, planned: Mapping[str, Any]
 ) -> str:
-    """Return the page of a plan that was made, with each of its ranked layouts in detail.
+    """Return the static page of a plan, with each of its ranked layouts in detail.
 
-    `named` is what was measured and is not kept; `planned` is the plan's own document.
+    `named` are measurements that are not stored; `planned` is the plan's own document.
     """
     stated = read_given(*read_words(args))
     labels = [one.layout.label for one in made.found.ranked]

@@ -1,4 +1,4 @@
-"""`meshwright simulate`: the real program on fake ranks, beside what was predicted."""
+"""`meshwright simulate`: the real program on fake ranks, next to its prediction."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the ranks hold, send and compute; 1 where one does not fit or differs."""
+    """Print what the ranks hold, send and compute; 1 if one does not fit or differs."""
     named = take_measured(args)
     config = read_config(args)
     if args.world is not None and args.world < 1:

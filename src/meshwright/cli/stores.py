@@ -1,4 +1,4 @@
-"""What `meshwright data` shows of a store: its table, and a conversation with what is trained."""
+"""The output of `meshwright data` for a store: its table, and a conversation with its mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINED: Final = "bold green"
 
 
 def inspect_chat(store: Store, args: argparse.Namespace) -> int:
-    """Show a store and one of its conversations: trained parts in colour, or in [[brackets]]."""
+    """Show a store and one of its conversations, trained parts in colour or [[brackets]]."""
     pieces = _conversation(store, args.document)
     if args.json:
         parts = [{"text": text, "trained": trained} for text, trained in pieces]
@@ -66,7 +66,7 @@ def _trained(store: Store) -> dict[str, str]:
 
 
 def store_facts(store: Store) -> dict[str, Any]:
-    """Return what a store holds as JSON values."""
+    """Return the contents of a store as JSON values."""
     manifest = store.manifest
     supervised = {}
     if manifest.form == "chat":
@@ -101,7 +101,7 @@ def store_facts(store: Store) -> dict[str, Any]:
 
 
 def print_table(store: Store) -> None:
-    """Print what a store holds."""
+    """Print the contents of a store."""
     manifest = store.manifest
     size = sum(record.bytes for record in manifest.files())
     name = manifest.tokenizer.name

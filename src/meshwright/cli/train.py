@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; with `--json` the outcome is one document on stdout, the view goes to stderr."""
+    """Train; with `--json`, the outcome is a document on stdout, and the view goes to stderr."""
     # Not at the top: the data and the view that it brings would slow down `--help`.
     from meshwright.launch.checks.resuming import Resume
     from meshwright.launch.session import summarise, train

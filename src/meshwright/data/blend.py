@@ -1,4 +1,4 @@
-"""Blends: which source each sample of a run comes from, as a pure function of its number."""
+"""Blends: the source of each sample of a run, as a pure function of its number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Pair:
     share: Fraction
 
     def before(self, sample: int) -> int:
-        """Return how many of the first samples go to the left: the nearest to their share."""
+        """Return how many of the first samples the left half gets: its share, rounded."""
         a, b = self.share.numerator, self.share.denominator
         return (2 * sample * a + b) // (2 * b)
 
@@ -54,7 +54,7 @@ class Blend:
         self._root = heap[0][2]
 
     def place(self, sample: int) -> tuple[int, int]:
-        """Return the source of a sample, and how many samples that source has given before it."""
+        """Return the source of a sample, and the number of earlier samples from that source."""
         node = self._root
         while isinstance(node, _Pair):
             before = node.before(sample)
@@ -83,8 +83,8 @@ class Blend:
 class BlendSampler:
     """Global batches of which each row is a sample of one of several sources.
 
-    Each source is read in an order of its own, epoch after epoch, whatever the others do.
-    `samples` is how many are read before the first source begins anew.
+    Each source is read in its own order, epoch after epoch, independently of the others. `samples`
+    is how many are read before the first source starts over.
     """
 
     def __init__(self, blend: Blend, samplers: Sequence[Sampler], names: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class BlendSampler:
         return Rows(inputs, targets, _woven(of, segments) if segments else None)
 
     def passes(self, samples: int) -> list[dict[str, object]]:
-        """Return of each source its share, its samples, and how often some samples read it."""
+        """Return for each source its share, its samples, and how often some samples read it."""
         counts = self.blend.counts(samples)
         rows = zip(self.names, self.blend.shares, self.samplers, counts, strict=True)
         return [

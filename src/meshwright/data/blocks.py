@@ -19,7 +19,7 @@ _PIECE_BYTES = 1 << 16
 class Blocks:
     """The content of a mapped file, and the CRC-32 of each of its blocks of `BLOCK_BYTES`.
 
-    A file without these, of an older store, is one block, compared with its SHA-256.
+    A file without these, from an older store, is one block, compared with its SHA-256.
     """
 
     def __init__(self, path: Path, items: NDArray[Any], blocks: Sequence[int], sha256: str) -> None:
@@ -32,9 +32,9 @@ class Blocks:
         self._good = bytearray(len(blocks) if is_known else 1)
 
     def problem(self, start: int, stop: int) -> str | None:
-        """Return which block that items `start` to `stop` lie in is damaged; None if none is.
+        """Return which block of items `start` to `stop` is damaged; None if none is.
 
-        A block that was good is not read again.
+        A verified block is not read again.
         """
         first, last = start * self._width // self._size, (stop * self._width - 1) // self._size
         for number in range(first, last + 1):
@@ -56,7 +56,7 @@ class Blocks:
 def sampled_digest(path: Path) -> str:
     """Return a digest of a file's size and of 64 pieces spread over it.
 
-    It tells two files apart without reading all of them, and may miss a changed bit.
+    It distinguishes files without reading them completely, and may miss a changed bit.
     """
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size

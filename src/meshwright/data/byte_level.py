@@ -7,10 +7,10 @@ from itertools import pairwise
 
 
 def byte_level_json(ranks: Mapping[bytes, int], eos: str, eos_id: int) -> bytes:
-    """Return the `tokenizer.json` of a vocabulary whose ids are also the ranks of its merges.
+    """Return the `tokenizer.json` of a vocabulary whose ids are also its merge ranks.
 
-    That is the form of tiktoken's vocabularies; the 256 single bytes alone merge nothing. Text is
-    cut as GPT-2 does it. `eos` is the special token, and `eos_id` must be the id after the last.
+    This is the form of tiktoken's vocabularies; the 256 single bytes alone merge nothing. Text is
+    split as in GPT-2. `eos` is the special token, and `eos_id` must be the id after the last.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -39,10 +39,10 @@ def byte_characters() -> list[str]:
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pair that makes each token of more than one byte, in the order of the ranks.
+    """Return the pair that forms each token of more than one byte, in the order of the ranks.
 
-    It is what the merges of lower rank make of the token's bytes; ranks of a trained BPE always
-    leave two parts.
+    It is what merges of lower rank make of the token's bytes; ranks of a trained BPE always leave
+    two parts.
     """
     found = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):

@@ -1,7 +1,7 @@
-"""The template that writes a conversation as text: Jinja as transformers runs it, within bounds.
+"""The template that renders a conversation as text: Jinja as in transformers, with limits.
 
-A template comes with a tokenizer, from anywhere. It runs in Jinja's immutable sandbox, and here its
-loops are counted and the texts that it makes are measured: what Jinja itself leaves unbounded.
+A template comes with a tokenizer from an untrusted source. It runs in Jinja's immutable sandbox;
+here, its loops are counted and its texts measured, because Jinja itself has no limits for these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Rendered(NamedTuple):
-    """A text, and the ranges of its characters that the template marks as the assistant's."""
+    """A text, and the character ranges that the template marks as the assistant's."""
 
     text: str
     marked: tuple[tuple[int, int], ...]
@@ -60,13 +60,13 @@ class ChatTemplate:
         return sha256_bytes(json.dumps([self.source, dict(self.tokens)]).encode())
 
     def files(self) -> dict[str, bytes]:
-        """Return the files beside a tokenizer.json from which `load_template` reads it."""
+        """Return the files next to a tokenizer.json from which `load_template` reads it."""
         special = json.dumps(dict(self.tokens), indent=1, ensure_ascii=False)
         return {TEMPLATE: self.source.encode(), SPECIAL: special.encode()}
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says by `{% generation %}` what the assistant's is."""
+        """Whether the template marks the assistant's text by `{% generation %}`."""
         return bool(self._compiled.has_marks)
 
     @cached_property
@@ -79,9 +79,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Any = None, *, prompts: bool = False
     ) -> Rendered:
-        """Return messages as text; `prompts` ends it where the assistant is to speak.
+        """Return messages as text; `prompts` appends the prompt for the assistant's answer.
 
-        Raises ValueError where the template refuses them, fails, or exceeds its bounds.
+        Raises ValueError if the template refuses them, fails, or exceeds its limits.
         """
         values = json.dumps([messages, tools], ensure_ascii=False)
         for begin, end in _MARKS:
@@ -95,10 +95,10 @@ class ChatTemplate:
 
 
 def load_template(tokenizer_file: Path, given: str | None = None) -> ChatTemplate:
-    """Return the template of the files beside a `tokenizer.json`, or that of the file `given`.
+    """Return the template of the files next to a `tokenizer.json`, or of the file `given`.
 
-    `chat_template.jinja` comes before `chat_template` of tokenizer_config.json; of several there it
-    is the one named "default". Raises DataError where there is none, or none that can be used.
+    `chat_template.jinja` comes before `chat_template` of tokenizer_config.json; of several there,
+    the one named "default" is used. Raises DataError if there is no usable one.
     """
     config = _object(tokenizer_file.with_name(CONFIG))
     special = _object(tokenizer_file.with_name(SPECIAL)) | config
@@ -153,7 +153,7 @@ class _Compiled:
             raise DataError(f"{template.origin} is no Jinja template: {error!s:.200}") from error
 
     def run(self, values: Mapping[str, Any], marks: tuple[str, str]) -> str:
-        """Return the text; raises ValueError for whatever goes wrong."""
+        """Return the text; raises ValueError for any failure."""
         self._bounds.begin(marks)
         parts, length = [], 0
         try:

@@ -1,4 +1,4 @@
-"""Conversations in rows of data: which forms are known, and one line of JSON for each of them.
+"""Conversations in rows of data: the supported formats, converted to one line of JSON each.
 
 `messages` with roles; `prompt` and `completion`, texts or lists of messages; ShareGPT's
 `conversations` with `from` and `value`; Alpaca's `instruction`, `input` and `output`.
@@ -44,9 +44,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates take them, where they were read, and which of them are trained.
+    """Messages in the form of templates, their origin, and which of them are trained.
 
-    Of the messages from `first` on the assistant's are trained; `tools` goes to the template.
+    The assistant's messages from `first` on are trained; `tools` goes to the template.
     """
 
     where: str
@@ -55,7 +55,7 @@ class Conversation:
     tools: Any = None
 
     def to_text(self) -> str:
-        """Return it as a line of JSON, which takes a document's place between source and store."""
+        """Return it as a line of JSON, a document's text between source and store."""
         fields = [self.where, self.messages, self.first, self.tools]
         return json.dumps(fields, ensure_ascii=False)
 
@@ -68,18 +68,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Takes the field `key` of rows as documents."""
+    """Reads the field `key` of rows as documents."""
 
     key: str
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Return which of a table's columns are read; raises ValueError where one is missing."""
+        """Return which of a table's columns are read; raises ValueError if one is missing."""
         if self.key not in names:
             raise ValueError(_no_field(self.key, dict.fromkeys(names)))
         return [self.key]
 
     def document(self, row: object, where: str) -> str:
-        """Return the document of a row; raises ValueError where it has none."""
+        """Return the document of a row; raises ValueError if it has none."""
         del where
         found = _object(row)
         if self.key not in found:
@@ -94,15 +94,15 @@ class TextRows:
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Takes the conversations of rows, see `Conversation.to_text`."""
+    """Reads the conversations of rows, see `Conversation.to_text`."""
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Return which of a table's columns are read; raises ValueError where none would do."""
+        """Return which of a table's columns are read; raises ValueError if none fit."""
         _form(dict.fromkeys(names))
         return [name for name in names if name in (*_FIELDS, "tools")]
 
     def document(self, row: object, where: str) -> str:
-        """Return the conversation of a row as text; raises ValueError where it has none."""
+        """Return the conversation of a row as text; raises ValueError if it has none."""
         text = conversation_of(row, where).to_text()
         if not text.isascii():
             text.encode()
@@ -113,7 +113,7 @@ RowReader = TextRows | ChatRows
 
 
 def conversation_of(row: object, where: str) -> Conversation:
-    """Return the conversation of a row; raises ValueError where it is of no known form."""
+    """Return the conversation of a row; raises ValueError for an unknown format."""
     found = {key: value for key, value in _object(row).items() if value is not None}
     form, first = _form(found), 0
     if form == ("messages",):

@@ -1,8 +1,8 @@
-"""Where documents come from: the standard library, text and jsonl files, Hugging Face data sets.
+"""Sources of documents: the standard library, text and jsonl files, Hugging Face data sets.
 
 A source lists its parts (a file, a byte range of a large file, a range of rows) in a fixed order
-and reads the documents of any part by itself, so that parts can be read by different processes
-and the corpus is the same however many there are.
+and can read the documents of any part independently, so that several processes can read parts and
+the corpus is the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -60,26 +60,25 @@ class Source(Protocol):
     """A corpus of documents; must be picklable, for the processes that read it."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return what tells this corpus from a changed one, cheaply, as JSON values."""
+        """Return a cheap fingerprint of the corpus, as JSON values."""
 
     def parts(self) -> list[SourcePart]:
-        """Return the parts in order; raises DataError where there is nothing to read."""
+        """Return the parts in order; raises DataError if there is nothing to read."""
 
     def documents(self, part: SourcePart, skip: Skip | None = None) -> Iterator[str]:
         """Read the non-empty documents of one part in order.
 
-        `skip` is called with a line on each file or row without text; without it, such a one raises
-        DataError.
+        `skip` is called with a line on each file or row without text; without `skip`, such a file
+        or row raises DataError.
         """
 
 
 @dataclass(frozen=True)
 class Stdlib:
-    """The Python standard library's own sources, one file a document.
+    """The Python standard library's own sources, one file per document.
 
     It is on every machine. Tests and installed packages are left out, and so are `encodings` and
-    `pydoc_data`: tables written by programs, with little to learn in them. Files that are not
-    UTF-8 are skipped.
+    `pydoc_data`: generated tables with little to learn from. Files that are not UTF-8 are skipped.
     """
 
     root: Path = Path(os.__file__).parent
@@ -123,12 +122,12 @@ class Stdlib:
 
 @dataclass(frozen=True)
 class Files:
-    """Files, and folders of them, in the order given and sorted inside a folder: `formats`.
+    """Files, and folders of them, in the given order and sorted inside a folder: `formats`.
 
-    Rows of jsonl, JSON, CSV and Parquet are a document each: their field `text_key`, or with
-    `format` "chat" their conversation, as `Conversation.to_text` has it. A text file is one
-    document, or is split at `separator`; left out, that is `<|endoftext|>` where the file has it. A
-    separator of two newlines splits at blank lines.
+    Each row of jsonl, JSON, CSV and Parquet is a document: its field `text_key`, or with `format`
+    "chat" its conversation, as in `Conversation.to_text`. A text file is one document, or is split
+    at `separator`, by default `<|endoftext|>` if the file has it. A separator of two newlines
+    splits at blank lines.
     """
 
     paths: tuple[Path, ...]
@@ -156,7 +155,7 @@ class Files:
         return found
 
     def left_out(self) -> list[Path]:
-        """Return the files of folders whose names do not say that they hold text."""
+        """Return the files of folders whose names are not those of text files."""
         folders = [path for path in self.paths if path.is_dir()]
         return [
             path
@@ -166,7 +165,7 @@ class Files:
         ]
 
     def fingerprint(self) -> Fingerprint:
-        """Return the path, size and time of change of each file, hashed, and the options."""
+        """Return a hash of each file's path, size and modification time, and the options."""
         listing = hashlib.sha256()
         for path in self._files():
             with reading(path):
@@ -245,7 +244,7 @@ class Files:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A data set by the `datasets` library: its name, configuration and split.
+    """A data set of the `datasets` library: its name, configuration and split.
 
     The name is one of the hub's, or a local folder or file that the library can read.
     """
@@ -297,7 +296,7 @@ class HuggingFace:
         return self.load(streaming=False)
 
     def document(self, number: int, row: object) -> str:
-        """Return the document of a row; raises DataError where it has none."""
+        """Return the document of a row; raises DataError if it has none."""
         where = f"hf:{self.name}, row {number}"
         try:
             return self._reader.document(row, where)

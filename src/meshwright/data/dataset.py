@@ -37,7 +37,7 @@ SAY_EVERY_S = 1.0
 
 @dataclass(frozen=True, eq=False)
 class BlendPart:
-    """A source of a blend: its name, and what of it is trained on and held out."""
+    """A source of a blend: its name, and its trained and held-out tokens."""
 
     name: str
     train: TokenView
@@ -46,16 +46,14 @@ class BlendPart:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Everything that training reads: two disjoint streams of tokens, or two of each source.
+    """The data of a run: two disjoint streams of tokens, or two for each source.
 
-    `parts` are the sources that `data.weights` draws from; without weights there is one, all
-    sources joined.
-
-    `unigram_entropy` is that of the distribution of single tokens, in nats: the loss of a model
-    that knows frequencies only (None for a Megatron pair, which is not read through). `identity`
-    is what must not change when a run is resumed. `validation` is empty for a share of 0.
-    `vocab_size` bounds every id that is read. `folders` are the prepared stores, in order. `files`
-    has the digests of what is read, by the name that the user knows it by.
+    `parts` are the sources that `data.weights` draws from; without weights, there is one, all
+    sources joined. `unigram_entropy` is that of the distribution of single tokens, in nats: the
+    loss of a model that knows only frequencies (None for a Megatron pair, which is not read
+    completely). `identity` must not change when a run is resumed. `validation` is empty for a share
+    of 0. `vocab_size` bounds every id. `folders` are the prepared stores, in order. `files` has the
+    digests of the read files, by their user-visible names.
     """
 
     spec: DataSpec
@@ -76,13 +74,13 @@ class Dataset:
         return sum(_view(part, split).documents for part in self.parts)
 
     def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler | BlendSampler:
-        """Return the sampler of what is held out, of which some batches will be read."""
+        """Return the sampler of the held-out split, for so many batches."""
         return self.sampler("validation", seq_len, batch)
 
     def check(self, train: TrainSpec) -> list[str]:
-        """Raise DataError where training or evaluation would have nothing to read.
+        """Raise DataError if training or evaluation would have nothing to read.
 
-        Returns what of it a user should know, a line each.
+        Returns notes for the user, one line each.
         """
         splits: list[Split] = ["train", "validation"] if train.eval_every else ["train"]
         found = []
@@ -93,7 +91,7 @@ class Dataset:
         return [line for line in found if line]
 
     def sampler(self, split: Split, seq_len: int, batch: int) -> Sampler | BlendSampler:
-        """Return the sampler of a split; DataError where a source is shorter than one sample."""
+        """Return the sampler of a split; DataError if a source is shorter than one sample."""
         weights = self.spec.weights
         samplers = [
             self._sampler(
@@ -152,12 +150,12 @@ class _Opened:
 def open_data(
     spec: DataSpec, cache: Path, vocab_size: int | None = None, progress: Say | None = None
 ) -> Dataset | StreamedDataset:
-    """Open what a DataSpec names, preparing it under `cache` where that has not been done.
+    """Open the data of a DataSpec, preparing it under `cache` if necessary.
 
-    A prepared store and a Megatron pair are read where they are; several sources follow each
-    other in the order given, or are drawn from by weight. `vocab_size` is the model's, which must
-    hold the tokenizer's. `progress` gets lines of text about a download or a preparation. Raises
-    DataError: anything missing, corrupt, empty, or of another tokenizer.
+    A prepared store and a Megatron pair are read in place; several sources are concatenated in the
+    given order, or drawn from by weight. `vocab_size` is the model's, which must hold the
+    tokenizer's. `progress` receives lines of text about a download or a preparation. Raises
+    DataError for anything missing, corrupt, empty, or of another tokenizer.
     """
     if spec.streaming:
         return open_stream(spec, vocab_size)
@@ -217,9 +215,9 @@ def _parts(opened: list[_Opened], spec: DataSpec, vocab_size: int) -> Iterator[B
 
 
 def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise DataError where the data of a resumed run is not what it was trained on.
+    """Raise DataError if the data of a resumed run has changed.
 
-    Both are a data set's `identity`; the message names what differs, with both values.
+    Both arguments are a data set's `identity`; the message names the differences, with both values.
     """
     changed = [key for key in recorded if recorded[key] != now.get(key)]
     if changed:
@@ -228,7 +226,7 @@ def refuse_changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def source_of(name: str, spec: DataSpec, cache: Path, progress: Progress | None = None) -> Source:
-    """Return the source of documents that a name stands for; nothing is read yet."""
+    """Return the source of documents for a name; reads nothing yet."""
     kind, _, rest = name.partition(":")
     if spec.format == "chat" and kind in ("stdlib", "tinystories"):
         raise DataError(f"data.format = 'chat': {name} is text, not conversations")

@@ -1,4 +1,4 @@
-"""What makes token ids of documents: of texts all are trained, of conversations the answers."""
+"""Encoders of documents: for texts, all tokens are trained, for conversations the answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROBE: Final = (
 class Encoded(NamedTuple):
     """Documents one after the other: ids int64 `[tokens]` and the length of each document.
 
-    `mask` bool `[tokens]` has which tokens are trained, None: all.
+    `mask` bool `[tokens]` says which tokens are trained, None: all.
     """
 
     ids: NDArray[np.int64]
@@ -59,12 +59,12 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Conversations as a template writes them; what the assistant says is trained.
+    """Conversations rendered by a template; the assistant's text is trained.
 
-    That is what the template marks by `{% generation %}`. Where it has no marks, a turn of the
-    assistant is what the text of the messages up to it has more than that of the messages before
-    with the prompt for an answer, up to the last special token: the end of the turn. Nothing is
-    added to what the template writes.
+    This is what the template marks by `{% generation %}`. Without marks, a turn of the assistant is
+    the text of the messages up to it, minus the text of the messages before it with the generation
+    prompt, up to the last special token: the end of the turn. Nothing is added to the template's
+    text.
     """
 
     tokenizer: Tokenizer
@@ -97,8 +97,8 @@ class ChatEncoder:
     def encode(self, documents: Sequence[str], skip: Skip | None = None) -> Encoded:
         """Return the ids of conversations and which of them are trained.
 
-        `skip` is called with a line on each that cannot be trained on; without it, such a one
-        raises DataError.
+        `skip` is called with a line on each that cannot be trained; without `skip`, it raises
+        DataError.
         """
         ids: list[NDArray[np.int64]] = []
         masks: list[NDArray[np.bool_]] = []
@@ -121,9 +121,10 @@ class ChatEncoder:
         return Encoded(np.concatenate([none, *ids]), lengths, mask)
 
     def one(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the ids of a conversation and its mask; raises ValueError saying why it has none.
+        """Return the ids of a conversation and its mask; raises ValueError with the reason.
 
-        That is: the template refuses it, what is trained cannot be told exactly, nothing is.
+        Reasons: the template refuses it, the trained text cannot be located exactly, or nothing is
+        trained.
         """
         self._refuse_quoted(conversation.messages)
         rendered = self.template.render(conversation.messages, conversation.tools)
@@ -140,7 +141,7 @@ class ChatEncoder:
         return np.array(encoding.ids, dtype=np.int64), mask
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids after which the assistant is to speak; raises ValueError."""
+        """Return the ids that precede the assistant's answer; raises ValueError."""
         self._refuse_quoted(messages)
         text = self.template.render(messages, prompts=True).text
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -175,8 +176,8 @@ class ChatEncoder:
             if not (until.startswith(asked) and whole.startswith(until)):
                 other = "the turns after it" if until.startswith(asked) else "the prompt for it"
                 raise ValueError(
-                    f"the chat template writes turn {number + 1} in another way beside {other}, so "
-                    "what is trained cannot be told exactly. Mark it in the template: "
+                    f"the chat template writes turn {number + 1} differently with {other}, so "
+                    "what is trained cannot be located exactly. Mark it in the template: "
                     "{% generation %}...{% endgeneration %}"
                 )
             content = messages[number]["content"]
@@ -198,7 +199,7 @@ Encoder = TextEncoder | ChatEncoder
 
 @dataclass(frozen=True)
 class Encoding:
-    """By what documents are encoded: `data.tokenizer`, `eos`, `format` and `chat_template`."""
+    """The settings of an encoder: `data.tokenizer`, `eos`, `format` and `chat_template`."""
 
     tokenizer: str
     eos: str | None
@@ -206,12 +207,12 @@ class Encoding:
     template: str | None = None
 
     def load(self) -> Encoder:
-        """Return the encoder; raises DataError where it cannot be had."""
+        """Return the encoder; raises DataError if it is not available."""
         return encoder_of(load_tokenizer(self.tokenizer, self.eos), self.form, self.template)
 
 
 def encoder_of(tokenizer: Tokenizer, form: DataFormat, template: str | None = None) -> Encoder:
-    """Return the encoder of a `data.format` with a tokenizer that is loaded."""
+    """Return the encoder of a `data.format` with a loaded tokenizer."""
     if form == "text":
         return TextEncoder(tokenizer)
     if tokenizer.file is None:
@@ -235,7 +236,7 @@ def _covered(
             token = text[offsets[at, 0] : offsets[at, 1]]
             raise ValueError(
                 f"the token {token!r} is in part the assistant's and in part the template's, so "
-                "what is trained cannot be told exactly"
+                "what is trained cannot be located exactly"
             )
         mask |= inside
     return mask

@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def plain_name(name: str) -> bool:
-    """Tell whether a name that was read from a file is a plain file name, never a path."""
+    """Return whether a name from a file is a plain file name, not a path."""
     return _PLAIN.fullmatch(name) is not None
 
 
@@ -44,7 +44,7 @@ class FileHash:
         self._crc = 0
 
     def update(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         view = memoryview(data)
         self._sha.update(view)
         while len(view):
@@ -70,7 +70,7 @@ class FileHash:
 
 
 def hash_file(path: Path) -> FileHash:
-    """Hash a file from the disk; DataError with the path where it cannot be read."""
+    """Hash a file from the disk; DataError with the path if it cannot be read."""
     result = FileHash()
     with reading(path), path.open("rb") as file:
         while chunk := file.read(4 * MIB):
@@ -80,7 +80,7 @@ def hash_file(path: Path) -> FileHash:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn a failure of the operating system inside the block into a DataError with the path."""
+    """Convert an operating-system error inside the block to a DataError with the path."""
     try:
         yield
     except OSError as error:
@@ -90,9 +90,9 @@ def reading(path: Path) -> Iterator[None]:
 class AtomicFile:
     """A file that appears under its name only when it is complete and on the disk.
 
-    Used as a context: leaving it by an exception removes what was written. `hash` follows the
-    bytes. With `private` its owner alone can read it. Raises DataError, with the path and the bytes
-    written so far, when the disk refuses.
+    Used as a context: an exception removes what was written. `hash` follows the bytes. With
+    `private`, only its owner can read it. Raises DataError, with the path and the bytes written so
+    far, if the disk refuses.
     """
 
     def __init__(self, path: Path, *, private: bool = False) -> None:
@@ -151,10 +151,10 @@ def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of your own folder to write to it, and return its descriptor.
+    """Open a file in your own folder for writing, and return its descriptor.
 
-    Raises `ConfigError` where it is a link, as what that leads to may be anybody's, and `OSError`
-    as `os.open` does.
+    Raises `ConfigError` if it is a link, because its target may belong to anyone, and `OSError` as
+    `os.open` does.
     """
     try:
         return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -165,12 +165,12 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder has no room left."""
+    """Whether the disk of a folder is full."""
     return os.statvfs(folder).f_bavail == 0
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the file system knows how."""
+    """Make the names in a folder durable, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -180,7 +180,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def writable_folder(folder: Path) -> Path:
-    """Create the folder where needed and prove that it takes files, else raise DataError."""
+    """Create the folder if necessary and check that it is writable, else raise DataError."""
     probe = folder / f".probe.tmp-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def writable_folder(folder: Path) -> Path:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what a killed writer left behind; only the holder of the folder's lock may."""
+    """Remove what a killed writer left; only the holder of the folder's lock may."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -202,9 +202,9 @@ def remove_temporaries(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for one writer at a time; others wait, and a dead one's lock is free.
+    """Lock a folder for one writer at a time; others wait, and a dead writer's lock is released.
 
-    The lock file stays behind, since removing it would let two processes lock different files.
+    The lock file stays, because removing it would let two processes lock different files.
     """
     path = writable_folder(folder) / ".lock"
     try:

@@ -1,6 +1,6 @@
-"""How the documents of a file are read, by its name: text, jsonl, JSON, CSV, Parquet, compressed.
+"""Readers of documents in a file, by its name: text, jsonl, JSON, CSV, Parquet, compressed.
 
-A reader yields pieces: a text, or a `Problem` where a row or the file has none. The caller decides
+A reader yields pieces: a text, or a `Problem` if a row or the file has none. The caller decides
 whether a problem is an error.
 """
 
@@ -53,14 +53,14 @@ Piece = str | Problem
 
 
 def kind_of(path: Path) -> tuple[str, str | None]:
-    """Return the suffix that says what a file holds, and that of its compression, if any."""
+    """Return the suffix of a file's content, and that of its compression, if any."""
     name = path.name.lower()
     packed = next((one for one in PACKED_SUFFIXES if name.endswith(one)), None)
     return Path(name.removesuffix(packed or "")).suffix, packed
 
 
 def is_lines(path: Path) -> bool:
-    """Whether each line of a file is a row that can be read by itself, from any place in it."""
+    """Whether each line of a file is a row that can be read independently."""
     suffix, packed = kind_of(path)
     return suffix in JSONL_SUFFIXES and packed is None
 
@@ -74,8 +74,8 @@ def is_whole(path: Path) -> bool:
 def read_whole(path: Path, rows: RowReader, separator: str | None) -> Iterator[Piece]:
     """Yield the documents of a file that is read from beginning to end.
 
-    `rows` reads rows, `separator` that of `boundary`. Raises DataError for a file that
-    cannot be read, or that needs a library which is not installed.
+    `rows` reads rows, `separator` is that of `boundary`. Raises DataError for a file that cannot be
+    read, or that needs a library which is not installed.
     """
     suffix, packed = kind_of(path)
     if suffix == ".parquet":
@@ -125,9 +125,9 @@ def no_rows(path: Path) -> Problem:
 
 
 def boundary(separator: str | None, head: bytes) -> re.Pattern[bytes] | None:
-    """Return what ends a document in a text that begins with `head`; None: it is one document.
+    """Return the end of a document in a text that begins with `head`; None: one document.
 
-    `separator` left out (None) is `END_OF_TEXT` where the head has it, and two newlines match any
+    Without a `separator` (None), it is `END_OF_TEXT` if the head has it; two newlines match any
     blank lines.
     """
     if separator is None:

@@ -48,7 +48,8 @@ class _Record(NamedTuple):
 class MegatronPair:
     """A validated pair: its shard, and digests of its files by path.
 
-    That of the tokens is of their number and a part of them: reading all would take too long.
+    The digest of the tokens covers their number and a sample, because reading all would take too
+    long.
     """
 
     shard: Shard
@@ -61,9 +62,9 @@ class MegatronPair:
 
 
 def megatron_prefix(path: Path) -> Path | None:
-    """Return the common name of a pair, given either file or that name; None where there is none.
+    """Return the common name of a pair, from either file or that name; None if none.
 
-    The check is by name and existence only.
+    Checks only names and existence.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     # Not `Path.is_file`: a name that is as long as one may be has no room for a suffix.
@@ -73,8 +74,9 @@ def megatron_prefix(path: Path) -> Path | None:
 def open_megatron(prefix: Path) -> MegatronPair:
     """Open the pair PREFIX.bin and PREFIX.idx; the tokens are not copied.
 
-    Raises DataError, naming the file and both values, where a size does not fit, sequences or
-    documents are out of order, overlap or leave the file, or the pair's seal is of another index.
+    Raises DataError, naming the file and both values, if a size does not fit, if sequences or
+    documents are out of order, overlap or exceed the file, or if the pair's seal is of another
+    index.
     """
     seal = _read_seal(prefix)
     index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
@@ -118,11 +120,11 @@ def open_megatron(prefix: Path) -> MegatronPair:
 
 
 def write_megatron(prefix: Path, shards: Sequence[Shard], vocab_size: int) -> int:
-    """Write shards as the pair PREFIX.bin and PREFIX.idx, a sequence for each document.
+    """Write shards as the pair PREFIX.bin and PREFIX.idx, one sequence per document.
 
-    Tokens are uint16 where the vocabulary allows, else int32, as Megatron has it. The index comes
-    last, so that what has one is whole. Returns the number of tokens. Raises `DataError` where a
-    file is there already, or a document is longer than an index can say.
+    Tokens are uint16 if the vocabulary allows, else int32, as in Megatron. The index comes last, so
+    a pair with an index is complete. Returns the number of tokens. Raises `DataError` if a file
+    already exists, or if a document is too long for an index.
     """
     index_path, tokens_path = _with(prefix, ".idx"), _with(prefix, ".bin")
     for path in (index_path, tokens_path, _with(prefix, SEAL)):

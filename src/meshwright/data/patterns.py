@@ -1,4 +1,4 @@
-"""Regular expressions of a tokenizer.json: those that can take forever are refused."""
+"""Refuses regular expressions of a tokenizer.json that can take exponential time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PART: Final = re.compile(
 
 
 def check_patterns(content: bytes) -> None:
-    """Raise `ValueError` for a tokenizer.json one of whose patterns can take forever.
+    """Raise `ValueError` for a tokenizer.json with an exponential pattern.
 
-    Matching one of n characters takes time that doubles with each of them where a group is
-    repeated without bound that itself holds such a repetition, or alternatives: `(a+)+`, `(a|a)*`.
+    Matching can take time that doubles with each character if an unbounded repetition applies to a
+    group that contains one itself, or alternatives: `(a+)+`, `(a|a)*`.
     """
     if b'"Regex"' not in content:
         return

@@ -1,4 +1,4 @@
-"""A pseudo-random order of any number of things, of which any place is computed by itself."""
+"""A pseudo-random permutation of any length, of which any element can be computed directly."""
 
 from __future__ import annotations
 

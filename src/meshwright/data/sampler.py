@@ -1,8 +1,8 @@
-"""The sampler: which tokens the rows of a global batch are, as a pure function of the step.
+"""The sampler: the tokens of the rows of a global batch, as a pure function of the step.
 
 Sample k of a run is window `permute(k % n)` of epoch `k // n`, a window being `seq_len + 1`
-consecutive tokens at stride `seq_len`. No state is kept, so a run resumes at any step, on any
-number of ranks, with the same global batches.
+consecutive tokens at stride `seq_len`. It has no state, so a run resumes at any step, on any number
+of ranks, with the same global batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Where a step stands, for logs: counted at its first sample.
+    """The position of a step, for logs: that of its first sample.
 
     `epoch` is from 0, `sample` is within the epoch of `samples`, `tokens` were read before.
     """
@@ -51,9 +51,9 @@ class StepPosition:
 class Sampler:
     """Global batches of `batch` sequences of `seq_len` tokens from a stream.
 
-    `seed` and the epoch give the order. `vocab_size` tightens the check of ids below that of the
-    stream (a model with a smaller vocabulary). `name` is that of the stream, for messages.
-    `samples` is how many an epoch has. Raises DataError for a stream shorter than one sample.
+    `seed` and the epoch determine the order. `vocab_size` is a tighter bound of ids than the
+    stream's (for a model with a smaller vocabulary). `name` is that of the stream, for messages.
+    `samples` is the length of an epoch. Raises DataError for a stream shorter than one sample.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Sampler:
         return self._windows([first + row for row in chosen_rows(self.batch, rows)])
 
     def rows(self, step: int, rows: range | slice | None = None) -> Rows:
-        """Return rows of the global batch of a step; left out, all of them.
+        """Return rows of the global batch of a step, by default all.
 
-        Raises IndexError for rows outside the batch, and DataError naming file and token for an
-        id outside the vocabulary and for rows of which every target is ignored.
+        Raises IndexError for rows outside the batch, and DataError naming file and token for an id
+        outside the vocabulary and for rows of which every target is ignored.
         """
         return self._read(self.windows(step, rows))
 
@@ -145,7 +145,7 @@ class Sampler:
 
 
 def chosen_rows(batch: int, rows: range | slice | None) -> range:
-    """Return the rows of a batch that are meant; raises IndexError where there are none such."""
+    """Return the selected rows of a batch; raises IndexError for rows outside of it."""
     if rows is None:
         return range(batch)
     chosen = range(batch)[rows] if isinstance(rows, slice) else rows

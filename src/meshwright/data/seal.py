@@ -1,4 +1,4 @@
-"""The last steps of writing a store: what is counted and copied into it, and its manifest."""
+"""The last steps of writing a store: counts, copies of the tokenizer's files, the manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seal(
 ) -> None:
     """Write the counts, copies of the tokenizer and its chat template and, last, the manifest.
 
-    Raises DataError where there is no token at all.
+    Raises DataError if there is no token at all.
     """
     tokenizer = encoder.tokenizer
     full = [record for record in records if record.tokens]

@@ -1,8 +1,8 @@
-"""Rows of global batches from a stream, and the position that makes them go on.
+"""Rows of global batches from a stream, and the position from which they continue.
 
-Each row of the batch reads documents of its own: the next document of the stream goes to the row
-that has been given the fewest characters. That follows from the texts alone, so a rank tokenises
-the documents of its own rows only, and what a row reads is the same on every layout.
+Each row of the batch reads its own documents: the next document of the stream goes to the row that
+has received the fewest characters. This follows from the texts alone, so a rank tokenizes only the
+documents of its own rows, and a row is the same on every layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AHEAD: Final = 4  # steps that are read while others are trained on
 
 
 class Mark(NamedTuple):
-    """Where a block begins, and the characters that each row of the batch had been given there."""
+    """The beginning of a block, and the characters that each row had received there."""
 
     place: Place
     given: tuple[int, ...]
@@ -37,10 +37,10 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where some rows of the batch are.
+    """The position of some rows of the batch.
 
-    `rows` has for each the document that it reads and how many tokens of that are used up; the
-    first of these documents lies behind `mark`.
+    `rows` has for each its current document and the number of its used tokens; the first of these
+    documents comes after `mark`.
     """
 
     rows: Mapping[int, tuple[int, int]]
@@ -62,7 +62,7 @@ class StreamPosition:
 
     @staticmethod
     def joined(positions: Iterable[StreamPosition]) -> StreamPosition:
-        """Return the position of all rows that ranks have between them."""
+        """Return the position of all rows from those of the ranks."""
         found = list(positions)
         rows = {row: at for position in found for row, at in position.rows.items()}
         behind = min(found, key=lambda position: min(position.rows.values()))
@@ -72,7 +72,7 @@ class StreamPosition:
 class StreamSampler:
     """Global batches of `batch` sequences of `seq_len` tokens, one step after the other.
 
-    A thread reads and tokenises `AHEAD` steps further than what is trained on.
+    A thread reads and tokenizes `AHEAD` steps ahead of training.
     """
 
     samples = None
@@ -99,7 +99,7 @@ class StreamSampler:
         self._position = self._begin
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go on from a position of all rows of the batch, before anything is read.
+        """Continue from a position of all rows of the batch, before anything is read.
 
         Raises DataError for one of another batch.
         """
@@ -128,7 +128,7 @@ class StreamSampler:
         return found
 
     def position(self) -> StreamPosition:
-        """Return where the rows are after those that `rows` returned last."""
+        """Return the position of the rows after those that `rows` returned last."""
         return self._position
 
 
@@ -170,7 +170,7 @@ class _Row:
         return ids, of
 
     def whole(self, length: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Return the next documents as long as `length` tokens have room for them, and use them."""
+        """Return the next documents that fit into `length` tokens, and use them."""
         found: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         while len(self.parts[0].ids) <= length:
             part = self.parts.popleft()
@@ -182,7 +182,7 @@ class _Row:
         return found
 
     def advance(self, length: int) -> None:
-        """Use tokens up; at least one more must be there."""
+        """Mark tokens as used; at least one more must exist."""
         used = self.at[1] + length
         while used >= len(self.parts[0].ids):
             used -= len(self.parts.popleft().ids)

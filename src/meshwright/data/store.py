@@ -99,7 +99,7 @@ class Manifest(Spec):
 
     @property
     def form(self) -> DataFormat:
-        """The `data.format` that it was prepared with."""
+        """The `data.format` of its preparation."""
         return "chat" if self.template_files else "text"
 
     def files(self) -> Iterator[FileRecord]:
@@ -112,7 +112,7 @@ class Manifest(Spec):
         yield from self.template_files
 
     def to_json(self) -> bytes:
-        """Return the file's content, which carries the digest of the rest of it."""
+        """Return the file's content, including the digest of the rest of it."""
         body = self.model_dump(mode="json")
         return json.dumps({"digest": _digest(body), **body}, indent=1).encode() + b"\n"
 
@@ -132,7 +132,7 @@ class Store:
         return sha256_bytes("\n".join([self.manifest.tokenizer.digest, *names]).encode())
 
     def tokenizer(self) -> Tokenizer:
-        """Load the store's own tokenizer; DataError where it is not the one that wrote it."""
+        """Load the store's own tokenizer; DataError if it is not the one that wrote it."""
         record = self.manifest.tokenizer
         loaded: Tokenizer
         if record.kind == "bytes":
@@ -149,7 +149,7 @@ class Store:
         return loaded
 
     def encoder(self) -> Encoder:
-        """Return what wrote it; DataError as for `tokenizer`."""
+        """Return the encoder that wrote it; DataError as for `tokenizer`."""
         return encoder_of(self.tokenizer(), self.manifest.form)
 
     def counts(self) -> NDArray[np.int64]:
@@ -163,7 +163,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` read and what it found; no problems means that the store is intact."""
+    """The files and bytes that were read, and the problems; none means an intact store."""
 
     files: int
     bytes: int
@@ -171,14 +171,14 @@ class Verification:
 
 
 def is_store(folder: Path) -> bool:
-    """Tell whether a folder claims to be an indexed store."""
+    """Return whether a folder claims to be an indexed store."""
     return (folder / MANIFEST).is_file()
 
 
 def open_store(folder: Path) -> Store:
-    """Open a store after the checks that need no reading of tokens.
+    """Open a store after the checks that don't read tokens.
 
-    Those are: the manifest's own digest, plain names, all sizes, counts, the index of documents,
+    These are: the manifest's own digest, plain names, all sizes, counts, the index of documents,
     and the recorded largest id. Raises DataError naming the file and both values. Tokens are
     compared with their checksums as they are read; `verify` reads all.
     """
@@ -196,10 +196,10 @@ def open_store(folder: Path) -> Store:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> Verification:
-    """Read every byte of a store again and compare; problems are returned, not raised.
+    """Read and compare every byte of a store; returns problems instead of raising them.
 
-    A damaged shard is narrowed down to its blocks, and an impossible id to its token. `progress`
-    is called with the bytes read so far and in all.
+    Locates a damaged shard's blocks, and an impossible id's token. `progress` is called with the
+    bytes read so far and in all.
     """
     try:
         manifest = _read_manifest(folder)
@@ -230,12 +230,12 @@ def entropy_of(counts: NDArray[Any]) -> float:
 
 
 def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the type that token ids are stored in."""
+    """Return the stored type of token ids."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def problems_of(record: ShardRecord, width: int | None = None) -> list[str]:
-    """Return how a shard's own numbers contradict each other."""
+    """Return the contradictions in a shard's own numbers."""
     tokens, index = record.tokens_file, record.index_file
     found = []
     if record.tokens == 0 or record.documents == 0:

@@ -1,8 +1,8 @@
-"""The documents of a stream: in a fixed order, block by block, from any place noted before.
+"""The documents of a stream: in a fixed order, block by block, from any recorded position.
 
-Nothing is stored. The order of the rows is the data set's; every n-th one is held out, the others
-are shuffled within blocks of `data.shuffle_buffer`, by a permutation that needs no state. So a
-place between two blocks is all that has to be remembered to go on as if there had been no stop.
+Nothing is stored. The rows have the data set's order; every n-th one is held out, and the others
+are shuffled within blocks of `data.shuffle_buffer`, by a permutation without state. So a position
+between two blocks is enough to continue as if there had been no stop.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meshwright.errors import DataError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block begins.
+    """The beginning of a block.
 
-    `document` numbers its first training document over all epochs, `row` is how many rows of the
-    epoch come before it, `state` is the data set's own note of that (None at its beginning), and
+    `document` numbers its first training document over all epochs, `row` is the number of earlier
+    rows of the epoch, `state` is the data set's own state there (None at its beginning), and
     `digest` the SHA-256 of the block's texts.
     """
 
@@ -44,7 +44,7 @@ class Place:
 class Documents:
     """The documents of a streamed data set, each `held_every`-th row (0: none) held out.
 
-    `block` is how many are shuffled together, `seed` how.
+    `block` documents are shuffled together, by `seed`.
     """
 
     source: HuggingFace
@@ -53,7 +53,7 @@ class Documents:
     seed: int
 
     def held_out(self) -> Iterator[str]:
-        """Yield what is held out, of one epoch; training never sees it."""
+        """Yield the held-out documents of one epoch; training never sees them."""
         if self.held_every:
             for row, text in self._texts(self._opened(None), 0):
                 if row % self.held_every == 0 and text.strip():
@@ -62,8 +62,8 @@ class Documents:
     def blocks(self, begin: Place) -> Iterator[tuple[Place, list[str]]]:
         """Yield blocks of training documents without end, each with its place.
 
-        Raises DataError where the stream has none, is not what it was at `begin`, or has a row
-        without text.
+        Raises DataError if the stream has none, if it has changed at `begin`, or if a row has no
+        text.
         """
         place = begin
         while True:

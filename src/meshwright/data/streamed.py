@@ -1,4 +1,4 @@
-"""`open_stream`: a data set that is read while it is trained on."""
+"""`open_stream`: a data set that is read during training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ HELD_AT_ONCE: Final = 64  # documents
 
 @dataclass(frozen=True, eq=False)
 class StreamedDataset:
-    """What training reads of a stream, as a `Dataset` has it of a store.
+    """The data of a run from a stream, like a `Dataset` from a store.
 
-    Of a stream nothing is known ahead: neither its size nor its entropy.
+    A stream's size and entropy are unknown.
     """
 
     spec: DataSpec
@@ -49,7 +49,7 @@ class StreamedDataset:
         return self.encoder.tokenizer
 
     def tokens(self, split: str) -> None:
-        """Return nothing: a stream does not say."""
+        """Return None: a stream does not say."""
 
     def sampler(self, split: Literal["train"], seq_len: int, batch: int) -> StreamSampler:
         """Return the sampler of the training documents."""
@@ -59,9 +59,9 @@ class StreamedDataset:
         )
 
     def held_out(self, seq_len: int, batch: int, batches: int) -> Sampler:
-        """Return the sampler of as much of what is held out as some batches need.
+        """Return the sampler of enough held-out documents for some batches.
 
-        It is read from the beginning of the stream, and kept. Raises DataError where the stream has
+        They are read from the beginning of the stream, and kept. Raises DataError if the stream has
         not enough for one sample.
         """
         tokens = batches * batch * seq_len + 1
@@ -82,7 +82,7 @@ class StreamedDataset:
         )
 
     def check(self, train: TrainSpec) -> list[str]:
-        """Read the first documents; raises DataError where training or evaluation would have none.
+        """Read the first documents; DataError if training or evaluation has none.
 
         Returns what truncation takes of the first conversations: of the others it does not show
         before they are read. Whether what is held out is enough shows only when it is read, too.
@@ -131,9 +131,9 @@ class StreamedDataset:
 
 
 def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDataset:
-    """Open the data set that a DataSpec with `streaming` names; nothing is read of its rows yet.
+    """Open the streamed data set of a DataSpec; reads no rows yet.
 
-    Raises DataError where the tokenizer cannot be used or does not fit into `vocab_size`.
+    Raises DataError if the tokenizer cannot be used or does not fit into `vocab_size`.
     """
     source = HuggingFace.parse(spec.sources[0].removeprefix("hf:"), spec.text_key, spec.format)
     encoder = Encoding(spec.tokenizer, spec.eos, spec.format, spec.chat_template).load()
@@ -154,7 +154,7 @@ def open_stream(spec: DataSpec, vocab_size: int | None = None) -> StreamedDatase
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
-    """Raise DataError where a model's vocabulary does not hold a tokenizer's."""
+    """Raise DataError if a model's vocabulary is smaller than a tokenizer's."""
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
             f"model.vocab_size = {vocab_size} is smaller than the vocabulary of "

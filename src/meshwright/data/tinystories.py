@@ -1,4 +1,4 @@
-"""TinyStories, downloaded once from the Hugging Face hub and checked against what it states."""
+"""TinyStories, downloaded once from the Hugging Face hub and checked against its stated hash."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Progress = Callable[[int, int], None]
 class TinyStories:
     """The GPT-4 stories (2.2 GB, or 22 MB for the part "valid"), kept in `folder`.
 
-    The file is downloaded where it is missing; one put there by hand is taken as it is. Its
-    SHA-256 is recorded beside it and checked again before it is read anew.
+    The file is downloaded if it is missing; a file put there by hand is used as it is. Its SHA-256
+    is recorded next to it and checked before it is read again.
     """
 
     folder: Path

@@ -38,10 +38,9 @@ PIECE_CHARS = 4 * MIB
 class Tokenizer(ABC):
     """Text to ids and back.
 
-    `digest` is the SHA-256 that identifies the mapping; two tokenizers with the same digest give
-    the same ids. `eos_id` ends each document. `file` is the `tokenizer.json`, where there is one.
-    Special tokens are never recognised inside a text: a document that quotes `</s>` does not end
-    there.
+    `digest` is the SHA-256 that identifies the mapping; tokenizers with the same digest give the
+    same ids. `eos_id` ends each document. `file` is the `tokenizer.json`, if there is one. Special
+    tokens are never recognized inside a text: a document that quotes `</s>` does not end there.
     """
 
     kind: str
@@ -211,9 +210,9 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
-    """Load "bytes", "gpt2", or the path of a `tokenizer.json` or of a folder that holds one.
+    """Load "bytes", "gpt2", or the path of a `tokenizer.json` or of its folder.
 
-    `eos` names the token that ends a document where the files do not say. Raises DataError.
+    `eos` names the token that ends a document if the files do not say. Raises DataError.
     """
     if name == "bytes":
         return BytesTokenizer()

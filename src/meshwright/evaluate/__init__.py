@@ -1,1 +1,1 @@
-"""How good a model is: perplexity on held-out text, and the tasks of lm-evaluation-harness."""
+"""Evaluates a model: perplexity on held-out text, and the tasks of lm-evaluation-harness."""

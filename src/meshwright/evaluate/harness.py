@@ -20,11 +20,11 @@ from meshwright.models import Transformer
 
 
 class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without types
-    """A model and its tokenizer as lm-evaluation-harness wants them.
+    """A model and its tokenizer in the interface of lm-evaluation-harness.
 
     Reads at most `max_length` inputs at a time, in batches of at most `batch_tokens`. A text
-    without a context stands behind the tokenizer's BOS token, or the mark that ends documents
-    where it has none.
+    without a context is preceded by the tokenizer's BOS token, or by the end-of-document token if
+    it has none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MeshwrightLM(TemplateLM):  # type: ignore[misc]  # of an extra, without ty
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         return self._prefix
 
     def tok_encode(
@@ -99,9 +99,9 @@ def run_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Run tasks, those of the library and of the YAML files under `include`, and return its report.
+    """Run tasks, those of the library and of the YAML files under `include`; returns its report.
 
-    `num_fewshot` left out is the task's own. Raises `ConfigError` for a task that there is not.
+    `num_fewshot` defaults to the task's own. Raises `ConfigError` for an unknown task.
     """
     manager = TaskManager(include_path=None if include is None else str(include))
     for name in names:

@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text, with what its uncertainty is."""
+"""Perplexity of a model on a text, with its standard error."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model made of `tokens` targets in `rows` windows.
+    """A model's loss on `tokens` targets in `rows` windows.
 
-    `nats` is their summed negative log-likelihood, `text_nats` that of all but the marks that end
-    documents, and `bytes` the UTF-8 text of these. `stderr` is the standard error of
-    `nats_per_token`, None of a single row.
+    `nats` is their summed negative log-likelihood, `text_nats` that without end-of-document tokens,
+    and `bytes` the UTF-8 text of these. `stderr` is the standard error of `nats_per_token`, None
+    for a single row.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class Perplexity:
 
     @property
     def nats_per_token(self) -> float:
-        """The mean loss, as training has it."""
+        """The mean loss, as in training."""
         return self.nats / self.tokens
 
     @property
@@ -51,7 +51,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits that the text's bytes cost, which does not depend on the tokenizer."""
+        """Bits per byte of text, which don't depend on the tokenizer."""
         return self.text_nats / math.log(2) / self.bytes if self.bytes else None
 
 
@@ -65,8 +65,8 @@ def measure(
 ) -> Perplexity:
     """Score the first `rows` windows, `batch` of them at a time.
 
-    Raises DataError where there is nothing to score, or an id outside of the vocabulary;
-    `CheckpointError` where the model's loss is not finite, or as good as that.
+    Raises DataError if there is nothing to score, or for an id outside of the vocabulary;
+    `CheckpointError` if the model's loss is not finite, or nearly so.
     """
     sums, counts, text = np.zeros(rows), np.zeros(rows), 0.0
     for first in range(0, rows, batch):

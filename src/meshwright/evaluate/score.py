@@ -1,4 +1,4 @@
-"""Log-likelihoods of tokens, which everything in this room is made of."""
+"""Log-likelihoods of tokens, on which everything in this package is based."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGITS: Final = 16 * MIB
 
 
 class Scores(NamedTuple):
-    """What a model makes of its targets: nats fp64 `[rows, seq]`, zero where they are `IGNORE`.
+    """A model's scores of its targets: nats fp64 `[rows, seq]`, zero where they are `IGNORE`.
 
     `greedy` bool `[rows, seq]` says where the target is the likeliest token.
     """

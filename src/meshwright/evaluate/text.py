@@ -1,4 +1,4 @@
-"""Which text a model is measured on: what its run held out, or any other."""
+"""The text for an evaluation: what the model's run held out, or any other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Packing = Literal["stream", "documents"]
 
 @dataclass(frozen=True)
 class Text:
-    """A stream of tokens to measure on, and how the run of the model reads such streams.
+    """A stream of tokens to evaluate on, and how the model's run reads such streams.
 
-    `seq_len` is that of the run's training, None where the model is of no run.
+    `seq_len` is that of the run's training, None for a model without a run.
     """
 
     what: str
@@ -34,7 +34,7 @@ class Text:
 
 
 def run_of(folder: Path) -> Job | None:
-    """Return the run that a folder is, or that its step belongs to; None of any other folder."""
+    """Return the run of a folder, or of its step; None for any other folder."""
     for path in (folder, *folder.resolve().parents[:2]):
         if RunFolder(path).plan.is_file() and RunFolder(path).config.is_file():
             return read_job(path)
@@ -50,7 +50,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     """
     job = run_of(folder)
     if job is None:
-        raise ConfigError(f"{folder} is no run, which would have held text out; give --source")
+        raise ConfigError(f"{folder} is not a run, so it has no held-out text; give --source")
     data = open_data(job.config.data, job.cache, vocab_size, say)
     step = find_step(folder)
     trained_on = {} if step is None else read_manifest(step).get("identity", {})
@@ -60,8 +60,7 @@ def held_out(folder: Path, vocab_size: int, say: Say | None = None) -> Text:
     if not isinstance(data, Dataset) or len(data.parts) > 1:
         kind = "a stream" if job.config.data.streaming else "a blend"
         raise ConfigError(
-            f"{folder} was trained on {kind}, of which there is no one text that was held out; "
-            "give --source"
+            f"{folder} was trained on {kind}, which has no single held-out text; give --source"
         )
     if data.tokens("validation") < 2:
         raise ConfigError(
@@ -85,10 +84,10 @@ def given(
     vocab_size: int,
     say: Say | None = None,
 ) -> Text:
-    """Return all documents of `spec.sources`, as `spec.tokenizer` reads them.
+    """Return all documents of `spec.sources`, tokenized by `spec.tokenizer`.
 
-    Text is prepared under `cache` like that of a run. Raises DataError where a source is a store
-    of another tokenizer, and as `open_data` does.
+    Text is prepared under `cache` like that of a run. Raises DataError if a source is a store of
+    another tokenizer, and as `open_data` does.
     """
     all_of_it = {"validation": 0.0, "streaming": False, "weights": None}
     data = open_data(spec.model_copy(update=all_of_it), cache, vocab_size, say)

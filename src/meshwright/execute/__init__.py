@@ -1,1 +1,1 @@
-"""The program performed: process groups and the parallel model, on torch's distributed engine."""
+"""Runs the program: process groups and the parallel model, on torch's distributed engine."""

@@ -1,7 +1,7 @@
-"""What a rank's memory is made of, from the allocations that torch's profiler sees.
+"""What a rank's memory consists of, from the allocations that torch's profiler records.
 
-On a CPU torch keeps no statistics of memory, and what the system counts is up to twice too high.
-What a piece is for, labels in the profile say: `label` makes one.
+On a CPU, torch keeps no memory statistics, and the system's count is up to twice too high. Labels
+in the profile give the purpose of an allocation: `label` adds one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ REST: Final = "rest"
 
 @dataclass
 class AllocatedPiece:
-    """An allocation: bytes, its time in ns, what it is, and the operations that it was made in.
+    """An allocation: bytes, time in ns, category, and the operations that made it.
 
-    One of before the profile has the start 0; `end` is None where it was not seen.
+    An allocation from before the profile has the start 0; `end` is None if its end was not
+    recorded.
     """
 
     size: int
@@ -56,7 +57,7 @@ class AllocatedPiece:
 
 
 def label(kind: str, tensor: Tensor | None) -> None:
-    """Have the profile say what a tensor's memory is; the last word counts."""
+    """Add a label with the category of a tensor's memory to the profile; the last one counts."""
     if tensor is None:
         return
     address = local_shard(tensor.detach()).untyped_storage().data_ptr()
@@ -112,7 +113,7 @@ def labelled_in_data() -> Iterator[None]:
 
 @contextmanager
 def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
-    """Label the gradients that the optimizer takes."""
+    """Label the gradients that the optimizer uses."""
     kind = HOST if parallel.program.layout.offload == "params" else "gradients"
     take = shards.take
 
@@ -128,7 +129,7 @@ def labelled_gradients(parallel: Parallel, shards: Shards) -> Iterator[None]:
 def lasting(
     parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is there from step to step, and what it is."""
+    """Yield the tensors that exist from step to step, with their category."""
     offload = parallel.program.layout.offload
     for held in parallel.held:
         yield HOST if offload == "params" else "parameters", held.parameter
@@ -148,16 +149,16 @@ def lasting(
 
 
 class LabellingTape(Tape):
-    """A tape that also labels in the profile when each turn begins."""
+    """A tape that also labels the beginning of each turn in the profile."""
 
     def turn(self, name: str, stage: int, microbatch: int) -> None:
-        """The rank turns to something."""
+        """Record that the rank begins something."""
         super().turn(name, stage, microbatch)
         with record_function(f"{TURN}{self.turns[-1]}"):
             pass
 
     def stop(self) -> None:
-        """The step is over."""
+        """Record the end of the step."""
         super().stop()
         with record_function(f"{TURN}end"):
             pass
@@ -182,7 +183,7 @@ Event = tuple[Any, _Frame | None]
 
 
 def events_of(seen: profile) -> list[Event]:
-    """Return all events of a profile in their order, each with the operations that it is in."""
+    """Return all events of a profile in order, each with its enclosing operations."""
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
     roots = seen.profiler.kineto_results.experimental_event_tree()
@@ -202,13 +203,13 @@ def _flat(roots: Sequence[Any]) -> Iterator[Event]:
 def pieces_of(
     events: Sequence[Event], device: str = "cpu", known: Mapping[int, AllocatedPiece] | None = None
 ) -> list[AllocatedPiece]:
-    """Return all allocations on a type of device with their ends, but what is offloaded.
+    """Return all allocations on a type of device with their ends, except offloaded ones.
 
-    `known` are those of before the profile, by their addresses.
+    `known` are those from before the profile, by address.
 
-    The profiler sees what its own thread frees. Where a thread of gloo is the last to let go of a
-    collective's tensor, the free is missed: its address is given again, or what gloo made never
-    ends. Such a piece is taken to end with the collective that it was in.
+    The profiler sees only frees in its own thread. If a thread of gloo is the last to release a
+    collective's tensor, the free is missed: its address is used again, or gloo's allocation never
+    ends. Such a piece is assumed to end with its collective.
     """
     ends = sorted(node.end_time_ns for node, _ in events if node.name.startswith(COLLECTIVES))
 
@@ -245,14 +246,14 @@ def pieces_of(
 
 
 def alive(pieces: Sequence[AllocatedPiece], at: int) -> list[AllocatedPiece]:
-    """Return the pieces that are there at a moment."""
+    """Return the pieces that exist at a moment."""
     return [p for p in pieces if p.start <= at and (p.end is None or p.end > at)]
 
 
 def moments_of(pieces: Sequence[AllocatedPiece], begins: Sequence[int]) -> list[MeasuredMoment]:
-    """Return what is held as each turn begins, and at its peak; the last of `begins` is the end.
+    """Return the memory held as each turn begins, and at its peak; `begins` ends with the end.
 
-    Times are in ns, as those of the pieces. What is of no other kind are activations.
+    Times are in ns, like those of the pieces. Uncategorized memory counts as activations.
     """
 
     def now() -> dict[str, int]:
@@ -298,9 +299,9 @@ def _silent() -> Iterator[None]:
 
 
 class MemoryProfile:
-    """The memory of one step in the course of a run, as a context around it.
+    """A context that profiles the memory of one step of a run.
 
-    What was there before must be known: it is `lasting`.
+    `lasting` must list what existed before.
     """
 
     def __init__(
@@ -336,7 +337,7 @@ class MemoryProfile:
             self._contexts.close()
 
     def moments(self) -> list[MeasuredMoment]:
-        """Return what was held as each turn of a `LabellingTape` began, and at its peak."""
+        """Return the memory held as each turn of a `LabellingTape` began, and at its peak."""
         events = events_of(self._profile)
         begins = [event.start_time_ns for event, _ in events if event.name.startswith(TURN)]
         return moments_of(pieces_of(events, self._device, self._known), begins)

@@ -1,4 +1,4 @@
-"""The rows that a rank computes with, cut to microbatches and to its share of the sequence."""
+"""The rows that a rank computes with, divided into microbatches and by its sequence shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, keys: Tensor | None = None) -> Batch:
-        """Return sampled rows as tensors of the host, which share their memory."""
+        """Return sampled rows as host tensors, which share their memory."""
         inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
         if rows.segments is None:
             return cls(inputs, targets, None, keys)
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
         return cls(inputs, targets, segments, keys, bounds_of(segments))
 
     def to(self, device: torch.device) -> Batch:
-        """Return it on a device; a GPU copies from pinned memory, and the host goes on."""
+        """Return it on a device; a GPU copies from pinned memory without blocking the host."""
         if device.type == "cuda":
             return self._each(lambda part: part.pin_memory().to(device, non_blocking=True))
         return self._each(lambda part: part.to(device))
@@ -63,9 +63,9 @@ class Batch(NamedTuple):
 
 
 class Feed:
-    """Brings batches to a device, on a GPU by a stream of its own: beside the step that computes.
+    """Copies batches to a device; on a GPU on a separate stream, overlapping with the step.
 
-    The loop asks for a step's batch while the device is at the step before.
+    The loop requests a step's batch while the device computes the previous step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class Feed:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, batch: Batch) -> Batch:
-        """Return a batch of the host on the device; what comes after waits for it there."""
+        """Return a host batch on the device; the current stream waits for it there."""
         if self._stream is None:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):

@@ -68,10 +68,10 @@ def build(
 ) -> Parallel:
     """Return this rank's part of the model, with weights from `source`.
 
-    For each stage of this rank: describe it on the meta device, cut it over tp, replace its
-    attention over cp, wrap blocks to recompute, compile them, distribute over data, materialise,
-    fill. What fills a shard depends on its place in the whole alone, so every mesh starts from the
-    same weights.
+    For each stage of this rank: describe it on the meta device, shard it over tp, replace its
+    attention over cp, wrap blocks for recomputation, compile them, distribute over data,
+    materialise, fill. The values of a shard depend only on its position in the whole tensor, so
+    every mesh starts from the same weights.
     """
     products = take_route(program.train.matmul, device)
     deferral = Deferral()
@@ -91,7 +91,7 @@ def describe(
     *,
     wrap: Wrap | None = None,
 ) -> dict[int, Transformer]:
-    """Return this rank's stages on the meta device, cut and wrapped, by number."""
+    """Return this rank's stages on the meta device, sharded and wrapped, by number."""
     layout, spec = program.layout, program.model
     modules = {}
     for stage in program.held(groups.at["pp"]):
@@ -144,7 +144,7 @@ def materialise(
     modules: dict[int, Transformer],
     deferral: Deferral,
 ) -> Parallel:
-    """Give the stages that `describe` has returned memory, and weights from `source`."""
+    """Allocate the stages that `describe` has returned, with weights from `source`."""
     layout, train = program.layout, program.train
     at, places = _positions(program, groups, device)
     held: list[HeldParameter] = []
@@ -175,7 +175,7 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def splits_backward(program: Program) -> bool:
-    """Whether weight gradients are computed apart from those of inputs: not those of adapters."""
+    """Whether weight gradients are computed separately; not those of adapters."""
     layout = program.layout
     return (
         SCHEDULES[layout.schedule].splits_backward and layout.pp > 1 and program.model.lora is None
@@ -183,7 +183,7 @@ def splits_backward(program: Program) -> bool:
 
 
 def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: Deferral) -> None:
-    """Give every rank of tp its share of heads, ffn and vocabulary, as the program cuts them."""
+    """Give every tp rank its share of heads, ffn and vocabulary, as the program shards them."""
     layout = program.layout
     deferral.splits = splits_backward(program)
     if layout.tp == 1 and not deferral.splits:
@@ -223,7 +223,7 @@ def _take_over_linear(
 
 
 def share_out_experts(model: Transformer, program: Program, groups: Groups) -> None:
-    """Have each rank compute with its own experts, on the tokens of all that share them out."""
+    """Let each rank compute its own experts, on the tokens of all ranks of `ep`."""
     if groups.experts is None:
         return
     for block in model.blocks:
@@ -253,14 +253,14 @@ def _make_sharded(model: nn.Module, program: Program, groups: Groups) -> None:
 
 
 def attend_by_documents(model: Transformer) -> None:
-    """Have attention take what `Parallel` gives of documents, in place of a mask of its own."""
+    """Make attention use `Parallel`'s document bounds instead of a mask."""
     model.mask_of = lambda x, documents, cache: documents
     for block in model.blocks:
         block.attn.core = attend_documents
 
 
 def cut_over_cp(model: Transformer, program: Program, groups: Groups) -> None:
-    """Replace the core of attention by one that sees the whole sequence from its shares."""
+    """Replace the core of attention by one that sees the whole sequence from its shards."""
     if program.layout.cp == 1:
         return
     group, is_ring = groups.cp.required, program.layout.cp_kind == "ring"
@@ -298,7 +298,7 @@ def _held(program: Program, stage: int, trained: dict[str, nn.Parameter]) -> lis
 
 
 def seeded(spec: ModelSpec, seed: int, on_piece: Callable[[], None] = lambda: None) -> Source:
-    """Return the source of freshly initialised weights; `on_piece` is called often on the way."""
+    """Return the source of freshly initialised weights; `on_piece` is called after each piece."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         rows, *others = region
@@ -323,7 +323,7 @@ def fill(parallel: Parallel, source: Source) -> None:
 
 
 def region_of(held: HeldParameter, parallel: Parallel) -> Region:
-    """Return where this rank's shard of a parameter lies in the whole."""
+    """Return the position of this rank's shard of a parameter in the whole tensor."""
     at = parallel.groups.at
     return held.sharding.region(at["tp"], data_rank(parallel.program.layout, at))
 

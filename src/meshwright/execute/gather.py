@@ -1,4 +1,4 @@
-"""Whole tensors from the shards of a parallel model, wherever their stage is."""
+"""Gathers whole tensors from the shards of a parallel model, on any stage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshwright.program.shards import Sharding
 
 
 def full_tensor(tensor: Tensor, ep: Link | None = None) -> Tensor:
-    """Return the whole of a tensor that may be sharded; a collective when it is.
+    """Return the whole of a tensor that may be sharded; a collective if it is.
 
-    `ep` is the link over which experts are shared out, where the tensor is of experts.
+    `ep` is the link over which experts are divided, for tensors of experts.
     """
     if isinstance(tensor, DTensor):
         # Shards that are kept on the host meet on the device, where their groups communicate.
@@ -33,7 +33,7 @@ def full_tensor(tensor: Tensor, ep: Link | None = None) -> Tensor:
 
 
 def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
-    """Return the whole of a parameter, or of what is cut like it; a collective where it is cut."""
+    """Return a whole parameter, or a tensor that is sharded like it; a collective if sharded."""
     experts = parallel.groups.experts
     return full_tensor(tensor.detach(), experts.ep if experts and sharding.ep > 1 else None)
 
@@ -42,7 +42,7 @@ def whole_of(tensor: Tensor, sharding: Sharding, parallel: Parallel) -> Tensor:
 def on_stages(
     parallel: Parallel, tensor_of: Callable[[HeldParameter], Tensor | None]
 ) -> Iterator[tuple[HeldParameter, Tensor | None]]:
-    """Yield whole tensors of what this rank's own stages train; a collective of a stage's ranks."""
+    """Yield whole tensors of this rank's trained parameters; a collective of a stage's ranks."""
     for held in parallel.trained:
         tensor = tensor_of(held)
         yield held, None if tensor is None else whole_of(tensor, held.sharding, parallel)

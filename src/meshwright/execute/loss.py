@@ -1,10 +1,10 @@
-"""The head's product and the cross-entropy of its logits, a few rows of them at a time.
+"""The head's product and the cross-entropy of its logits, a few rows at a time.
 
-Logits are the largest tensor of a model with a large vocabulary, and all of them are never there:
-the backward makes some rows, their loss and their gradient, and at once what the gradients of the
-head's weight and input get of it. Liger Kernel, arXiv:2410.10989, section 3.2, does so in the
-forward. In the backward, which needs the same products, a schedule may have any number of forwards
-under way, and the gradient is scaled before it is rounded to half precision.
+Logits are the largest tensor of a model with a large vocabulary, and never exist as a whole. The
+backward computes some rows, their loss and gradient, and at once their part of the gradients of the
+head's weight and input. Liger Kernel, arXiv:2410.10989, section 3.2, does so in the forward. In the
+backward, which needs the same products, a schedule may have any number of forwards in flight, and
+the gradient is scaled before it is rounded to half precision.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def loss_sum(
 ) -> Tensor:
     """Return the summed cross-entropy in nats in fp32, the same on all ranks of a link over tp.
 
-    hidden `[batch, seq or its share, dim]` enters `tp_region`, weight `[vocab / ranks, dim]`
-    multiplies it; targets int64 `[batch, seq]` have global ids, those that are `ignore` count for
-    nothing. Logits of `at_once` tokens are there together. Where gradients are recorded the value
-    is not a number until the backward fills it in. `fuses` has loss and gradient compiled where no
-    other rank is needed for them and products are in half precision. `cap` bounds logits. A `unit`
-    holds the weights in place of `weight`, and takes their gradient.
+    hidden `[batch, seq or its share, dim]` enters `tp_region`, and is multiplied by weight
+    `[vocab / ranks, dim]`; targets int64 `[batch, seq]` have global ids, and those equal to
+    `ignore` don't count. Logits of `at_once` tokens exist together. If gradients are recorded, the
+    value is NaN until the backward fills it in. `fuses` compiles loss and gradient if they need no
+    other rank and products are in half precision. `cap` is the soft cap of logits. A `unit` holds
+    the weights instead of `weight`, and receives their gradient.
     """
     if torch.is_grad_enabled():
         own = None if unit is not None else local(weight)
@@ -130,11 +130,11 @@ class _Loss(torch.autograd.Function):
 
 
 class Softmax(NamedTuple):
-    """Some rows' summed loss, and what their gradient is made of.
+    """The summed loss of some rows, and the inputs of their gradient.
 
     `exponentials` fp32 `[rows, vocab / ranks]` times `shares` `[rows]` are the probabilities. `own`
-    is the local target, which counts where it is `inside`; rows that are not `counted` have none.
-    `slopes`, as exponentials, are those of logits that a cap has bounded.
+    is the local target, valid where it is `inside`; rows that are not `counted` have none.
+    `slopes`, in the same shape, are the derivatives of a soft cap.
     """
 
     loss: Tensor
@@ -146,7 +146,7 @@ class Softmax(NamedTuple):
     slopes: Tensor | None = None
 
     def gradient(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of the logits for that of the loss, in place of the exponentials."""
+        """Return the gradient of the logits from that of the loss, overwriting `exponentials`."""
         wide = self.exponentials.mul_((self.shares * self.counted * grad)[:, None])
         wide.scatter_add_(-1, self.own[:, None], -(self.inside * grad)[:, None])
         if self.slopes is not None:
@@ -159,8 +159,8 @@ def soften(
 ) -> Softmax:
     """Return loss and softmax of logits `[rows, vocab / ranks]`, in their memory if it is fp32.
 
-    targets int64 `[rows]` have global ids. Where ranks cut the vocabulary, three numbers of a row
-    travel, in one message: the largest logit, the sum of exponentials and the target's logit.
+    targets int64 `[rows]` have global ids. With a sharded vocabulary, one message sends three
+    numbers per row: the largest logit, the sum of exponentials and the target's logit.
     arXiv:1909.08053, section 3.
     """
     own, counted = targets - link.rank * logits.shape[-1], targets != ignore
@@ -192,8 +192,8 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of whole logits `[rows, vocab]`, and the gradient in their dtype.
 
-    What `soften` and `Softmax.gradient` compute in place, written for a compiler: nothing of the
-    logits' size is there in fp32.
+    The same as `soften` and `Softmax.gradient`, written for a compiler: without fp32 tensors of the
+    logits' size.
     """
     counted = targets != ignore
     own = targets.masked_fill(~counted, 0)[:, None]

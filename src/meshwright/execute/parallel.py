@@ -1,4 +1,4 @@
-"""`Parallel`: a rank's part of the model, ready to be trained with."""
+"""`Parallel`: a rank's part of the model, ready for training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from meshwright.spec.model import PLAIN_LAYER
 
 @dataclass
 class Parallel:
-    """A rank's stages of the model with every parallelism applied, and the steps over them.
+    """A rank's stages of the model with every parallelism applied, and their steps.
 
-    `positions` int64 `[seq / cp]` are the tokens of a row that this rank attends with, None for all
-    of them; `places` those in its stream. Logits of `loss_rows` tokens are there together.
+    `positions` int64 `[seq / cp]` are the tokens of a row in this rank's attention, None for all of
+    them; `places` those in its residual stream. Logits of `loss_rows` tokens exist together.
     """
 
     program: Program
@@ -54,12 +54,12 @@ class Parallel:
 
     @property
     def trained(self) -> list[HeldParameter]:
-        """The parameters that training changes: with adapters these alone."""
+        """The trained parameters: with adapters, only these."""
         return [one for one in self.held if one.sharding.part.trained]
 
     @cached_property
     def sums(self) -> tuple[GradientSum, ...]:
-        """The sums that complete this rank's gradients, beside those of data parallelism."""
+        """The sums that complete this rank's gradients, besides those of data parallelism."""
         return tuple(gradient_sums(self.program, self.program.held(self.groups.at["pp"])))
 
     @property
@@ -79,17 +79,17 @@ class Parallel:
 
     @property
     def recorder(self) -> FlightRecorder:
-        """Where this rank enters what it does."""
+        """The flight recorder of this rank."""
         return self.groups.recorder
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss is to be added to the others': one tp rank of the last stage."""
+        """Whether this rank's loss is added to the others': one tp rank of the last stage."""
         last = self.stage_ranks[-1] == self.groups.at["pp"]
         return last and self.groups.tp.rank == 0
 
     def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of what stages hand on for a microbatch."""
+        """Return shape and dtype of a stage's output for a microbatch."""
         program = self.program
         shape = (len(batch.inputs), program.stream, program.model.dim)
         return shape, DTYPES[program.train.precision]
@@ -133,9 +133,9 @@ class Parallel:
     def backward(self, batch: Batch, loss_scale: float = 1.0) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch.
 
-        Each microbatch contributes the sum of its token losses over the global number of targets,
-        so the result does not depend on how the batch is cut. Returns this rank's share of the
-        loss, in nats; the shares of all ranks sum to the loss.
+        Each microbatch contributes the sum of its token losses divided by the global number of
+        targets, so the result does not depend on how the batch is divided. Returns this rank's
+        share of the loss, in nats; the shares of all ranks add up to the loss.
         """
         count = self.count_targets(batch)
         sequences = len(batch.inputs) * self.program.layout.dp

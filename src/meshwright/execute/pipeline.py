@@ -1,6 +1,6 @@
-"""Performs a rank's action table: forwards, backwards and the transfers between stages.
+"""Executes a rank's action table: forwards, backwards and the transfers between stages.
 
-One stage on one rank is the shortest pipeline: gradient accumulation has no path of its own.
+One stage on one rank is the shortest pipeline: gradient accumulation has no separate path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Edge = Any  # torch.autograd.graph.GradientEdge
 
 
 class Stages(Protocol):
-    """What the pipeline needs to know of a rank's part of the model."""
+    """The interface of a rank's part of the model for the pipeline."""
 
     modules: dict[int, nn.Module]
     deferral: Deferral
@@ -49,27 +49,27 @@ class Stages(Protocol):
 
     @property
     def recorder(self) -> FlightRecorder:
-        """Where this rank enters what it does."""
+        """The flight recorder of this rank."""
 
     def stream(self, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of what stages hand on for a microbatch."""
+        """Return shape and dtype of a stage's output for a microbatch."""
 
     def forward(self, stage: int, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Return a stage's output: the stream, or the last one's summed loss."""
 
 
 class Departure(NamedTuple):
-    """A transfer on its way out."""
+    """A send in flight."""
 
     work: Pending
     tensor: Tensor
 
 
 class Arrival(NamedTuple):
-    """A transfer on its way in.
+    """A receive in flight.
 
-    Both sides have the transfers of a pair of ranks in one order, so that it proves the arrival of
-    those that were `sent` to its sender before.
+    Both sides issue the transfers of a pair of ranks in the same order, so it proves the arrival of
+    earlier ones that were `sent` to its sender.
     """
 
     work: Pending
@@ -79,7 +79,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """What the summed loss is multiplied with: 1 / targets, times the loss scale of fp16."""
+    """The factor of the summed loss: 1 / targets, times the loss scale of fp16."""
 
     loss: Tensor
     extra: float = 1.0
@@ -105,7 +105,7 @@ class Pipeline:
         self._ends = _last_backwards(table)
 
     def run(self, observe: Observe | None = None) -> Tensor:
-        """Perform the table; returns the summed loss of this rank's microbatches, unscaled.
+        """Execute the table; returns the unscaled summed loss of this rank's microbatches.
 
         In fp64; zero on ranks without the last stage.
         """

@@ -1,1 +1,1 @@
-"""Starting, watching and ending the ranks of a run."""
+"""Starts, watches and ends the ranks of a run."""

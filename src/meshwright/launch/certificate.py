@@ -1,4 +1,4 @@
-"""The resume certificate: a config's run, interrupted and continued, against the same run whole.
+"""The resume certificate: compares an interrupted and resumed run with an uninterrupted one.
 
 The runs are those of `train`, with the config's own data, precision, optimizer and schedule; the
 layout and the model are made small, as for every proof. No torch here.
@@ -35,10 +35,10 @@ _TINY: Final = 1e-30  # for a loss of 0
 
 
 class Bounds(NamedTuple):
-    """What another layout may be off by, relative: in losses, optimizer state and updates.
+    """The relative tolerances of another layout: losses, optimizer state and updates.
 
-    The state's moments are sums of gradients, which are off by some hundred roundings. Of updates
-    only elements count whose gradients exceed `noise` times the root mean square of all.
+    Moments in the state are sums of gradients, so their error is some hundred rounding errors. For
+    updates, only elements count whose gradients exceed `noise` times the root mean square of all.
     """
 
     loss: float
@@ -61,9 +61,9 @@ def certify(
     environ: Mapping[str, str],
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on resuming a config, for one of the small cases that stand for it.
+    """Yield the verdicts on resuming a config, for one of its small cases.
 
-    `folder` gets the runs. `show` is told what is run.
+    `folder` receives the runs. `show` is called with progress messages.
     """
     runs = _Runs(small_config(config, case, folder), folder, environ, show)
     layout = case.layout.model_dump(mode="json")
@@ -88,8 +88,8 @@ def on_another(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on three steps that another layout has taken from the same state.
 
-    A state that is restored at the wrong place does not change the loss of the next step, but what
-    that step adds to the weights.
+    If state is restored at the wrong place, the loss of the next step doesn't change, but the
+    update that this step adds to the weights does.
     """
     last = _FROM + _ON
     steps = f"steps {_FROM + 1} to {last}"
@@ -207,7 +207,7 @@ def _digest(folder: Path, step: int) -> str:
 
 
 def first_difference(whole: Path, resumed: Path, at: tuple[int, ...]) -> str | None:
-    """Return what first differs between two runs' steps, None where nothing does."""
+    """Return the first difference between two runs' steps, None if there is none."""
     for step in at:
         expected, found = _manifest(whole, step), _manifest(resumed, step)
         if not any(name.startswith("weights-") for name in expected["files"]):

@@ -54,7 +54,7 @@ _EXTRAS: Final[Mapping[str, str]] = {
 
 
 def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Finding]:
-    """Yield what there is to say of this machine, for runs under `log_dir`."""
+    """Yield findings on this machine, for runs under `log_dir`."""
     yield Finding("meshwright", f"{__version__}, Python {platform.python_version()}")
     torch = _version("torch")
     yield Finding(
@@ -76,9 +76,9 @@ def examine_machine(environ: Mapping[str, str], log_dir: Path) -> Iterator[Findi
 
 
 def examine_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what a start of a config would find; no process is started, nothing is left behind.
+    """Yield what a start of a config would find; starts no process, creates no run.
 
-    The data is prepared, as a start would.
+    Prepares the data, as a start would.
     """
     layout: Layout | None = None
 
@@ -203,7 +203,7 @@ def _data(config: Config, environ: Mapping[str, str]) -> str:
 
 
 def data_identity(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the data of a config is known by; raises `DataError` where it has none."""
+    """Return the identity of a config's data; raises `DataError` if there is none."""
     folder = cache_folder(config, environ)
     return open_data(config.data, folder, vocab_size=config.model.vocab_size).identity
 

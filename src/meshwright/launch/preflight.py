@@ -1,8 +1,8 @@
-"""A config examined on all nodes before its first step, by one process of each node.
+"""Checks a config on all nodes before its first step, with one process per node.
 
-Each finds what `doctor` finds on its own; together they see what no node sees alone: versions that
-differ, data that is not the same, links that do not carry, clocks that are apart. They meet in a
-store alone, so that nodes that cannot reach each other can say so.
+Each process runs the checks of `doctor`; together they find what no node finds alone: different
+versions, different data, broken links, unsynchronized clocks. They meet only in a store, so that
+nodes that cannot reach each other can report it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _VERSIONS: Final = ("meshwright", "python", "torch")
 def preflight(
     config: Config, environ: Mapping[str, str], at: Rendezvous
 ) -> list[tuple[str, Finding]]:
-    """Return what all nodes have found, by the name of the node; the same list on every process.
+    """Return the findings of all nodes, by node name; the same list on every process.
 
-    A collective of the processes that `at` tells of, one for each node. Raises `ConfigError` where
-    they are not as many as the config has nodes.
+    A collective of the processes in `at`, one per node. Raises `ConfigError` if their number
+    differs from the config's nodes.
     """
     if config.cluster.nodes not in (1, at.size):
         what = f"cluster.nodes = {config.cluster.nodes}, but {at.size} process(es) examine them"
@@ -65,7 +65,7 @@ def preflight(
 def facts_of(
     config: Config, environ: Mapping[str, str], met: Meeting, own: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Return what the others have to know of this node."""
+    """Return this node's facts for the comparison with other nodes."""
     try:
         data = data_identity(config, environ)
     except MeshwrightError:
@@ -84,7 +84,7 @@ def facts_of(
 
 
 def together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Finding]]:
-    """Return the findings of each node, and then what they show side by side, as of "all"."""
+    """Return the findings of each node, and then those of the comparison, as "all"."""
     names = _names(facts)
     found = [
         (name, Finding(**finding))

@@ -1,4 +1,4 @@
-"""Reads a step folder's tensors whole, without torch: for the small models of certificates."""
+"""Reads whole tensors of a step folder without torch: for the small models of certificates."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _SPARSE: Final = 64
 def read_whole(folder: Path, kind: str) -> Arrays:
     """Return the tensors of a step's files of a kind, "weights" or "optimizer", as fp64.
 
-    Each file's header says where its chunks lie: `DCP_SHARDING_INFO`, see `checkpoint.tensors`.
-    Elements that no chunk covers are NaN. Raises `CheckpointError` for files that are damaged.
+    Each file's header has the positions of its chunks: `DCP_SHARDING_INFO`, see
+    `checkpoint.tensors`. Elements that no chunk covers are NaN. Raises `CheckpointError` for
+    damaged files.
     """
     chunks: dict[str, list[tuple[list[int], Any]]] = {}
     for path in sorted(folder.glob(f"{kind}-*.safetensors")):
@@ -58,10 +59,10 @@ def _joined(chunks: list[tuple[list[int], Any]]) -> Any:
 
 
 def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
-    """Return how far the worst tensor is off, relative to its size, and which it is.
+    """Return the largest error of a tensor, relative to its size, and its name.
 
-    Infinite where one is missing or has a NaN. The size of a tensor counts as 1e-5 of the largest
-    one's at least, as one that vanishes has only rounding noise.
+    Infinite if a tensor is missing or has a NaN. The size of a tensor counts as at least 1e-5 of
+    the largest one's, because a vanishing tensor has only rounding noise.
     """
     sizes = {name: float(np.linalg.norm(one)) for name, one in expected.items()}
     least = 1e-5 * max(sizes.values(), default=0.0)
@@ -77,7 +78,7 @@ def distance(found: Arrays, expected: Arrays) -> tuple[float, str]:
 
 
 def minus(after: Arrays, before: Arrays) -> Arrays:
-    """Return by how much each tensor has changed: NaN where it was none, or of another shape."""
+    """Return the change of each tensor: NaN if it didn't exist, or had another shape."""
     return {name: one - _like(one, before.get(name)) for name, one in after.items()}
 
 
@@ -87,7 +88,7 @@ def _like(one: Any, other: Any) -> Any:
 
 
 def above_noise(change: Arrays, state: Arrays, noise: float) -> Arrays:
-    """Return updates, 0 where the gradient was noise, of which AdamW makes steps of full size.
+    """Return updates, but 0 where the gradient is noise, which AdamW turns into full steps.
 
     `state` is the optimizer's; gradients are noise below `noise` times the root mean square of all.
     """

@@ -87,7 +87,7 @@ class Run:
     exit_code: int
 
     def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of the run, or those of one kind; a damaged line is left out."""
+        """Yield the events of the run, or those of one kind; skips damaged lines."""
         for event in Events.read(RunFolder(self.folder).events):
             if kind is None or event["event"] == kind:
                 yield event
@@ -103,13 +103,13 @@ def train(
     *,
     quiet: bool = False,
 ) -> Run:
-    """Train a config and return its run; with `resume` a run that is there goes on.
+    """Train a config and return its run; with `resume`, continues an existing run.
 
-    Starts the local ranks, and starts them again where they fail, or joins those that torchrun has
-    started. `environ` is this process's own unless given; `out` gets the view, a `quiet` one little
-    more than what goes wrong. Raises
-    `ConfigError`, `DataError` or `CheckpointError` before any process starts, `RankFailed` when a
-    rank fails for good, `NoProgress` when they fail again and again.
+    Starts the local ranks, and restarts them if they fail, or joins those that torchrun has
+    started. `environ` is this process's own unless given; `out` receives the view, and a `quiet`
+    one shows little more than problems. Raises `ConfigError`, `DataError` or `CheckpointError`
+    before any process starts, `RankFailed` if a failed rank cannot be restarted, `NoProgress` if
+    ranks fail repeatedly.
     """
     environ = dict(os.environ) if environ is None else environ
     if "FAULT" in environ:
@@ -149,7 +149,7 @@ def prepare_job(
     at: Rendezvous | None = None,
     resume: Resume | None = None,
 ) -> Job:
-    """Check all that can be checked before a process starts, and prepare the data.
+    """Check everything that can be checked before a process starts, and prepare the data.
 
     Raises `ConfigError`, `DataError` or `CheckpointError` naming the rule, the value and the
     alternatives.
@@ -198,9 +198,9 @@ def _refuse_steps(job: Job) -> None:
 
 
 def locked(job: Job, held: contextlib.ExitStack) -> list[RunLock]:
-    """Lock what a job writes into while `held` is: the run folder, and that of its steps.
+    """Lock the folders that a job writes to while `held` is open: the run's, and that of its steps.
 
-    Raises `ConfigError` where another run has one of them, or has saved there meanwhile.
+    Raises `ConfigError` if another run holds one of them, or has saved there meanwhile.
     """
     locks = [RunLock(job.folder.lock, job.run)]
     if job.checkpoints.resolve() != job.folder.path.resolve():  # else they have one lock

@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks: `Layout`, `Mesh`, and the rules. Never imports torch."""
+"""The layout of a model over ranks: `Layout`, `Mesh`, and the rules. Never imports torch."""
 
 from meshwright.layout.layout import Layout
 from meshwright.layout.mesh import AXES, Mesh

@@ -21,7 +21,7 @@ from meshwright.spec.training import (
 
 
 class Layout(Spec):
-    """One layout, complete: the product of its degrees is the number of ranks.
+    """One complete layout: the product of its degrees is the number of ranks.
 
     `microbatch` is in sequences per data-parallel rank. `ep` is no axis of the mesh: it divides the
     ranks that would hold the same experts, see `alike_ranks`.
@@ -59,19 +59,19 @@ class Layout(Spec):
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The total number of ranks."""
         return self.dp * self.model_ranks
 
     @property
     def stages(self) -> int:
-        """Parts that the model is cut into by layers."""
+        """The number of parts into which the layers are divided."""
         return self.pp * self.virtual_stages
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which ZeRO spreads the states of one parameter (of one tensor-parallel part).
+        """Ranks over which ZeRO shards the states of one parameter (of one tensor-parallel part).
 
-        Context ranks hold the same weights, so they share them too.
+        Context ranks hold the same weights, so they are included.
         """
         return self.dp_shard * self.cp if self.zero else 1
 
@@ -86,15 +86,15 @@ class Layout(Spec):
 
     @property
     def alike_ranks(self) -> int:
-        """Ranks of data that hold the same weights, or ZeRO's shards of them: `ep` divides these.
+        """Data ranks that hold the same weights, or ZeRO's shards of them: `ep` divides these.
 
-        Neighbours first: rank 0 to `ep` - 1 of them have all experts between them.
+        Neighbours first: ranks 0 to `ep` - 1 of them have all experts between them.
         """
         return self.shard_ranks if self.zero else self.replica_ranks
 
     @property
     def expert_shard_ranks(self) -> int:
-        """Ranks over which ZeRO spreads the states of an expert."""
+        """Ranks over which ZeRO shards the states of an expert."""
         return self.shard_ranks // self.ep if self.zero else 1
 
     @property
@@ -111,7 +111,7 @@ class Layout(Spec):
     def label(self) -> str:
         """The layout in a few words, such as `dp2 tp2 sp pp2 1f1b mb4`; `parse` reads it.
 
-        Defaults are left out, but for the microbatch, and the schedule of a pipeline.
+        Defaults are left out, except for the microbatch, and the schedule of a pipeline.
         """
         words = [
             (f"dp{self.dp_replicate}", self.dp_replicate > 1),
@@ -134,7 +134,7 @@ class Layout(Spec):
     def parse(cls, label: str) -> Layout:
         """Return the layout that a label describes; its words may come in any order.
 
-        Raises `ConfigError` naming the word that is unknown or says something twice.
+        Raises `ConfigError` naming a word that is unknown or repeated.
         """
         values: dict[str, Any] = {}
         for word in label.split():

@@ -1,4 +1,4 @@
-"""`Mesh`: the named axes of a layout in their fixed order, and which rank sits where."""
+"""`Mesh`: the named axes of a layout in their fixed order, and the coordinates of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mesh:
 
     @classmethod
     def of(cls, **degrees: int) -> Mesh:
-        """Return the mesh with the given degrees; an axis that is not named has degree 1."""
+        """Return the mesh with the given degrees; a missing axis has degree 1."""
         unknown = set(degrees) - set(AXES)
         if unknown:
             raise ValueError(f"unknown mesh axes {sorted(unknown)}; axes are {AXES}")
@@ -35,7 +35,7 @@ class Mesh:
         return self.shape[AXES.index(axis)]
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        """Return where a rank sits, by axis name; raises `ValueError` outside the mesh."""
+        """Return the coordinates of a rank, by axis name; raises `ValueError` outside the mesh."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks")
         found = {}
@@ -44,19 +44,19 @@ class Mesh:
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank at some coordinates; an axis that is not named is at 0."""
+        """Return the rank at some coordinates; a missing axis is at 0."""
         rank = 0
         for axis, degree in zip(AXES, self.shape, strict=True):
             rank = rank * degree + coordinates.get(axis, 0)
         return rank
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along the given axes only, itself included."""
+        """Return the ranks that differ from `rank` only along the given axes, including itself."""
         here = self.coordinates(rank)
         choices = product(*(range(self.degree(axis)) for axis in axes))
         return tuple(self.rank({**here, **dict(zip(axes, at, strict=True))}) for at in choices)
 
     def data_rank(self, rank: int) -> int:
-        """Return which share of the global batch a rank reads: its place along both dp axes."""
+        """Return which share of the global batch a rank reads: its index along both dp axes."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.degree("dp_shard") + at["dp_shard"]

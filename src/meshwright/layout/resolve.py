@@ -1,4 +1,4 @@
-"""The layout that a config asks for on a machine, with what it leaves out filled in."""
+"""Resolves the layout of a config on a machine, including missing keys."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ MICROBATCH_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16384}
 
 
 class Machine(NamedTuple):
-    """The devices of a node: kind, how many, its CPU cores, a name for people.
+    """The devices of a node: kind, number, CPU cores, a name for people.
 
-    `load` is how many processes wanted a core in the minute before.
-
-    `is_fixed` says whether `devices` is a fact; otherwise it is a default, and a layout that asks
-    for more ranks gets them, as processes that share a CPU.
+    `load` is how many processes wanted a core in the last minute. `is_fixed` says whether `devices`
+    is a fact; otherwise it is a default, and a layout with more ranks gets them, as processes that
+    share a CPU.
     """
 
     device: Literal["cpu", "cuda"]
@@ -46,11 +45,11 @@ _DATA_DEGREES = ("dp_replicate", "dp_shard")
 
 
 def resolve_layout(config: Config, machine: Machine) -> Layout:
-    """Return the layout that a config asks for on a machine.
+    """Return the layout of a config on a machine.
 
-    Where both data-parallel degrees were left out, `dp_shard` (with `zero` 0 `dp_replicate`) takes
-    the devices that remain, as far as the batch divides. One that is left out alone is 1.
-    Raises `ConfigError` naming the rule, both numbers and the nearest legal values.
+    If both data-parallel degrees are missing, `dp_shard` (with `zero` 0 `dp_replicate`) uses the
+    remaining devices, as far as they divide the batch. A single missing one is 1. Raises
+    `ConfigError` naming the rule, both numbers and the nearest legal values.
     """
     section = config.layout
     left_out = {key for key in (*_DATA_DEGREES, "microbatch") if getattr(section, key) is None}

@@ -1,8 +1,8 @@
 """What makes a layout legal, and the nearest legal ones to a layout that is not.
 
 A rule is a small function that returns the broken rule as a sentence, or None. Its row in `RULES`
-names the keys that a user may change to obey it. One search serves all rules: change a key of the
-first broken rule, then one of the rule that this breaks, and hold each result against all of them.
+names the keys that a user may change to obey it. One search serves all rules: it changes a key of
+the first broken rule, then one of the rule that this breaks, and checks each result against all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Settle = Callable[[TrainSpec, Layout, Collection[str]], Layout | None]
 
 
 class Rule(NamedTuple):
-    """A rule, and the keys that help where it is broken, the one to try first in front."""
+    """A rule, and the keys that help if it is broken, in the order to try them."""
 
     check: Check
     keys: tuple[str, ...]
@@ -210,8 +210,8 @@ def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         )
     if train.router_bias_rate and model.lora is not None:
         return (
-            f"train.router_bias_rate = {train.router_bias_rate} changes what adapters leave as it "
-            f"is, but lora.rank = {model.lora.rank}"
+            f"train.router_bias_rate = {train.router_bias_rate} changes a buffer, which adapters "
+            f"do not store, but lora.rank = {model.lora.rank}"
         )
     return None
 
@@ -316,9 +316,9 @@ def nearest_legal(
 ) -> list[str]:
     """Return up to `count` changes that make a layout legal, such as `layout.tp = 2`, best first.
 
-    As few keys are changed as will do. Of a number's values the nearest on each side is given;
-    what keeps the number of ranks comes first, and the keys alternate. `settle` completes each
-    candidate: where given, what it returns is compared with the rules. A legal layout gives [].
+    Changes as few keys as possible. For a number, gives the nearest value on each side; changes
+    that keep the number of ranks come first, and the keys alternate. `settle`, if given, completes
+    each candidate before it is checked. A legal layout gives [].
     """
     case = _Case(model, train, layout)
     if broken(*case) is None:

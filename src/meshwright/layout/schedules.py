@@ -1,4 +1,4 @@
-"""`SCHEDULES`: the pipeline schedules, and what each asks of a layout."""
+"""`SCHEDULES`: the pipeline schedules, and their requirements."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """What a schedule asks of a layout, and what it does with it.
+    """The requirements and properties of a schedule.
 
-    `min_virtual` and `max_virtual` bound the stages of a rank (None: any number above).
-    `splits_backward`: it has the gradients of weights wait for those of inputs. `is_v`: the stages
-    go down the ranks and come back up, so that rank 0 holds the first and the last. `holds_all`: a
-    rank holds the activations of all microbatches before its first backward.
+    `min_virtual` and `max_virtual` bound the stages per rank (None: no upper bound).
+    `splits_backward`: it defers weight gradients. `is_v`: the stages go down the ranks and come
+    back up, so that rank 0 holds the first and the last. `holds_all`: a rank holds the activations
+    of all microbatches before its first backward.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a layout leaves unused of what it was given: devices, and the sharding of states."""
+"""What a layout leaves unused: devices, and the sharding of states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DATA = ("dp_replicate", "dp_shard")
 
 
 class Unused(NamedTuple):
-    """Why devices are left over, and settings of which each would use all of them."""
+    """Why devices are unused, and settings of which each would use all of them."""
 
     used: int
     devices: int
@@ -23,17 +23,17 @@ class Unused(NamedTuple):
 
     @property
     def text(self) -> str:
-        """It in a sentence."""
+        """The reason as a sentence."""
         advice = f"; {' or '.join(self.legal)} would use all" if self.legal else ""
         return f"{self.used} of {self.devices} devices are used: {self.why}{advice}"
 
 
 def left_over(config: Config, layout: Layout, devices: int) -> Unused | None:
-    """Return why a config's layout has fewer ranks than there are devices; None where it has not.
+    """Return why a config's layout has fewer ranks than there are devices; None if it has not.
 
-    The layout is what `resolve_layout` makes of the config on so many devices. `train.batch` is
-    why where both data-parallel degrees were left out, as they follow from it; otherwise it is the
-    degrees that were given.
+    The layout is the result of `resolve_layout` for so many devices. If both data-parallel degrees
+    are missing, `train.batch` is the reason, because they follow from it; otherwise the given
+    degrees are.
     """
     if layout.world >= devices:
         return None
@@ -78,7 +78,7 @@ def _grown(config: Config, layout: Layout, axis: str, devices: int) -> str | Non
 
 
 def unsharded(layout: Layout) -> str | None:
-    """Return what is to be said of a layout whose ZeRO stage shards nothing; None where it does."""
+    """Return a note on a layout whose ZeRO stage shards nothing, otherwise None."""
     if not layout.zero or layout.shard_ranks > 1 or layout.offload == "params":
         return None
     why = f"layout.zero = {layout.zero} shards nothing"

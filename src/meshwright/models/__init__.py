@@ -1,4 +1,4 @@
-"""The models: plain modules without parallel code, their first weights, and Hugging Face."""
+"""The models: plain modules without parallel code, their initial weights, and Hugging Face."""
 
 from meshwright.models.cache import KVCache
 from meshwright.models.init import init_model, init_parameter

@@ -28,7 +28,7 @@ NormPair = Callable[[Tensor, Tensor, RMSNorm, RMSNorm], tuple[Tensor, Tensor]]
 
 
 def each(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
-    """Return the results of layers that take the same input."""
+    """Return the results of layers with the same input."""
     return [apply(layer, x, context) for layer in layers]
 
 
@@ -46,8 +46,8 @@ def attend(
 ) -> Tensor:
     """Return causal attention, or attention where `mask` (bool, broadcast) is true.
 
-    The last query is at the position of the last key. Of the window and the cap in `scores`, a mask
-    says nothing: they bound what it lets through. sinks `[heads]` are there where `scores` says so.
+    The last query is at the position of the last key. A mask doesn't include the window and the cap
+    in `scores`, which apply in addition. sinks `[heads]` are there if `scores` says so.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     scores = scores.within(keys)
@@ -95,7 +95,7 @@ def _by_kernel(
 
 
 def spread(x: Tensor, heads: int) -> Tensor:
-    """Return x `[batch, kv_heads, seq, head_dim]` with a copy for each of the heads that share."""
+    """Return x `[batch, kv_heads, seq, head_dim]` with a copy for each head that shares it."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -114,12 +114,11 @@ def _masked(
 
 
 class Attention(nn.Module):
-    """Projections q, k, v, o around `core`, which a context parallelism may replace.
+    """Projections q, k, v, o around `core`, which context parallelism may replace.
 
-    A tensor parallelism may replace `project`, which computes the first three, `norm_pair`, which
-    norms queries and keys over all heads, and `local`, which returns the sinks of this rank's.
-
-    The number of heads is read off the projections' outputs, so that it may be a share of them.
+    Tensor parallelism may replace `project`, which computes the first three, `norm_pair`, which
+    normalizes queries and keys over all heads, and `local`, which returns this rank's sinks. The
+    number of heads is derived from the projections' outputs, so it may be a rank's share.
     """
 
     sinks: nn.Parameter | None

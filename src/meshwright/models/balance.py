@@ -1,12 +1,12 @@
-"""What training asks of routers beside the loss: equally many tokens for experts, small scores.
+"""Router losses and corrections: balanced tokens per expert, small scores.
 
-The load-balancing loss is that of each sequence, so that no cut of a batch changes it:
-arXiv:2412.19437, equations 17 to 20, with the softmax of all scores, or their sigmoids over the sum
-of these. The z-loss is that of arXiv:2202.08906, equation 5. Their gradients are added in a
-router's backward; nothing travels for them but the counts of sequences that ranks share.
+The load-balancing loss is computed per sequence, so that it doesn't depend on the division of a
+batch: arXiv:2412.19437, equations 17 to 20, with the softmax of all scores, or their sigmoids over
+the sum of these. The z-loss is that of arXiv:2202.08906, equation 5. A router's backward adds their
+gradients; the only messages are the counts of sequences that ranks share.
 
-Without a loss, arXiv:2408.15664 moves what helps to pick an expert by the same amount after each
-step: up where it met fewer tokens of the global batch than the mean, down where it met more.
+Without a loss, arXiv:2408.15664 changes each expert's correction by the same amount after each
+step: up if it received fewer tokens of the global batch than the mean, down if it received more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Balance:
     lately: Tensor | None = None
 
     def picked(self, every: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Return the shares and the ids of each token's experts, for all shares in fp32.
+        """Return the weights and ids of each token's experts, from all experts' weights in fp32.
 
         every `[tokens, experts]`; the results are `[tokens, top_k]`.
         """
@@ -55,7 +55,7 @@ class Balance:
         return every.gather(-1, ids), ids
 
     def count(self, ids: Tensor, experts: int) -> None:
-        """Note how many tokens met each expert; ids int64 `[tokens, top_k]`."""
+        """Record how many tokens each expert received; ids int64 `[tokens, top_k]`."""
         pairs = ids.flatten()
         counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, pairs, torch.ones_like(pairs))
@@ -80,7 +80,7 @@ class Balance:
         return each * self.scale
 
     def to_scores(self, sizes: Tensor, rows: int) -> Tensor:
-        """Return what the z-loss adds to scores' gradients, as factors `[tokens]` of their softmax.
+        """Return the z-loss gradient of scores, as factors `[tokens]` of their softmax.
 
         sizes fp32 `[tokens]` are the logarithms of the scores' summed exponentials.
         """

@@ -1,4 +1,4 @@
-"""The transformer block: attention and what follows it around the residual stream."""
+"""The transformer block: attention and an MLP or experts around the residual stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.spec.model import LayerSpec, ModelSpec
 
 
 def feed_forward(spec: ModelSpec, kind: LayerSpec) -> GatedMLP | MLP | ExpertMLP:
-    """Return what follows attention in a layer: an MLP, or experts."""
+    """Return the second sublayer of a layer: an MLP, or experts."""
     if spec.has_experts(kind):
         return ExpertMLP(spec)
     return GatedMLP(spec, spec.ffn_dim) if spec.gated_mlp else MLP(spec)
@@ -27,9 +27,10 @@ class Block(nn.Module):
     """Attention and MLP around the residual stream, with norms before them, after them or both.
 
     Sequential, as in Llama: `x += attn(norm(x)); x += mlp(norm(x))`. Parallel, as in GPT-NeoX
-    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. A norm after is of what is
-    added to the stream, as in OLMo 2 and Gemma 2. Dropout, if any, comes before each addition, with
-    the keys of this layer in the context. What is added is multiplied by `scale`, as in Granite.
+    (arXiv:2204.06745, section 2.1): `x + attn(norm(x)) + mlp(norm(x))`. A norm after a sublayer
+    applies to what is added to the stream, as in OLMo 2 and Gemma 2. Dropout, if any, comes before
+    each addition, with the keys of this layer in the context. What is added is multiplied by
+    `scale`, as in Granite.
     """
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:

@@ -21,7 +21,7 @@ class KVCache:
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def check(self, new: int) -> None:
-        """Raise `ConfigError` where `new` more positions do not fit."""
+        """Raise `ConfigError` if `new` more positions do not fit."""
         if self.length + new > self.capacity:
             raise ConfigError(
                 f"the cache holds {self.length} of at most {self.capacity} positions; "

@@ -1,4 +1,4 @@
-"""What the blocks need beside the residual stream, and the mask of causal attention."""
+"""The inputs of blocks besides the residual stream, and the mask of causal attention."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ PLAIN: Final = Context()
 
 
 def causal_mask(x: Tensor, segments: Tensor | None, cache: KVCache | None) -> Tensor | None:
-    """Return bool `[batch or 1, 1, seq, keys]`, or None where attention is plainly causal.
+    """Return bool `[batch or 1, 1, seq, keys]`, or None for plain causal attention.
 
-    x `[batch, seq, ...]`, `segments` int `[batch, seq]`. Raises `ConfigError` where the cache is
-    too small, or is used with segments.
+    x `[batch, seq, ...]`, `segments` int `[batch, seq]`. Raises `ConfigError` if the cache is too
+    small, or is used with segments.
     """
     seq = x.shape[1]
     if cache is not None:

@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of what is dropped, so that it is the same on every mesh.
+"""Dropout with a mask that is a function of the element's place, the same on every mesh.
 
 A mask bit is a hash of the row's key, the layer, the site in it, the token's position in the row
-and the channel. However rows, positions and layers are distributed, each rank draws its share of
-one mask, and a recomputed forward draws it again without any generator's state.
+and the channel. However rows, positions and layers are distributed, each rank computes its share of
+the same mask, and a recomputed forward computes it again without any generator state.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def dropout(
     """Return x `[batch, seq, dim]` with a share `p` set to 0, and the rest divided by `1 - p`.
 
     `keys` int64 `[batch]`, `places` int64 `[seq]` or None for 0, 1, 2, ..., both on x's device.
-    `site` tells masks under the same keys apart; the channels of x are from `first` on. The
-    backward draws the mask again.
+    `site` separates masks with the same keys; the channels of x start at `first`. The backward
+    computes the mask again.
     """
     out: Tensor = _Dropout.apply(x, p, keys, places, site, first)  # type: ignore[no-untyped-call]
     return out
 
 
 class Dropout(nn.Module):
-    """`dropout` at one site; nothing where p is 0, in eval mode or without keys."""
+    """`dropout` at one site; no effect if p is 0, in eval mode or without keys."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A mixture of experts in place of one MLP: a router, the experts that it picks, a shared one.
+"""A mixture of experts instead of one MLP: a router, the selected experts, a shared one.
 
-arXiv:1701.06538, section 2. No token is dropped: each meets its `top_k` experts, however many other
-tokens these have. The products are computed on tokens sorted by expert, and the backward is written
-out: it keeps the projections of gate and up and which token met whom, and makes the rest again.
+arXiv:1701.06538, section 2. No token is dropped: each is processed by its `top_k` experts, whatever
+their load. Products are computed on tokens sorted by expert. The backward is written by hand: it
+saves the projections of gate and up and the routing, and recomputes the rest.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def same(x: Tensor) -> Tensor:
 
 
 class Matrices(nn.Module):
-    """Matrices with a backward that is written out: `[..., out, in]`; their biases `[..., out]`.
+    """Matrices with a hand-written backward: `[..., out, in]`; their biases `[..., out]`.
 
-    Parallelisms may replace `local`, which returns what this rank multiplies with, and `made`,
-    which makes the gradient of that.
+    Parallelisms may replace `local`, which returns this rank's operand, and `made`, which computes
+    its gradient.
     """
 
     bias: nn.Parameter | None
@@ -51,11 +51,11 @@ class Matrices(nn.Module):
 
     @property
     def used(self) -> tuple[Tensor, Tensor | None]:
-        """What this rank multiplies with, and adds."""
+        """This rank's operands: matrices and biases."""
         return self.local(self.weight), None if self.bias is None else self.local(self.bias)
 
     def gradient(self, make: Make) -> Tensor | None:
-        """Return the gradient, or None where it is made later."""
+        """Return the gradient, or None if it is deferred."""
         return self.made(self.weight, make)
 
 
@@ -67,9 +67,9 @@ class Routing(NamedTuple):
 
 
 class Router(Matrices):
-    """Scores each expert for each token, and picks those with the largest softmax; in fp32.
+    """Scores each expert for each token, and selects those with the largest softmax; in fp32.
 
-    `balance` is what training asks of it beside the loss.
+    `balance` has its losses.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -84,10 +84,10 @@ class Router(Matrices):
 
 
 class SigmoidRouter(Router):
-    """Scores by a sigmoid; a correction of each expert's helps to pick, and does not weigh.
+    """Scores by a sigmoid; a correction per expert affects selection, but not weights.
 
-    DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Of groups of experts those with the largest sum of
-    their two best are picked from. The correction is a buffer, fp32 `[experts]`.
+    DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Experts are selected from the groups with the
+    largest sum of their two best scores. The correction is a buffer, fp32 `[experts]`.
     """
 
     correction: Tensor
@@ -105,7 +105,7 @@ class SigmoidRouter(Router):
         return Routing(ids, shares)
 
     def pick(self, scores: Tensor) -> Tensor:
-        """Return the experts int64 `[tokens, top_k]` of scores `[tokens, experts]`."""
+        """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
         if self.balance.is_forced:
             return self.balance.picked(scores, self.top_k)[1]
         corrected = scores + self.correction
@@ -119,8 +119,8 @@ class SigmoidRouter(Router):
     def to_even(self, every: Tensor, rows: int) -> Tensor:
         """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
 
-        Tokens count for the experts with the largest scores, not corrected, and a token's scores
-        over their sum for how much of it is there.
+        A token counts for the experts with its largest scores, without corrections, and its
+        probabilities are its scores divided by their sum.
         """
         total = every.sum(-1, keepdim=True)
         shares = every / total
@@ -131,10 +131,10 @@ class SigmoidRouter(Router):
 
     @torch.no_grad()
     def correct(self, moves: Tensor) -> None:
-        """Move the correction for experts that met fewer or more tokens than the mean.
+        """Change the correction of experts with fewer or more tokens than the mean.
 
         arXiv:2408.15664, algorithm 1. `balance.lately` are the tokens of the global batch; `moves`
-        fp32 `[]` is 0 where the step changes no weights.
+        fp32 `[]` is 0 if the step changes no weights.
         """
         met = self.balance.lately
         assert met is not None
@@ -163,7 +163,7 @@ class Experts(nn.Module):
         self.adds = True
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return what the experts of each token make of it; x `[tokens, dim]`."""
+        """Return the weighted sum of each token's experts; x `[tokens, dim]`."""
         weights, biases = zip(*(one.used for one in (self.gate, self.up, self.down)), strict=True)
         out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
             x, routing, routing.shares, self, *weights, *biases
@@ -172,7 +172,7 @@ class Experts(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """Experts, and the shared one if there is one, in place of an MLP.
+    """Experts, and maybe a shared one, instead of an MLP.
 
     `enter` and `leave` are what comes before and after the part that tensor parallelism cuts, as
     the experts' widths; the router is in it, on all tokens. Expert parallelism replaces `begin`.

@@ -1,4 +1,4 @@
-"""Opening safetensors files that may come from anywhere."""
+"""Opens safetensors files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_TENSORS: Final = 100_000  # of one file: a hostile header has more
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a file for reading on the CPU; nothing but its header is read.
+    """Open a file for reading on the CPU; reads only its header.
 
-    Raises `CheckpointError` for what is no sound safetensors file, or holds more than
+    Raises `CheckpointError` for a file that is not valid safetensors, or has more than
     `MAX_TENSORS`.
     """
     try:

@@ -1,7 +1,7 @@
 """Causal attention with a window, a soft cap or sinks on a GPU: FlexAttention, arXiv:2412.05496.
 
-It is compiled with what bounds the scores, skips blocks outside the window, and holds no square.
-PyTorch's module is imported where it is used, since that takes long.
+It is compiled with the bounds of the scores, skips blocks outside the window, and stores no square.
+PyTorch's module is imported on first use, because that takes long.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Experts of a folder as transformers 5 has them in memory: a layer's in two tensors.
+"""Experts of a folder in transformers 5's in-memory format: a layer's experts in two tensors.
 
-`save_pretrained` takes them apart again, unless `save_original_format = False`. Of a layer
+`save_pretrained` separates them again, unless `save_original_format = False`. A layer's
 `gate_up_proj` is `[experts, 2 x width, dim]`, gates above ups, and `down_proj`
 `[experts, dim, width]`.
 """
@@ -19,9 +19,9 @@ _ROUTER: Final = re.compile(r"layers\.(\d+)\.mlp\.router\.weight")
 
 
 class Inside(NamedTuple):
-    """Where one expert's matrix lies: rows `start` to `stop` of that `expert` of a stored tensor.
+    """The place of one expert's matrix: rows `start` to `stop` of that `expert` of a stored tensor.
 
-    `rows` are all that the stored tensor has of each expert.
+    `rows` is the number of the stored tensor's rows per expert.
     """
 
     stored: str

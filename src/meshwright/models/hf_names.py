@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face folder holds which of our parameters, both ways.
+"""Maps tensors of a Hugging Face folder to our parameters, both ways.
 
 The names are those of a family's table. GPT-NeoX stores query, key and value of each head together:
 `[heads, 3, head_dim, dim]` flattened to `[3 x dim, dim]`, with a bias alike. Experts are stored one

@@ -1,4 +1,4 @@
-"""Initial weights, each from a seed of its own: independent of mesh, order and device."""
+"""Initial weights, each from its own seed: independent of mesh, order and device."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def init_parameter(
     rows: tuple[int, int] | None = None,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return the initial values of one parameter or buffer, fp32 on the CPU; some rows or all.
+    """Return initial values of a parameter or buffer, fp32 on the CPU; some rows or all.
 
-    Matrices are normal with `weight_std`, norms multiply by 1, biases and sinks are 0. Of an
-    adapter A is uniform up to `1 / sqrt(in)`, as PEFT has it, and B is 0. The CPU's generator draws
-    from the first row on, so that every device and every sharding starts alike; rows before those
-    that are asked for are not computed, and none after. `on_piece` is called often.
+    Matrices are normal with `weight_std`, norms multiply by 1, biases and sinks are 0. An adapter's
+    A is uniform up to `1 / sqrt(in)`, as in PEFT, and its B is 0. The CPU's generator draws from
+    the first row on, so that every device and every sharding starts alike; earlier rows than
+    requested are skipped, and later ones are not drawn. `on_piece` is called after each piece.
     """
     first, end = rows or (0, shape[0])
     size = (end - first, *shape[1:])

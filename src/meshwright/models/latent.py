@@ -1,4 +1,4 @@
-"""Latent attention: keys and values of all heads are made of one small vector for each token.
+"""Latent attention: keys and values of all heads are computed from one small vector per token.
 
 DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437, section 2.1.1.
 """
@@ -24,16 +24,16 @@ LATENT_EPS: Final = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Projections around `core`, which a context parallelism may replace.
+    """Projections around `core`, which context parallelism may replace.
 
-    `kv_a` makes a latent vector of the stream, and a rotated key that all heads share; `kv_b` makes
-    the rest of the heads' keys and their values of the latent vector, once normed. Queries come of
-    a latent vector in the same way, by `q_a` and `q_b`, or else by `q`. A tensor parallelism may
-    replace `project`, which computes what takes the stream.
+    `kv_a` computes a latent vector from the stream, and a rotated key that all heads share; `kv_b`
+    computes the rest of the heads' keys and their values from the normalized latent vector. Queries
+    come from a latent vector in the same way, by `q_a` and `q_b`, or directly by `q`. Tensor
+    parallelism may replace `project`, which computes everything that reads the stream.
 
-    The core gets queries, keys and values of one size: zeros fill up the smaller ones. The number
-    of heads is read off the projections' outputs, so that it may be a share of them. A cache holds
-    latent vectors and shared keys, of which heads are made again.
+    The core receives queries, keys and values of one size, padded with zeros. The number of heads
+    is derived from the projections' outputs, so it may be a rank's share. A cache holds latent
+    vectors and shared keys, from which heads are recomputed.
     """
 
     def __init__(self, spec: ModelSpec, rope: Rope, layer: str) -> None:

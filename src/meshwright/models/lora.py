@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
         return self.added(product(self, input, self.weight, self.bias), input, context)
 
     def added(self, out: Tensor, x: Tensor, context: Context, first: int = 0) -> Tensor:
-        """Return `out` plus the adapter's product with x, whose channels are from `first` on."""
+        """Return `out` plus the adapter's product with x, whose channels start at `first`."""
         if self.p > 0 and context.keys is not None and self.training:
             x = dropout(x, self.p, context.keys, context.positions, self.site, first)
         low = F.linear(F.linear(x, self.local(self.lora_a)), self.local(self.lora_b))
@@ -60,6 +60,6 @@ def apply(layer: nn.Linear, x: Tensor, context: Context) -> Tensor:
 
 
 def freeze(model: nn.Module) -> None:
-    """Leave adapters alone to be trained."""
+    """Make everything except adapters untrained."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith((".lora_a", ".lora_b")))

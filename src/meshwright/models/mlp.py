@@ -1,4 +1,4 @@
-"""The MLPs that follow attention, gated and plain."""
+"""The MLPs of a layer, gated and plain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights in MXFP4, as published gpt-oss files have those of experts.
+"""Weights in MXFP4, as in published gpt-oss files for experts.
 
-Open Compute Project, Microscaling Formats 1.0: blocks of 32 numbers of four bits (E2M1), and a
-power of two for each. A byte has two numbers, the first in its lower half.
+Open Compute Project, Microscaling Formats 1.0: blocks of 32 four-bit numbers (E2M1) and a power of
+two per block. A byte has two numbers, the first in its lower half.
 """
 
 from __future__ import annotations

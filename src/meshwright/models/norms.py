@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         self.plus_one = plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x `[..., dim]` normalised and weighted, in its own dtype."""
+        """Return x `[..., dim]` normalized and weighted, in its own dtype."""
         return rms_norm(x, self.weight, self.eps, plus_one=self.plus_one)
 
 
@@ -34,7 +34,7 @@ def norm(spec: ModelSpec) -> nn.Module:
 
 
 def head_norm(spec: ModelSpec, heads: int) -> RMSNorm | None:
-    """Return a norm over each of some heads, or over all of them, where the model has one."""
+    """Return a norm over each head, or over all heads, if the model has one."""
     if spec.qk_norm == "none":
         return None
     dim = spec.head_dim * (heads if spec.qk_norm == "all" else 1)

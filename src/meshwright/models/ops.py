@@ -1,7 +1,7 @@
-"""RMSNorm, the rotary turn and gated activations with hand-written backwards.
+"""RMSNorm, rotation and gated activations with hand-written backwards.
 
-Eager PyTorch runs both as chains of small operations that keep several copies for the backward;
-on CPU these two take a third and a half of the time, and keep one copy at most.
+Eager PyTorch runs them as chains of small operations that save several copies for the backward. On
+a CPU, the first two take a third and a half of the time, and save one copy at most.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first dims of each head by the angle of its position, in fp32 at least.
+    """Rotate the first dims of each head by the angle of its position, in fp32 at least.
 
-    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, both halves equal. The
-    dims beyond `rotary_dim` pass. Dim i turns with i + rotary_dim/2, as GPT-NeoX and transformers
-    pair them. arXiv:2104.09864, equation 34.
+    x `[batch, heads, seq, head_dim]`; cos and sin fp32 `[seq, rotary_dim]`, both halves equal. Dims
+    beyond `rotary_dim` are unchanged. Dim i is paired with i + rotary_dim/2, as in GPT-NeoX and
+    transformers. arXiv:2104.09864, equation 34.
     """
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return out
@@ -51,9 +51,9 @@ def activated(x: Tensor, name: Activation) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, name: Activation) -> Tensor:
-    """Return `activated(gate) * up`, of which gate and up alone are kept; all of one shape.
+    """Return `activated(gate) * up`, saving only gate and up; all of one shape.
 
-    The activation is made again in the backward, as arXiv:2410.10989, section 3.2, does on a GPU.
+    The activation is recomputed in the backward, as arXiv:2410.10989, section 3.2, does on a GPU.
     """
     out: Tensor = _Gated.apply(gate, up, name)  # type: ignore[no-untyped-call]
     return out
@@ -150,7 +150,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def factor(weight: Tensor, plus_one: bool) -> Tensor:
-    """Return what a norm multiplies by: its weight, or 1 + weight in fp32."""
+    """Return a norm's factor: its weight, or 1 + weight in fp32."""
     return 1 + widened(weight) if plus_one else weight
 
 
@@ -173,7 +173,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return x in fp32, or in fp64 where it is."""
+    """Return x in fp32, or in fp64 if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -1,6 +1,6 @@
-"""Attention in plain operations: what windows, soft caps and sinks need where no kernel has them.
+"""Attention in plain operations: windows, soft caps and sinks that no kernel supports.
 
-They hold a whole square of scores or of a mask.
+It stores a whole square of scores or of a mask.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def plainly(
 ) -> Tensor:
     """Return attention where `mask` is true, in fp32 at least.
 
-    With a cap of scores `cap * tanh(x / cap)`; sinks `[heads]` are a score more of each softmax.
+    With a cap, scores become `cap * tanh(x / cap)`; sinks `[heads]` are additional scores of each
+    softmax.
     """
     batch, heads, queries, dim = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What attention by blocks is planned with: a call's cut with its memory, and hidden corners."""
+"""The plan of attention by blocks: a call's division with its memory, and masked corners."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ _Table = tuple[Tensor, Tensor]
 
 
 class Rope:
-    """The tables of one model, shared by its blocks; they grow when a longer sequence comes.
+    """The tables of one model, shared by its blocks; they grow for longer sequences.
 
-    There is one for each base that layers rotate by: `ModelSpec.rotary_bases`.
+    There is one for each rotary base of the layers: `ModelSpec.rotary_bases`.
 
-    `longrope` rotates a row of more than `original_context` tokens by other frequencies, all of its
-    positions. As in transformers the last position of a forward decides, cached ones included. A
-    forward that sees a share of its rows can't know that: a model that was built for rows of some
-    length is decided by this, so equally on every rank. A cache cannot cross the boundary, as the
-    keys in it are rotated: `starts_anew` says where the row has to be computed again.
+    `longrope` rotates all positions of a row of more than `original_context` tokens by other
+    frequencies. As in transformers, the last position of a forward decides, including cached ones.
+    A forward with a share of its rows can't know that: in a model that was built for rows of some
+    length, this length decides, equally on every rank. A cache cannot cross the boundary, because
+    its keys are already rotated: `starts_anew` says where the row has to be recomputed.
 
     Deliberately neither a module nor buffers: `to_empty`, `to(bfloat16)` and the input cast of
     FSDP's mixed precision would empty or round them, and positions do not survive bf16.
@@ -42,7 +42,7 @@ class Rope:
         self._others: Sequence[_Table] | None = None  # of the rows of longrope that these are not
 
     def index(self, layer: int) -> int | None:
-        """Return which table a layer rotates by; None where it rotates nothing."""
+        """Return which table a layer uses; None if it rotates nothing."""
         base = self.spec.rotary_base(self.spec.layer(layer))
         return None if base is None else self.bases.index(base)
 
@@ -61,7 +61,7 @@ class Rope:
             bound = self.spec.rope_scaling.original_context
             raise ConfigError(
                 f"longrope rotates rows of more than {bound} tokens by other frequencies: a cache "
-                f"of {cached} positions cannot go on to {stop}; begin anew with an empty one"
+                f"of {cached} positions cannot grow to {stop}; start over with an empty one"
             )
         is_long = self._long(stop)
         if is_long != self._is_long:
@@ -74,7 +74,7 @@ class Rope:
         self._compute(device, max(stop, self.length, 2 * held if 0 < held < stop else 0), is_long)
 
     def starts_anew(self, cached: int, stop: int) -> bool:
-        """Return whether a forward up to `stop` rotates otherwise than that of the cached did."""
+        """Return whether a forward up to `stop` needs other rotations than the cached positions."""
         return self._long(cached) != self._long(stop)
 
     def tables(

@@ -1,9 +1,9 @@
-"""Attention sinks: one more score of each head in every softmax, which no value belongs to.
+"""Attention sinks: one more score per head in every softmax, without a value.
 
-arXiv:2309.17453, section 3.3, as gpt-oss has them. A sink is a block of attention with a value of
-zero and its score for log-sum-exp: merged into what kernels give without it, it makes the result
-smaller and the log-sum-exp larger. The backward of any block takes both as they are, since
-`exp(score - lse)` are the true probabilities then. arXiv:2205.14135, algorithm 4.
+arXiv:2309.17453, section 3.3, as in gpt-oss. A sink is a block of attention with a value of zero
+and its score as log-sum-exp: merged into a kernel's result without it, it makes the result smaller
+and the log-sum-exp larger. The backward of any block uses both unchanged, because
+`exp(score - lse)` are then the true probabilities. arXiv:2205.14135, algorithm 4.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks `[heads]`; `out` and `lse` have them, `grad` is that of `out`.
+    """Return the gradient of sinks `[heads]` for `grad`, the gradient of `out`.
 
-    A sink takes its share of the probability from values that add up to `out`.
+    `out` and `lse` include the sinks, which take their share of the probability from the values.
     """
     along = (grad * out).sum(-1, dtype=lse.dtype)
     shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse)

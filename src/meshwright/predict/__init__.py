@@ -1,1 +1,1 @@
-"""What a program costs before it runs: memory of each rank, time of a step. Never imports torch."""
+"""Predicts what a program costs: memory of each rank, time of a step. Never imports torch."""

@@ -1,4 +1,4 @@
-"""`ByteCount`: bytes held now, by category, and the moments that were worth a note."""
+"""`ByteCount`: the bytes currently held, by category, and the recorded moments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class PredictedMoment(NamedTuple):
-    """What is held at a moment: in which action of the table, while which operation works."""
+    """The bytes held at a moment: during which action of the table and which operation."""
 
     action: str
     what: str
@@ -15,12 +15,12 @@ class PredictedMoment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.held.values())
 
 
 class ByteCount:
-    """A count of bytes by category that only goes where it is told."""
+    """A count of bytes by category."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -37,11 +37,11 @@ class ByteCount:
         assert self.held[category] >= 0, f"{category} is below zero at {self.action}"
 
     def spike(self, category: str, size: int) -> _Spike:
-        """Count bytes for as long as something works: the body of a `with`."""
+        """Count bytes only for the body of a `with` statement."""
         return _Spike(self, category, size)
 
     def note(self, what: str) -> None:
-        """Enter a moment."""
+        """Record a moment."""
         held = {category: size for category, size in self.held.items() if size}
         self.moments.append(PredictedMoment(self.action, what, held))
 

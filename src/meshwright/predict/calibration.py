@@ -1,4 +1,4 @@
-"""`Calibration`: the measured efficiencies, from a data file; no other number here is fitted."""
+"""`Calibration`: the measured constants, from a data file; no other number here is fitted."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SHIPPED: Final = "shipped"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants by name, `KIND.what`, and where they come from.
+    """Constants by name, `KIND.what`, and their source.
 
-    KIND is the kind of a device, the name of a system, or "any". A kind such as "h100-500w" stands
-    back to "h100". `blocks` names the model whose blocks were measured, see `blocks_of`.
-    `had_core` is the share of the time in which the ranks that measured had their cores.
+    KIND is a kind of device, the name of a system, or "any". A kind such as "h100-500w" falls back
+    to "h100". `blocks` identifies the model whose blocks were measured, see `blocks_of`. `had_core`
+    is the share of time in which the measuring ranks had their cores.
     """
 
     constants: Mapping[str, float]
@@ -60,13 +60,13 @@ class Calibration:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the machine did little else while it was measured."""
+        """Whether the machine was mostly idle while it was measured."""
         return self.had_core >= QUIET
 
     def of(self, model: ModelSpec, seq_len: int) -> Calibration:
-        """Return it without what was measured of other blocks than a model's.
+        """Return it without measurements of the blocks of other models.
 
-        All of it where it doesn't name the blocks that it is of.
+        Returns all of it if it doesn't identify its blocks.
         """
         if self.blocks in ("", blocks_of(model, seq_len)):
             return self
@@ -74,10 +74,10 @@ class Calibration:
         return replace(self, constants=constants)
 
     def find(self, what: str, *kinds: str) -> float:
-        """Return a constant of the first of the kinds that has it, else that of any.
+        """Return a constant of the first kind that has it, otherwise that of "any".
 
-        Where none has it, its name without the last part is looked for: what holds for "moves"
-        holds for "moves.fp32". Raises `KeyError` where no kind has it.
+        If none has it, looks for the name without its last part: a value for "moves" also applies
+        to "moves.fp32". Raises `KeyError` if that fails, too.
         """
         key = (what, *kinds)
         if key not in self._found:
@@ -97,9 +97,9 @@ class Calibration:
 
 
 def parse_calibration(text: str) -> Calibration:
-    """Return the calibration of a TOML text: tables of kinds with constants, and `[about]`.
+    """Return the calibration in a TOML text: tables of constants by kind, and `[about]`.
 
-    Raises `ValueError` where it is anything else.
+    Raises `ValueError` for anything else.
     """
     content = parse_toml(text)
     for kind, table in content.items():
@@ -119,7 +119,7 @@ def parse_calibration(text: str) -> Calibration:
 
 
 def blocks_of(model: ModelSpec, seq_len: int) -> str:
-    """Return a fingerprint of what decides how fast a model's blocks are, not of their number."""
+    """Return a fingerprint of what determines the speed of a model's blocks, not their number."""
     fields = model.model_dump(mode="json", exclude={"n_layers", "vocab_size", "tie_embeddings"})
     return hashlib.sha256(json.dumps([fields, seq_len], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -154,7 +154,7 @@ def shipped_calibration() -> Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return a calibration of your own on top of the shipped one; raises `ConfigError`."""
+    """Return your own calibration on top of the shipped one; raises `ConfigError`."""
     try:
         own = parse_calibration(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def over_shipped(own: Calibration) -> Calibration:
-    """Return a calibration with the shipped constants where it has none of its own."""
+    """Return a calibration, with shipped constants where it has none of its own."""
     known, shipped = own.constants, dict(shipped_calibration().constants)
     for kind in {name.split(".")[0] for name in known if ".inner." in name}:
         # Where links were measured and no channels, there are none.
@@ -174,9 +174,9 @@ def over_shipped(own: Calibration) -> Calibration:
 
 
 def calibration_named(name: str | None) -> Calibration:
-    """Return what `cluster.calibration` names: a file, or the shipped one; `ConfigError` as above.
+    """Return the calibration that `cluster.calibration` names; raises `ConfigError`.
 
-    The shipped one where it names nothing.
+    It names a file, or the shipped calibration, which is also the default.
     """
     return shipped_calibration() if name in (None, SHIPPED) else read_calibration(Path(name))
 

@@ -39,7 +39,7 @@ _DEVICES: Final = (
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """A way between devices: bytes/s of one device in one direction, seconds until the first."""
+    """A link between devices: bytes/s of one device in one direction, and latency in seconds."""
 
     name: str
     bandwidth: float
@@ -49,9 +49,9 @@ class DeviceLink:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator: memory in bytes, bytes/s of its memory, dense FLOP/s by dtype.
+    """An accelerator: memory in bytes, memory bandwidth in bytes/s, dense FLOP/s by dtype.
 
-    `kind` names the rows of the calibration that apply to it. `processor` is that of a CPU.
+    `kind` names its rows in the calibration. `processor` is that of a CPU.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Device:
     processor: Processor = _NAMELESS
 
     def peak(self, products: str, *, tf32: bool = False) -> float:
-        """Return the FLOP/s of products such as "fp8-mx"; those in fp32 may take TF32's units."""
+        """Return the FLOP/s of products such as "fp8-mx"; fp32 products may use TF32."""
         dtype = products.partition("-")[0]
         if tf32 and dtype == "fp32":
             return self.peaks.get("tf32", self.peaks[dtype])
@@ -73,17 +73,14 @@ class Device:
 
 
 def slowed(device: Device, times: float) -> Device:
-    """Return a device that computes and moves so many times as slowly, as a rank of many does."""
+    """Return a device that computes and moves data so many times slower, such as a shared CPU."""
     peaks = {dtype: peak / times for dtype, peak in device.peaks.items()}
     return replace(device, peaks=peaks, bandwidth=device.bandwidth / times)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `per_node` devices: `inner` links them in a node, `outer` across, `host` the CPU.
-
-    A node is what `inner` links reach: 72 devices where NVLink joins a rack.
-    """
+    """`nodes` of `per_node` devices: links `inner` in a node, `outer` across, `host` to the CPU."""
 
     device: Device
     nodes: int
@@ -94,13 +91,13 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """The total number of devices."""
         return self.nodes * self.per_node
 
 
 @cache
 def catalogue() -> tuple[Mapping[str, Device], Mapping[str, DeviceLink]]:
-    """Return the devices and the links by name."""
+    """Return the devices and links by name."""
     content = catalogue_rows()
     links = {
         name: DeviceLink(name, row["gbs"] * 1e9, row["latency_us"] * 1e-6, row["source"])
@@ -131,7 +128,7 @@ def find_device(name: str) -> Device:
 
 
 def device_named(text: str) -> Device | None:
-    """Return the device that a driver or a paper calls so, as "NVIDIA H100 80GB HBM3", if any."""
+    """Return the device with a driver's or paper's name, "NVIDIA H100 80GB HBM3", or None."""
     devices, _ = catalogue()
     for pattern, name in _DEVICES:
         if re.search(pattern, text, re.IGNORECASE):
@@ -149,7 +146,7 @@ def find_link(name: str) -> DeviceLink:
 def cluster_of(
     device: Device, devices: int, per_node: int | None = None, links: tuple[str, ...] | None = None
 ) -> Cluster:
-    """Return a cluster of so many devices with the links that usually come with them."""
+    """Return a cluster of so many devices with the usual links for them."""
     inner, outer, host = (*(links or device.links[:2]), device.links[2])
     size = min(per_node or device.per_node, devices)
     nodes = -(-devices // size)
@@ -159,10 +156,10 @@ def cluster_of(
 def resolve_cluster(
     spec: ClusterSpec, local_devices: int, processor: Processor | None = None
 ) -> Cluster:
-    """Return the cluster of a [cluster] section; "local" has `local_devices` of this machine's.
+    """Return the cluster of a [cluster] section; "local" has `local_devices` devices.
 
-    `processor` is this machine's, where it is known.
-    Raises `ConfigError` for names that the catalogue lacks.
+    `processor` is this machine's, if it is known. Raises `ConfigError` for names that the catalogue
+    lacks.
     """
     if spec.preset == LOCAL:
         device = find_device(LOCAL_DEVICE)

@@ -1,6 +1,6 @@
-"""Seconds of data parallelism: what ZeRO gathers and sums in each microbatch, and what once a step.
+"""Seconds of data-parallel messages: ZeRO's in each microbatch, and those sent once per step.
 
-The messages are those of `program.sharing`; tests hold the sums against them.
+The messages are those of `program.sharing`; tests compare the sums.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from meshwright.program.shards import sums_in_place
 
 
 class EndWaits(NamedTuple):
-    """Seconds that an end of the model waits for ZeRO in a forward and in a backward."""
+    """Seconds that the embedding or head waits for ZeRO in a forward and in a backward."""
 
     forward: float = 0.0
     backward: float = 0.0
 
 
 class Waits(NamedTuple):
-    """Seconds that layers of a microbatch wait for ZeRO, by kind, and the ends; by pass.
+    """Seconds that a microbatch waits for ZeRO: layers by kind, and the ends; for each pass.
 
-    `first` is of the embedding, `last` of the final norm and the head, with which an embedding goes
-    that `is_joined` to it, wherever both are.
+    `first` belongs to the embedding, `last` to the final norm and the head. An embedding that
+    `is_joined` is gathered with the head on a rank that has both.
     """
 
     forward: tuple[float, ...]
@@ -39,7 +39,7 @@ class Waits(NamedTuple):
     is_joined: bool = False
 
     def passes(self, held: HeldLayers) -> tuple[float, float]:
-        """Return a forward's and a backward's of what a pipeline rank holds."""
+        """Return the seconds of a forward and a backward for the layers of a pipeline rank."""
         ends = [self.last] if held.has_head else []
         if held.has_embedding and not (self.is_joined and held.has_head):
             ends.append(self.first)
@@ -50,7 +50,7 @@ class Waits(NamedTuple):
         )
 
     def of(self, held: HeldLayers) -> float:
-        """Return both."""
+        """Return both together."""
         return sum(self.passes(held))
 
 
@@ -78,7 +78,7 @@ def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
 
 
 class EndSeconds(NamedTuple):
-    """Seconds of ZeRO of an end of the model: of gathers in each pass, and of a sum."""
+    """ZeRO's seconds for the embedding or the head: gathers in each pass, and a reduction."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -86,9 +86,9 @@ class EndSeconds(NamedTuple):
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of ZeRO in a microbatch: of a layer's gather and sum, of the ends, of the host.
+    """ZeRO's seconds in a microbatch: a layer's gather and reduction, the ends, the host.
 
-    `host` is a layer's of one pass. `first`, `last` and `is_joined` as in `Waits`.
+    `host` is that of a layer in one pass. `first`, `last` and `is_joined` as in `Waits`.
     """
 
     gather: float
@@ -100,7 +100,7 @@ class UnitSeconds(NamedTuple):
 
     @property
     def largest(self) -> tuple[float, ...]:
-        """Return what layouts are compared by: seconds of a layer, and of each end."""
+        """Return the seconds by which layouts are compared: of a layer, and of each end."""
         return self.gather + self.reduce, sum(self.first), sum(self.last)
 
 
@@ -164,22 +164,23 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
 
 
 def gathering(setting: Setting, layout: Layout) -> str:
-    """Return how ZeRO gathers a unit's weights, as a kind of `predict.network`."""
+    """Return how ZeRO gathers a unit's weights, as a kind of collective in `predict.network`."""
     return "rows" if sums_in_place(layout, setting.target) else "all_gather"
 
 
 def reduction(setting: Setting, layout: Layout) -> CollectiveKind:
-    """Return what sums gradients over the ranks that share rows."""
+    """Return the collective that reduces gradients over the ranks that share rows."""
     in_place = sums_in_place(layout, setting.target)
     return "all_to_all" if in_place else "reduce_scatter"
 
 
 def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> Waits:
-    """Return what layers of a microbatch wait for ZeRO: gathers, and sums of gradients.
+    """Return how long the layers of a microbatch wait for ZeRO's gathers and reductions.
 
-    A unit is gathered while the one before it computes, and reduced behind it, so the longer of
-    the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3. The embedding is gathered
-    before anything computes, and summed beside the layer that the next microbatch begins with.
+    A unit is gathered while the previous one computes, and reduced while the next one does, so the
+    longer of the two counts: FSDP2's prefetch, arXiv:2304.11277, section 3.3. The embedding is
+    gathered before anything computes, and its reduction overlaps with the first layer of the next
+    microbatch.
     """
     gather, reduce, host, first, last, is_joined = unit
     if not gather and not reduce:
@@ -206,11 +207,11 @@ def unit_waits(kernels: Kernels, unit: UnitSeconds, parts: MicrobatchTimes) -> W
 
 
 def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: HeldLayers) -> float:
-    """Return the seconds of what data parallelism sends once a step: sums, ZeRO 1 and 2's gathers.
+    """Return the seconds of data-parallel messages once per step: sums, ZeRO 1 and 2's gathers.
 
-    Of ZeRO 3 the gathers of the ends, where ranks keep them through a step. A ring takes a turn for
-    each of its ranks and each message, of which a layer has its share. A turn waits for the slowest
-    of all nodes, each of which meets the messages of all others.
+    For ZeRO 3, only the gathers of the ends, if ranks keep these for a whole step. A ring needs one
+    turn for each of its ranks and each message; a layer has its share of the messages. A turn waits
+    for the slowest node, and the messages of all nodes compete.
     """
     found = elements_of(setting.model, layout, held, of="trained")
     network, reduced = kernels.network, setting.reduced_bytes
@@ -236,7 +237,7 @@ def data_messages(setting: Setting, kernels: Kernels, layout: Layout, held: Held
 
 
 def data_wait(setting: Setting, kernels: Kernels, seconds: float, room: float) -> float:
-    """Return what a step waits for these messages.
+    """Return how long a step waits for these messages.
 
     They overlap with the backward of the last microbatch and the first forward, `room` seconds.
     """

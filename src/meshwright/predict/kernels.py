@@ -56,17 +56,21 @@ class Seconds(NamedTuple):
 
 
 def forward_moved(work: Work, system: System) -> float:
-    """Return the bytes that a forward moves beside products and attention, with its norms."""
+    """Return the bytes that a forward moves outside of products and attention.
+
+    Includes its norms.
+    """
     return work.moved + work.norm_moved * (1 if system.fused_norm else _EAGER_NORM)
 
 
 class Kernels:
     """Prices work on a device with the kernels of a system.
 
-    Products take the roofline of their peak and their bytes (Williams et al., 2009), the peak
-    lowered by `d / (d + half)` for each dimension d, since tiles at the edges are not full; below
-    a host's launch time the device waits for the host. `compile_gain` divides what a layer
-    computes. `matmul` names the way of fp32 products that has constants of its own.
+    Products follow the roofline of their peak and their bytes (Williams et al., 2009). The peak is
+    reduced by `d / (d + half)` for each dimension d, because tiles at the edges are not full. A
+    kernel never takes less than the host's launch time. `compile_gain` divides the time of a
+    layer's memory-bound work. `matmul` names the route of fp32 products that has separate
+    constants.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Kernels:
         find = calibration.find
 
         def own(what: str) -> float:
-            """What was measured of the model's own blocks, else of any."""
+            """Return the measurement of the model's own blocks, otherwise that of any model."""
             found = calibration.constants.get(f"{device.kind}.blocks.{what}")
             return find(what, *kinds) if found is None else found
 
@@ -149,7 +153,7 @@ class Kernels:
     ) -> Seconds:
         """Return the seconds of a layer with such work.
 
-        `defers`: its weights' gradients are computed later.
+        `defers`: weight gradients are computed later.
         """
         element = found.sizes.element
         each = {at: self.product(p, self.peak, element) for at, p in enumerate(work.products)}
@@ -232,7 +236,7 @@ class Kernels:
         return forward, backward
 
     def ends(self, found: LayoutWork, tp: int, *, defers: bool = False) -> tuple[Seconds, Seconds]:
-        """Return the seconds of the first and of the last stage's own operations; see `layer`."""
+        """Return the seconds outside of layers on the first and on the last stage; see `layer`."""
         ends = []
         for work in (found.first, found.last):
             rounds = self._rounds(found, work)

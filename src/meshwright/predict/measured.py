@@ -1,7 +1,7 @@
-"""What measured steps say of a system on a device: as few factors as they hold.
+"""Correction factors from measured steps: only as many as the measurements determine.
 
-A prediction that nobody measured on the same cluster is mostly wrong by one number: how good its
-software, clocks and links are. `correct` finds that number, or two where rows tell them apart.
+On a cluster that nobody has measured, a prediction is mostly wrong by one factor: the quality of
+the software, clocks and links. `correct` finds that factor, or two if rows determine both.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FINE: Final = 0.01
 
 
 class Measurement(NamedTuple):
-    """A measured step: what ran where, its seconds and the bytes of its largest rank, if known.
+    """A measured step: setting and layout, its seconds, and the largest rank's bytes if known.
 
-    `is_allocated`: the bytes are those of tensors, without context and what the allocator wastes.
+    `is_allocated`: the bytes are those of tensors, without context and allocator overhead.
     """
 
     setting: Setting
@@ -53,9 +53,9 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors of the seconds that devices compute, those of messages, and of activations' bytes.
+    """Factors of compute seconds, of message seconds, and of activation bytes.
 
-    `kind` names the system on the device that they are of, `text` says it in words; `before` and
+    `kind` names the system and device that they apply to, `text` says it in words; `before` and
     `after` are the measurements' median errors.
     """
 
@@ -69,27 +69,27 @@ class Correction:
 
     @property
     def constants(self) -> dict[str, float]:
-        """The factors as a calibration has them."""
+        """The factors as constants of a calibration."""
         each = {"compute": self.compute, "links": self.links, "memory": self.memory}
         return {f"{self.kind}.measured.{what}": factor for what, factor in each.items()}
 
     def applied(self, calibration: Calibration) -> Calibration:
-        """Return a calibration with them."""
+        """Return a calibration with these factors."""
         return replace(calibration, constants={**calibration.constants, **self.constants})
 
 
 def kind_of(setting: Setting) -> str:
-    """Return what a correction is of: a system on a kind of device."""
+    """Return the kind that a correction applies to: a system on a kind of device."""
     return f"{setting.system.name}.{setting.cluster.device.kind}"
 
 
 def correct(measured: Sequence[Measurement]) -> Correction:
-    """Return what measurements of one system and kind of device say.
+    """Return the correction that measurements of one system and kind of device determine.
 
-    The seconds of few are explained by one factor of what devices compute; those of four or more
-    by one of messages as well, where it predicts rows that are left out clearly better. Bytes are
-    explained by a factor of all but model states, which are known. Raises `ConfigError` where a
-    step can't be explained: it is many times faster or slower than any of its parts.
+    One factor of compute seconds explains few measurements. With four or more, message seconds get
+    a separate factor if it predicts left-out rows clearly better. One factor of all bytes except
+    model states, which are known exactly, explains memory. Raises `ConfigError` for a step that
+    cannot be explained because it is many times faster or slower than any of its parts.
     """
     kind = kind_of(measured[0].setting)
     timed = [one for one in measured if one.seconds is not None]
@@ -108,7 +108,7 @@ def correct(measured: Sequence[Measurement]) -> Correction:
 
 
 def corrected(measured: Iterable[Measurement], calibration: Calibration) -> list[Correction]:
-    """Return a correction for each system and kind of device among measurements."""
+    """Return a correction for each system and kind of device in the measurements."""
     groups: dict[str, list[Measurement]] = {}
     for one in measured:
         plain = replace(one.setting, calibration=calibration)
@@ -150,7 +150,7 @@ class _Line(NamedTuple):
         return cls(row.seconds, here - computes * compute - sends * links, computes, sends)
 
     def error(self, compute: float, links: float) -> float:
-        """Return the logarithm of predicted over measured seconds, without its sign."""
+        """Return the absolute logarithm of predicted over measured seconds."""
         seconds = self.fixed + self.computes * compute + self.sends * links
         return abs(math.log(max(seconds, _LEAST * self.measured) / self.measured))
 

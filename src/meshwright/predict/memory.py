@@ -1,7 +1,7 @@
 """Bytes of one rank at the peak of a step in closed form, by category, each with its formula.
 
-Of our engine a search skips layouts by them; what it finds is priced by `predict.peak`, see
-`predict.price.memory`. Of other systems they are all that is known.
+For Meshwright's engine, a search uses them only to skip layouts; `predict.peak` prices the results,
+see `predict.price.memory`. For other systems, they are the only estimate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOMENTS = 8  # AdamW: two fp32 numbers, arXiv:1711.05101
 class Term(NamedTuple):
     """A part of a rank's memory: its category, bytes, and the formula with its numbers.
 
-    The formula is worded when asked for: a search makes terms by the hundred thousand.
+    The formula is built on request, because a search makes hundreds of thousands of terms.
     """
 
     category: str
@@ -61,10 +61,10 @@ class Term(NamedTuple):
 def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Term]:
     """Return weights, gradients and optimizer states of a rank.
 
-    ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer's states over
-    the ranks that shard, 2 also gradients, 3 also weights. In a system that keeps shards the fp32
-    weights are the master ones, so stage 1 divides them and gathers a compute copy, but for CPUs in
-    fp32: there they stay whole, see `program.shards.sums_in_place`.
+    ZeRO, arXiv:1910.02054, section 3.1 and figure 1: stage 1 divides the optimizer states over the
+    sharding ranks, stage 2 also gradients, stage 3 also weights. In a system that keeps shards, the
+    fp32 weights are the master weights, so stage 1 shards them and gathers a compute copy. On CPUs
+    in fp32, they stay whole, see `program.shards.sums_in_place`.
     """
     model, system, element = setting.model, setting.system, setting.element
     ranks, zero = layout.shard_ranks, layout.zero
@@ -143,10 +143,11 @@ def _gradients(
 
 
 class KeptBytes(NamedTuple):
-    """What a microbatch needs wherever it is in the pipeline; see `kept_of`.
+    """The bytes that a microbatch needs on any pipeline rank; see `kept_of`.
 
-    `per_layer` is what each kind of layer keeps, by kind of operation, `deferred` what its weights'
-    gradients wait with, `at_work` and `loss` what a layer's backward and the head need.
+    `per_layer` is what each kind of layer saves, by kind of operation; `deferred` is what its
+    deferred weight gradients hold; `at_work` and `loss` are what a layer's backward and the head
+    need.
     """
 
     per_layer: tuple[Mapping[str, float], ...]
@@ -156,7 +157,7 @@ class KeptBytes(NamedTuple):
 
 
 def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
-    """Return what a layout's microbatch keeps: the same in all schedules, over any data ranks."""
+    """Return what a layout's microbatch saves; the same for all schedules and data ranks."""
     system, calibration = setting.system, setting.calibration
     found, plain = work_of(setting, layout), work_of(setting, layout, "none")
     kept = calibration.find("kept_bytes", system.name)
@@ -175,11 +176,11 @@ def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
 def activations(
     setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
 ) -> list[Term]:
-    """Return what a pipeline rank keeps for the backward, and the loss.
+    """Return the bytes that a pipeline rank saves for the backward, and the loss.
 
-    Kept bytes are those of the program's operations, times the microbatches that the action table
-    has in flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one.
-    `kept` is the layout's `kept_of`, where that is known.
+    The saved bytes of the program's operations, times the microbatches that the action table has in
+    flight on this rank: 1F1B holds `pp - rank`, arXiv:2006.09503; the last rank one. `kept` is the
+    layout's `kept_of`, if the caller knows it.
     """
     held = held_by(setting, layout)[rank]
     kept = kept or kept_of(setting, layout)
@@ -225,9 +226,9 @@ def _loss_of(setting: Setting, layout: Layout, found: LayoutWork) -> Term:
 
 
 def with_measured(setting: Setting, terms: list[Term]) -> list[Term]:
-    """Return terms with what was measured of this system here beside them.
+    """Return terms with an additional one measured for this system on this machine.
 
-    That is a share of all but model states: of those nothing is uncertain.
+    It is a share of everything except model states, which are exact.
     """
     device, system = setting.cluster.device, setting.system.name
     factor = setting.calibration.find(
@@ -305,11 +306,11 @@ def kept_per_layer(
     *,
     recomputed: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes that a layer with such work keeps of one microbatch, by kind of operation.
+    """Return the bytes that a layer saves of one microbatch, by kind of operation.
 
-    `quantised` is the share that is left of what products take where they keep it in few bits.
-    `recomputed`: a layer that is made anew, of a `layout` that recomputes nothing else.
-    Those of the program; with the kernels of another system, what these keep more or less.
+    `quantised` is the remaining share of the inputs of products, if they are saved in few bits.
+    `recomputed`: a recomputed layer, in a `layout` that recomputes nothing else. Includes what the
+    kernels of other systems save more or less than the program's.
     """
     kept = dict(work.kept)
     if layout.recompute == "full" or (
@@ -366,9 +367,9 @@ def _loss(system: System, found: LayoutWork, tp: int, calibration: Calibration) 
 def outside(
     device: Device, layout: Layout, system: System, calibration: Calibration, allocated: float
 ) -> list[Term]:
-    """Return what is not the program's: contexts, communicators, what the allocator wastes.
+    """Return the bytes outside of the program: contexts, communicators, allocator overhead.
 
-    Measured terms, of the calibration.
+    Measured terms of the calibration.
     """
     kinds = (system.name, device.kind)
     context = calibration.find("context_bytes", *kinds)

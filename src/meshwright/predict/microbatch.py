@@ -1,4 +1,4 @@
-"""`MicrobatchTimes`: the seconds of a microbatch, in a layer of each kind and in the ends."""
+"""`MicrobatchTimes`: the seconds of a microbatch in a layer of each kind and in the ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MicrobatchTimes:
     last: Seconds
 
     def of(self, held: HeldLayers, cause: str) -> float:
-        """Return a cause's seconds of one microbatch on a pipeline rank."""
+        """Return one cause's seconds of a microbatch on a pipeline rank."""
         seconds = held.total(getattr(layer, cause) for layer in self.layers)
         if held.has_embedding:
             seconds += getattr(self.first, cause)
@@ -31,11 +31,11 @@ class MicrobatchTimes:
 
     @cached_property
     def totals(self) -> tuple[tuple[float, ...], float, float]:
-        """Seconds for all causes: of a layer of each kind, of the first end and of the last."""
+        """Seconds over all causes: a layer of each kind, the first end, the last end."""
         return tuple(layer.total for layer in self.layers), self.first.total, self.last.total
 
     def total(self, held: HeldLayers) -> float:
-        """Return the seconds of one microbatch on a pipeline rank, for all causes."""
+        """Return the seconds of one microbatch on a pipeline rank, over all causes."""
         layers, first, last = self.totals
         seconds = held.total(layers)
         if held.has_embedding:
@@ -43,12 +43,12 @@ class MicrobatchTimes:
         return seconds + (last if held.has_head else 0.0)
 
     def room(self, held: HeldLayers) -> float:
-        """Return the seconds of a microbatch that messages of data parallelism may hide behind."""
+        """Return the seconds of a microbatch that data-parallel messages can overlap with."""
         return sum(self.of(held, cause) for cause in ("forward", "backward", "recompute"))
 
 
 def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTimes:
-    """Return the seconds of a microbatch in layers and in the ends of a layout."""
+    """Return the seconds of a layout's microbatch in layers and in the ends."""
     found = work_of(setting, layout)
     defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
     first, last = kernels.ends(found, layout.tp, defers=defers)

@@ -14,7 +14,7 @@ _OF_ATTENTION: Final = 4
 
 
 def hidden_bytes(sizes: Sizes, work: Work) -> float:
-    """Return the bytes of what a layer's last product takes: the hidden width of all its tokens."""
+    """Return the input bytes of a layer's last product: all its tokens' hidden width."""
     last = work.products[-1]
     shared = sizes.tokens * sizes.shared_ffn if last.groups > 1 else 0
     return float((last.rows * last.inner + shared) * sizes.element)
@@ -23,11 +23,12 @@ def hidden_bytes(sizes: Sizes, work: Work) -> float:
 def kept_without(
     modules: Set[Module], sizes: Sizes, work: Work, kept: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what a layer keeps, by kind, where the named parts are made again in the backward.
+    """Return what a layer saves, by kind, if the named modules are recomputed.
 
-    Each part keeps what it takes: `mlp` its input, but neither its activation nor what the last
-    product takes; `activation` both of its inputs, but not its result; `layernorm` what is normed,
-    but not what the products behind it take; `core_attn` q, k and v, but no scores.
+    Each module saves its input: `mlp` drops its activation and the input of the last product;
+    `activation` keeps both of its inputs and drops its result; `layernorm` keeps the norm's input
+    and drops the input of the following products; `core_attn` keeps q, k and v and drops the
+    scores.
     """
     found = dict(kept)
     # What experts' last product takes is made again anyway.
@@ -52,10 +53,10 @@ def made_again(
     norms: float,
     activation: float,
 ) -> float:
-    """Return the seconds of a forward of the named parts.
+    """Return the seconds of recomputing the named modules in a forward.
 
-    `products` are those of a layer's products by their place, the others those of its attention,
-    all its norms and its activation.
+    `products` are the seconds of a layer's products by position; the other arguments are those of
+    its attention, all its norms and its activation.
     """
     seconds = attention if "core_attn" in modules else 0.0
     seconds += norms if "layernorm" in modules else 0.0

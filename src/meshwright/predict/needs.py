@@ -1,7 +1,7 @@
-"""What the operations of a layer need in their backward beside what they keep, in bytes.
+"""What a layer's operations need in their backward besides saved tensors, in bytes.
 
-The gradients that are on their way, and an operation's results while its inputs are still there.
-In the order of autograd: the last of the forward first.
+These are gradients in flight, and results of an operation while its inputs still exist. The order
+is autograd's: the last operation of the forward comes first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WIDE: Final = 4
 
 
 class Need(NamedTuple):
-    """An operation's backward: bytes beside the kept ones, and whose gradients it makes.
+    """An operation's backward: its bytes besides saved ones, and the gradients that it computes.
 
-    `deferred` are the bytes that a product's weight gradient waits with beside its input: the
-    gradient of its result. `room` are further bytes while a weight's gradient is computed at once,
+    `deferred` is the gradient of a product's result, which a deferred weight gradient holds in
+    addition to the input. `room` is temporary memory while a weight gradient is computed at once,
     `added` while a deferred one is added to a sum.
     """
 
@@ -48,10 +48,10 @@ Size = tuple[str, int]
 
 
 class LayerBytes(NamedTuple):
-    """What a layer of a kind keeps of a microbatch, and lets go of as its backward goes.
+    """What a layer of one kind saves of a microbatch, and releases during its backward.
 
-    `kept` is there after the forward, `anew` when the backward begins. Of each need of `backward`
-    are the sizes that it lets go of; `left` is what none of them does.
+    `kept` exists after the forward, `anew` at the start of the backward. `backward` has the
+    released sizes for each need; `left` is what none of them releases.
     """
 
     kept: tuple[Size, ...]
@@ -63,7 +63,7 @@ class LayerBytes(NamedTuple):
 def layer_bytes(
     program: Program, sizes: Sizes, stage: Stage, kind: LayerSpec, cp_rank: int
 ) -> LayerBytes:
-    """Return the bytes of a layer of a kind that the stage has."""
+    """Return the bytes of a layer of one kind in the stage."""
     first, anew = (
         [
             op
@@ -81,7 +81,7 @@ def layer_bytes(
 
 
 def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
-    """Return what operations keep, by category."""
+    """Return what operations save, by category."""
     sums: dict[str, int] = {}
     for op in ops:
         category = f"activations: {op.kind}"
@@ -90,11 +90,11 @@ def kept(ops: Iterable[Operation]) -> tuple[Size, ...]:
 
 
 def backward_needs(program: Program, sizes: Sizes, kind: LayerSpec) -> tuple[Need, ...]:
-    """Return the needs of the operations of a layer of a kind, in the order of the backward.
+    """Return the needs of the operations of a kind of layer, in backward order.
 
-    The gradient of the stream itself is not among them. Products of one input that are computed
-    together have two needs, the second by the name of the first of them: while they make the
-    input's gradient, and while it travels and they make those of the weights.
+    Excludes the gradient of the residual stream. Products of one input that are computed together
+    have two needs, the second under the name of the first product: while they compute the input
+    gradient, and while it is sent and they compute weight gradients.
     """
     target = program.target
     blocks = 0 if target.packed or not target.on_cpu else _blocks(program, sizes, kind)
@@ -132,10 +132,10 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
 
 
 def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
-    """Yield the needs of experts, of their router and of the shared one.
+    """Yield the needs of the routed experts, their router and the shared expert.
 
-    The experts' backward is one function. It has the gradient of each pair's result, those of its
-    hidden values, and then those of its input, each once more while groups are joined.
+    The experts' backward is one function. It holds the gradient of each pair's result, then those
+    of its hidden values, then those of its input, each twice while groups are concatenated.
     """
     model, el = program.model, sizes.element
     whole, pairs = sizes.whole_bytes, sizes.received * sizes.dim * el
@@ -355,11 +355,11 @@ def _frozen(
 def of_input(
     program: Program, sizes: Sizes, summands: int = 1, *, gathers: bool
 ) -> tuple[int, int]:
-    """Return what the gradient of products' input needs as it is made, and then as it travels.
+    """Return what the input gradient of products needs while computed, and while sent.
 
-    `summands` are its products; with `gathers` the input itself is gathered for them. The sum over
-    tp is in its own memory. With sp it is cut, which copies several rows, and the rank's share is
-    made of it; gloo sums a copy.
+    `summands` are its products; with `gathers`, the input itself is gathered for them. The sum over
+    tp uses its own memory. With sp, the gradient is split, which copies several rows, and becomes
+    the rank's shard; gloo reduces a copy.
     """
     whole = sizes.whole_bytes
     if not (program.layout.sp and program.layout.tp > 1):

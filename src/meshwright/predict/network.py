@@ -15,7 +15,7 @@ KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sen
 
 
 class Placement(NamedTuple):
-    """How `size` ranks lie: `inside` of them in each of `nodes` nodes."""
+    """The placement of `size` ranks: `inside` of them in each of `nodes` nodes."""
 
     size: int
     inside: int
@@ -23,15 +23,15 @@ class Placement(NamedTuple):
 
 
 class Picks(NamedTuple):
-    """Each token meets `top_k` of so many experts, any as likely as another."""
+    """Each token selects `top_k` of so many experts, all equally likely."""
 
     experts: int
     top_k: int
 
     def share(self, parts: int) -> float:
-        """Return how many parts have one of a token's experts or more, on average, over `top_k`.
+        """Return how many parts have at least one of a token's experts, on average, over `top_k`.
 
-        Each part has as many experts.
+        Each part has the same number of experts.
         """
         elsewhere = self.experts - self.experts // parts
         none = math.comb(elsewhere, self.top_k) / math.comb(self.experts, self.top_k)
@@ -39,16 +39,16 @@ class Picks(NamedTuple):
 
 
 def place(size: int, stride: int, per_node: int) -> Placement:
-    """Return how ranks lie that are `stride` apart, where nodes have `per_node` ranks in a row."""
+    """Return the placement of ranks that are `stride` apart, `per_node` consecutive per node."""
     inside = max(1, min(size, per_node // stride)) if stride < per_node else 1
     return Placement(size, inside, -(-size // inside))
 
 
 def through_channel(kind: str, size_bytes: float, size: int) -> tuple[float, float]:
-    """Return the bytes that a rank leaves in a channel, and those that it moves: what it leaves and
-    what it reads of all `size` ranks.
+    """Return the bytes that a rank writes to a channel, and those that it moves in all.
 
-    Of a gather `size_bytes` is the whole, of a sum that is scattered what is summed.
+    It moves what it writes and what it reads from all `size` ranks. `size_bytes` is the whole
+    result of a gather, and the input of a reduce-scatter.
     """
     left = size_bytes / size if kind == "all_gather" else size_bytes
     read = size * size_bytes if kind == "all_reduce" else size_bytes
@@ -56,15 +56,15 @@ def through_channel(kind: str, size_bytes: float, size: int) -> tuple[float, flo
 
 
 class Network:
-    """Times messages on a cluster; all groups of an axis are taken to talk at the same time.
+    """Times messages on a cluster; assumes that all groups of an axis communicate at once.
 
     Ring all-gather and reduce-scatter pass `(n - 1) / n` of the bytes over each link and take
     `n - 1` turns, an all-reduce twice that: Thakur, Rabenseifner and Gropp, 2005. A ring through
     several nodes leaves each of them over the network devices of its own ranks there, so it has
-    `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees alternate in
-    the logarithm of the nodes. Messages of axes that CPU ranks of one machine send through shared
-    memory take as long as was measured of it, and go by the links where nothing was. `slower`
-    multiplies all of it.
+    `inside` times one device's share: "Demystifying NCCL", arXiv:2507.04786. Trees take turns in
+    the logarithm of the nodes. Messages that CPU ranks of one machine send through shared memory
+    take the measured time; without a measurement, they use the links. `slower` multiplies
+    everything.
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration, slower: float = 1.0) -> None:
@@ -100,7 +100,8 @@ class Network:
     ) -> float:
         """Return the seconds of one message of an axis among `size` ranks, `stride` apart.
 
-        Where tokens go once to a rank and to a node, `routed` says to how many of an all-to-all.
+        If a token is sent only once to each rank and node, `routed` has the number of recipients of
+        an all-to-all.
         """
         if size == 1 or not size_bytes:
             return 0.0

@@ -1,8 +1,9 @@
-"""`peak`: the moment of a step at which a rank holds most: that of `timeline`, found sooner.
+"""`peak`: the peak moment of a step on a rank: the same as `timeline`'s, found faster.
 
-Most actions of a step do what one before them did: what an action adds and lets go of depends on
-its kind, the layers of its stage and the state of the stage's units, not on its microbatch. So each
-is performed once, and later ones like it, of any stage with the same layers, are sums.
+Most actions of a step repeat an earlier one: what an action allocates and releases depends on its
+kind, the layers of its stage and the state of the stage's units, not on its microbatch. So each
+distinct action is performed once, and its repetitions, in any stage with the same layers, are added
+up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshwright.program.lower import Program
 def peak(program: Program, rank: int, table: Table | None = None) -> PredictedMoment:
     """Return the first moment at which a rank of the world holds most: `Timeline.peak`.
 
-    `table` is performed in place of the program's own.
+    `table` replaces the program's own action table.
     """
     highest = _Highest()
     _Repeated(program, rank, highest, table).run()
@@ -42,7 +43,7 @@ class _Highest(ByteCount):
         self.total += size
 
     def note(self, what: str) -> None:
-        """Keep a moment, if it is the highest."""
+        """Keep a moment if it is the highest."""
         if self.total > self.most:
             self.most = self.total
             held = {category: size for category, size in self.held.items() if size}
@@ -90,7 +91,7 @@ class _Repeated(Walk):
         return found
 
     def compute(self, action: Action) -> None:
-        """Perform an action, or add what one like it did."""
+        """Perform an action, or add the effect of an equal earlier one."""
         stage, held = action.stage, self.bytes_held
         key = action.kind, self._alike[stage], action == self.ends[stage], self._now[stage]
         done = self._done.get(key)

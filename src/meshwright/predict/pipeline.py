@@ -1,4 +1,4 @@
-"""The time of a pipeline: in closed form for a search, and by events over the action table."""
+"""The time of a pipeline: in closed form for a search, and by simulating the action table."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def closed_form(
     transfer: float,
     exposed: float,
 ) -> float:
-    """Return the seconds of a step's forwards and backwards in a pipeline.
+    """Return the seconds of all forwards and backwards of a step in a pipeline.
 
     `slowest` is the largest of the ranks' times of one microbatch in all of their stages, `total`
-    their sum, `transfer` the time of a message, of which the share `exposed` is waited for. 1F1B
-    and GPipe: all microbatches on the slowest rank, one on the way through the others,
-    arXiv:2006.09503; with v stages a rank the way is v times shorter, arXiv:2104.04473, section
-    2.2. A test holds these against the events of the tables.
+    their sum, `transfer` the time of a message, of which the share `exposed` is not hidden. 1F1B
+    and GPipe: all microbatches on the slowest rank, plus one through the other ranks,
+    arXiv:2006.09503; with v stages per rank, the latter is v times shorter, arXiv:2104.04473,
+    section 2.2. A test compares this with the events of the tables.
     """
     if pp == 1:
         return microbatches * slowest
@@ -54,7 +54,7 @@ def closed_form(
 def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     """Return the most activations of one stage and microbatch that a pipeline rank holds.
 
-    In closed form; a test holds it against the peaks of the tables.
+    In closed form; a test compares it with the peaks of the tables.
     """
     pp, virtual = layout.pp, layout.virtual_stages
     if pp == 1:
@@ -73,9 +73,9 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
 
 
 def waiting(layout: Layout, rank: int, microbatches: int) -> int:
-    """Return the most weights' gradients, of a stage and microbatch each, that wait on a rank.
+    """Return the most deferred weight gradients, per stage and microbatch, on a rank.
 
-    In closed form; a test holds it against the tables.
+    In closed form; a test compares it with the tables.
     """
     if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
         return 0
@@ -90,10 +90,10 @@ def _few(pp: int, microbatches: int) -> int:
 
 
 class Costs(NamedTuple):
-    """Seconds of a pipeline's work: of each stage's forward and backward, of a message.
+    """Seconds of a pipeline's work: each stage's forward and backward, and a message.
 
-    A rank waits for the share `exposed` of what it sends. `head` are those of the last stage's
-    backward that its first half has where it is split.
+    A rank waits for the share `exposed` of what it sends. `head` is the head's part of the last
+    stage's backward; if the backward is split, it belongs to the first half.
     """
 
     forward: Sequence[float]
@@ -108,7 +108,7 @@ def action_times(
 ) -> dict[Action, tuple[float, float]]:
     """Return when each action of a step begins and ends, each stage with its own costs.
 
-    What a price by events is the end of, and a predicted timeline shows: `program.timing.times`.
+    Prices by events and predicted timelines both use them: `program.timing.times`.
     """
     schedule, pp, virtual = layout.schedule, layout.pp, layout.virtual_stages
     splits = SCHEDULES[schedule].splits_backward
@@ -136,7 +136,7 @@ def action_times(
 def by_events(layout: Layout, microbatches: int, costs: Costs) -> float:
     """Return the seconds from the first action to the end of the last, see `action_times`.
 
-    Of many microbatches two numbers are carried out, and the rest added at the rate between them.
+    For many microbatches, simulates two smaller numbers and extrapolates linearly.
     """
 
     def makespan(count: int) -> float:

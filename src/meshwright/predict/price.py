@@ -1,4 +1,4 @@
-"""`price`: memory and time of a layout on a cluster, the worst rank first."""
+"""`price`: memory and time of a layout on a cluster, for the worst rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankMemory:
     """Terms of one rank's peak: the most that it holds at one moment of a step.
 
     `rank` is its place in the pipeline, `limit` the device's memory in bytes; `at` is the moment,
-    an action and what is at work, or empty where only closed forms are known.
+    an action and an operation, or empty if only closed forms are known.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes at the peak, with what is not the program's."""
+        """Bytes at the peak, including those outside of the program."""
         return sum(term.bytes for term in self.terms)
 
     @property
@@ -60,12 +60,12 @@ class RankMemory:
 
     @property
     def states(self) -> float:
-        """Bytes at the peak of model states, of which nothing is uncertain."""
+        """Bytes of model states at the peak, which are exact."""
         return sum(term.bytes for term in self.terms if term.category in STATES)
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the device."""
+        """Whether it fits into the device's memory."""
         return self.total <= self.limit
 
     def by_category(self) -> dict[str, float]:
@@ -81,8 +81,8 @@ def memory(
 ) -> RankMemory:
     """Return the peak of the ranks at one place in the pipeline.
 
-    Of our engine it is the highest moment of the walk through the layout's `program`, the one that
-    a predicted timeline shows; of other systems the closed form.
+    For Meshwright's engine, the highest moment of the walk through the layout's `program`, which a
+    predicted timeline shows; for other systems, the closed form.
     """
     if not _is_walked(setting, layout):
         return estimate(setting, layout, rank)
@@ -109,9 +109,9 @@ def _program(setting: Setting, layout: Layout, turns: int) -> Program:
 def estimate(
     setting: Setting, layout: Layout, rank: int, kept: KeptBytes | None = None
 ) -> RankMemory:
-    """Return a peak in closed form: some percent off, and soon enough for a search of millions.
+    """Return a peak in closed form: a few percent off, and fast enough for a large search.
 
-    `kept` is the layout's `kept_of`, where that is known.
+    `kept` is the layout's `kept_of`, if the caller knows it.
     """
     return _rank_memory(setting, layout, rank, _forms(setting, layout, rank, kept))
 
@@ -141,8 +141,8 @@ def memories(setting: Setting, layout: Layout) -> list[RankMemory]:
 def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank that needs most.
 
-    Between the ends of ranks that hold the same layers, what is in flight and what is deferred go
-    up or down with the place, so that one of these ends needs most; a test holds it.
+    Among consecutive ranks with the same layers, the activations in flight and deferred gradients
+    rise or fall with the rank, so the first or last of them needs most; a test checks this.
     """
     # What has no program of ours may have stages without a layer: those are never lowered.
     program = _program(setting, layout, _ENOUGH) if _is_walked(setting, layout) else None
@@ -153,9 +153,9 @@ def worst_memory(setting: Setting, layout: Layout) -> RankMemory:
 
 
 def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
-    """Return about what `memory` does, sooner: of a step of few microbatches.
+    """Return about what `memory` does, faster: for a step of few microbatches.
 
-    They fill the pipeline twice, and each transfer stands beside the action that it is for.
+    They fill the pipeline twice, and each transfer is next to the action that it belongs to.
     """
     if not _is_walked(setting, layout):
         return estimate(setting, layout, rank)
@@ -167,7 +167,7 @@ def brief(setting: Setting, layout: Layout, rank: int) -> RankMemory:
 
 
 def worst_estimate(setting: Setting, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
-    """Return the estimate of the pipeline rank that needs most: the first, the last or between."""
+    """Return the highest estimate of the pipeline ranks: first, last or between."""
     kept = kept or kept_of(setting, layout)
     ranks = sorted({0, 1, layout.pp - 2, layout.pp - 1} & set(range(layout.pp)))
     return max(
@@ -188,8 +188,8 @@ def _ends_alike(setting: Setting, layout: Layout) -> list[int]:
 class Prediction:
     """What a layout costs: the worst rank's memory, the time of a step, and the rates.
 
-    `spread` has the bounds of the step's interval, in predicted times; `memory_spread` those of the
-    memory's, in predicted bytes of all but model states.
+    `spread` bounds the step's interval, in multiples of the predicted time; `memory_spread` bounds
+    the memory's, in multiples of the predicted bytes outside of model states.
     """
 
     layout: Layout
@@ -204,36 +204,36 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds that a step takes in 80% of cases, by sources that no constant was fitted to."""
+        """Seconds of a step in 80% of cases, from sources that no constant was fitted to."""
         return self.time.total * self.spread[0], self.time.total * self.spread[1]
 
     @property
     def memory_interval(self) -> tuple[float, float]:
-        """Bytes that the peak is in 80% of cases: see `memory_spread`."""
+        """Bytes of the peak in 80% of cases: see `memory_spread`."""
         states, (low, high) = self.memory.states, self.memory_spread
         rest = self.memory.total - states
         return states + low * rest, states + high * rest
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second over all devices."""
+        """Tokens per second over all devices."""
         return self.tokens / self.time.total
 
     @property
     def tflops_per_device(self) -> float:
-        """Model TFLOP/s of a device, attention over the whole square: arXiv:2204.02311."""
+        """Model TFLOP/s per device, attention over the whole square: arXiv:2204.02311."""
         return self.tokens_per_s * self.flops_per_token / self.devices / 1e12
 
     @property
     def mfu(self) -> float:
-        """Share of the device's peak that the model's FLOPs are."""
+        """The model FLOP/s as a share of the device's peak."""
         return self.tflops_per_device * 1e12 / self.peak
 
 
 def price(setting: Setting, layout: Layout, *, held: RankMemory | None = None) -> Prediction:
-    """Return what a layout costs, as it is shown: see `worst_memory` and `step_time`.
+    """Return the cost of a layout as it is shown: see `worst_memory` and `step_time`.
 
-    `held` is its worst memory, where that is known already.
+    `held` is its worst memory, if the caller knows it.
     """
     return _prediction(
         setting,
@@ -244,7 +244,7 @@ def price(setting: Setting, layout: Layout, *, held: RankMemory | None = None) -
 
 
 def estimated(setting: Setting, layout: Layout) -> Prediction:
-    """Return what a layout costs in closed form, to compare thousands of them; never shown."""
+    """Return the closed-form cost of a layout, to compare thousands of them; never shown."""
     time = step_time(setting, setting.kernels(), layout, events=False)
     return _prediction(setting, layout, worst_estimate(setting, layout), time)
 

@@ -1,4 +1,4 @@
-"""`predicted_profile`: the step of a layout as priced, in the one schema, before anything runs."""
+"""`predicted_profile`: the predicted step of a layout, in the common schema."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _CAUSE_OF_AXIS: Final = {
 def predicted_profile(
     setting: Setting, layout: Layout, *, ranks: Sequence[int] | None = None
 ) -> StepProfile:
-    """Return what a step takes as predicted, by default on one rank of each place in the pipeline.
+    """Return the predicted step, by default of one rank at each place in the pipeline.
 
-    The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). The
-    spans of the rank whose microbatches take longest end with the step; the others' may end before
-    it, as they have smaller sums or updates. The price has the optimizer wait for all ranks, whose
-    norm is of all gradients, and what the host adds to a step at its end. Of systems other than
-    ours memory is known at its peak alone, and messages are not.
+    The setting's cluster has the layout's number of devices (`search.plan.on_cluster`). The spans
+    of the rank whose microbatches take longest end with the step; those of other ranks may end
+    earlier, because their sums or updates are smaller. In the price, the optimizer waits for all
+    ranks, because the norm includes all gradients, and for the host's overhead at the end of a
+    step. For other systems, only the peak of memory is known, and no messages.
     """
     kernels, found = setting.kernels(), price(setting, layout)
     pace = pace_of(setting, kernels, layout)

@@ -17,7 +17,7 @@ class RowError(Exception):
 
 
 def mixture(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row's experts; raises `RowError` for what no family of ours has."""
+    """Return the fields of a row's experts; `RowError` for those that no family has."""
     shared, width = int(row.get("shared_ffn") or 0), row.get("moe_ffn") or row.get("ffn")
     if not row.get("topk") or not width:
         raise RowError("the row has experts, but lacks topk or moe_ffn")

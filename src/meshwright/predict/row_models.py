@@ -1,4 +1,4 @@
-"""What a row's model is known by: sizes that the row leaves out, from `row_models.toml`."""
+"""Sizes of well-known models that a row leaves out, from `row_models.toml`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_SIZE = ("layers", "hidden", "heads")
 
 
 def known(row: Row, assumed: list[str]) -> Row:
-    """Return a row with the sizes that its model is known to have; says which in `assumed`."""
+    """Return a row with the known sizes of its model; lists them in `assumed`."""
     found = _found(row)
     if found is None:
         return row
@@ -34,7 +34,7 @@ def known(row: Row, assumed: list[str]) -> Row:
 
 
 def whole(row: Row) -> ModelSpec | None:
-    """Return the model of ours that a row without sizes names."""
+    """Return the Meshwright model that a row without sizes names."""
     found = None if any(row.get(key) for key in _OF_SIZE) else _found(row)
     return None if found is None else _preset(found)
 

@@ -1,6 +1,6 @@
-"""What the free words of a row mean: its system, kernels, precision and what it recomputes.
+"""Interprets the free text of a row: its system, kernels, precision and recomputation.
 
-A word that is not known is taken for the likeliest, and said to be assumed.
+For an unknown word, the likeliest meaning is assumed and reported.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _OF_LOSS: Final = ("loss", "loss_impl", "kernels", "framework", "notes")
 def imbalance_of(
     row: Mapping[str, Any], system: System, default: float, assumed: list[str]
 ) -> float:
-    """Return how many times the mean of tokens the busiest rank of a row's `ep` gets.
+    """Return how many times the mean of tokens the busiest rank of a row's `ep` receives.
 
-    `default` is for routing that nothing forces. A row of another system that says nothing is taken
-    to be even, as nearly all published ones are, and as constants were fitted. Raises `ValueError`
-    for an imbalance below 1.
+    `default` is for unforced routing. A row of another system that says nothing is assumed to be
+    balanced, like nearly all published ones and those that constants were fitted to. Raises
+    `ValueError` for an imbalance below 1.
     """
     if row.get("imbalance") is not None:
         if not (given := float(row["imbalance"])) >= 1:
@@ -90,12 +90,12 @@ def imbalance_of(
 
 
 def first(patterns: tuple[tuple[str, Any], ...], text: object) -> Any:
-    """Return what the first of some patterns that a text has stands for, or None."""
+    """Return the value of the first pattern that matches a text, or None."""
     return next((found for at, found in patterns if re.search(at, str(text), re.IGNORECASE)), None)
 
 
 def system_of(row: Mapping[str, Any], assumed: list[str]) -> System:
-    """Return the system of a row with the kernels, and the parts made again, that the row names."""
+    """Return the system of a row with the kernels and recomputed modules that it names."""
     text = row.get("framework") or row.get("source_key")
     name = first(_FRAMEWORKS, text) if text else OURS
     if not text:
@@ -147,7 +147,7 @@ def _with_loss(system: System, row: Mapping[str, Any], assumed: list[str]) -> Sy
 
 
 def matmul_of(row: Mapping[str, Any]) -> Matmul:
-    """Return how a row's system computes what stays in fp32: in TF32 where the row says so."""
+    """Return how a row's system computes fp32 products: in TF32 if the row says so."""
     return "auto" if str(row.get("precision") or "").lower() == "tf32" else "torch"
 
 
@@ -175,7 +175,7 @@ def _recomputed(row: Mapping[str, Any]) -> str:
 
 
 def recompute_of(row: Mapping[str, Any], assumed: list[str]) -> Recompute:
-    """Return the policy of a row: parts that it names are selective recomputation."""
+    """Return the policy of a row: named modules mean selective recomputation."""
     text = _recomputed(row)
     if text.startswith("full"):
         return "full"

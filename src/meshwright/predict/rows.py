@@ -1,6 +1,6 @@
-"""Rows of measurements, ours or published, as settings and layouts: `predict --rows`.
+"""Rows of measurements, our own or published, as settings and layouts: `predict --rows`.
 
-Measured fields are not read. What a row leaves out is assumed and said so.
+Measured fields are not read. Missing values are assumed, and reported as such.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MLPS: Final = ("gated", "plain")
 
 @dataclass(frozen=True)
 class PricedRow:
-    """A row as something to price, and what was assumed."""
+    """A row as something to price, and the assumptions."""
 
     setting: Setting
     layout: Layout
@@ -58,7 +58,7 @@ class PricedRow:
 
 
 def read_row(row: Row, calibration: Calibration) -> PricedRow:
-    """Return what a row asks to price; raises `RowError` where too little is said."""
+    """Return the setting and layout of a row; raises `RowError` if too little is given."""
     assumed: list[str] = []
     named, row = whole(row), known(row, assumed)
     missing = [key for key in _NEEDED if not row.get(key)]
@@ -338,5 +338,5 @@ def as_json(name: object, case: PricedRow, found: Prediction) -> dict[str, Any]:
 
 
 def worst_rank(found: Prediction) -> int:
-    """Return the first rank at the place in the pipeline that needs most memory."""
+    """Return the first rank at the place in the pipeline that needs the most memory."""
     return found.memory.rank * (found.layout.world // found.layout.pp)

@@ -1,4 +1,4 @@
-"""`Setting`: what is the same for all layouts that are priced, and what a layout makes of it."""
+"""`Setting`: the inputs of pricing that all layouts share, and values derived for a layout."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from meshwright.spec.training import TrainSpec
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all layouts: model, training, cluster, system, calibration.
+    """The inputs that all layouts share: model, training, cluster, system, calibration.
 
-    `products` is the dtype in which products are computed, such as "fp8". `packed`: rows hold
-    several documents. `imbalance` is that of `Target`.
+    `products` is the dtype of matrix products, such as "fp8". `packed`: rows hold several
+    documents. `imbalance` is that of `Target`.
     """
 
     model: ModelSpec
@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of gradients that are being summed."""
+        """Bytes of an element of gradients during a reduction."""
         return self.system.reduced_bytes or reduced_bytes(self.train)
 
     @cached_property
@@ -55,7 +55,7 @@ class Setting:
 
     @cached_property
     def target(self) -> Target:
-        """What a program of the cluster's ranks is for."""
+        """The target of a program on the cluster's ranks."""
         if not self.on_cpu:
             tf32 = takes_tf32(self.train.matmul)
             return Target("gpu", packed=self.packed, tf32=tf32, imbalance=self.imbalance)
@@ -69,20 +69,20 @@ class Setting:
 
     @property
     def compile_gain(self) -> float | None:
-        """How many times as fast compiled blocks were measured to be; None where they were not."""
+        """The measured speedup of compiled blocks; None without a measurement."""
         return self.measured(f"compile.gain.{self.train.precision}")
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling was measured to take at the start; 0 where it was not."""
+        """The measured compile time at the start of a run; 0 without a measurement."""
         return self.measured(f"compile.seconds.{self.train.precision}") or 0.0
 
     def measured(self, what: str) -> float | None:
-        """Return a constant that was measured of the cluster's device itself, if it was."""
+        """Return a measured constant of the cluster's own device, or None."""
         return self.calibration.constants.get(f"{self.cluster.device.kind}.{what}")
 
     def kernels(self) -> Kernels:
-        """Return what prices work on the cluster's device."""
+        """Return the pricing of work on the cluster's device."""
         kind, system = self.cluster.device.kind, self.system.name
         slower = self.calibration.find("measured.links", f"{system}.{kind}", system, kind)
         network = Network(self.cluster, self.calibration, slower)
@@ -101,14 +101,14 @@ class Setting:
 
 
 def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float:
-    """Return the imbalance that a training is priced with: the one that it gives, or a default."""
+    """Return the imbalance of a training's price: the configured one, or a default."""
     if train.routing == "balanced":
         return 1.0
     return train.imbalance or calibration.find("experts.imbalance", kind)
 
 
 def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """Return a cluster with the peaks and the bandwidth measured of its device, if any."""
+    """Return a cluster with the measured peaks and bandwidth of its device, if any."""
     device, known = cluster.device, calibration.constants
     peaks = {
         dtype: known.get(f"{device.kind}.peak.{dtype}", peak)
@@ -120,7 +120,7 @@ def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
 
 @lru_cache(maxsize=4096)
 def stages_of(model: ModelSpec, count: int, seq_len: int, is_even: bool) -> tuple[Stage, ...]:
-    """Return the stages: as the program splits them by cost, or by number alone."""
+    """Return the stages, split by the program's costs or by number of layers alone."""
     if not is_even:
         return split_stages(model, count, seq_len)
     size, more = divmod(model.n_layers, count)
@@ -158,8 +158,8 @@ def held_by(setting: Setting, layout: Layout) -> tuple[HeldLayers, ...]:
 def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> LayoutWork:
     """Return the work of a microbatch of a layout.
 
-    Of a system that makes named parts again it is that of one which does not: what those leave out
-    is in `predict.modules`.
+    For a system that recomputes named modules, the work without recomputation: `predict.modules`
+    has the difference.
     """
     if recompute is None and layout.recompute == "selective":
         recompute = "none" if setting.system.selective == "modules" else None

@@ -1,4 +1,4 @@
-"""`pipeline_spans`: what each pipeline rank does and waits for, and when, as it is priced."""
+"""`pipeline_spans`: the priced actions and waits of each pipeline rank over time."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Drawn(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When its last action is over and sent, in seconds; 0 where nothing is known."""
+        """When its last action is done and sent, in seconds; 0 if nothing is known."""
         return max((span.end for span in self.spans), default=0.0)
 
 
 def pipeline_spans(
     setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, seconds: float
 ) -> tuple[Drawn, ...]:
-    """Return the actions of each pipeline rank, which take `seconds` from the first to the last.
+    """Return the actions of each pipeline rank, over `seconds` from first to last.
 
-    They are the events that the price is the end of, so that they end with it. What is not an event
-    stretches all of them alike: the share of the idle time that systems other than ours show, and
-    what a price leaves out of hundreds of microbatches (`predict.pipeline.by_events`). Messages
-    within an action are summed at its end; a receive is the wait for it, a send what is waited for
-    of it. Empty where our action tables lack the schedule, as with other systems' rules.
+    These events determine the price, so they end with it. Parts of the price that are not events
+    stretch all spans alike: the share of idle time that other systems show, and the part that a
+    price extrapolates over hundreds of microbatches (`predict.pipeline.by_events`). Messages within
+    an action are summed at its end. A receive is the wait for it; a send is the exposed part of it.
+    Empty if our action tables lack the schedule, as with other systems' rules.
     """
     if not has_table(layout, pace.microbatches):
         return tuple(Drawn((), {}) for _ in range(layout.pp))

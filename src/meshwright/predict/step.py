@@ -32,11 +32,11 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: `total`, which `ranks` spend by cause, one of each place in the pipeline.
+    """Seconds of a step: `total`, and its causes for each place in the pipeline in `ranks`.
 
-    `slowest` is the place that sets the pace. A rank's causes add up to the total: `bubble` is what
-    it waits for other stages. `gathers` are ZeRO's messages in each microbatch, `data` those of
-    data parallelism once a step.
+    `slowest` is the place that sets the pace. A rank's causes add up to the total: `bubble` is the
+    wait for other stages. `gathers` are ZeRO's messages in each microbatch, `data` those of data
+    parallelism once per step.
     """
 
     total: float
@@ -45,18 +45,18 @@ class StepTime:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Seconds by cause in the words of a profile, the mean of the ranks; they add up, too."""
+        """Seconds by the causes of a profile, as the mean of the ranks; they also add up."""
         merged = [merged_causes(one) for one in self.ranks]
         return {cause: sum(one[cause] for one in merged) / len(merged) for cause in merged[0]}
 
     @property
     def gathers(self) -> float:
-        """Seconds of `data` that are waits for gathered weights, the mean of the ranks."""
+        """Seconds of `data` spent waiting for gathered weights, as the mean of the ranks."""
         return sum(one["gathers"] for one in self.ranks) / len(self.ranks)
 
 
 def merged_causes(causes: Mapping[str, float]) -> dict[str, float]:
-    """Return causes in the words of a profile: what is gathered is data parallelism's, too."""
+    """Return the causes of a profile: gathers count as data parallelism."""
     merged = {**causes, "data": causes["data"] + causes["gathers"]}
     return {cause: merged[cause] for cause in CAUSES if cause in merged}
 
@@ -79,10 +79,10 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """What the actions of a layout's step take: `forward` and `backward` are by stage.
+    """Times of the actions of a layout's step: `forward` and `backward` are by stage.
 
-    `whole` is what each pipeline rank's own actions take for one microbatch; `transfer` is a
-    message between neighbours.
+    `whole` is the time of one microbatch on each pipeline rank; `transfer` is that of a message
+    between neighbours.
     """
 
     model: ModelSpec
@@ -100,7 +100,7 @@ class ActionTimes:
 
     @property
     def head(self) -> float:
-        """What the head and the loss take of the last stage's backward."""
+        """Seconds of the head and the loss in the last stage's backward."""
         return self.parts.last.backward
 
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
@@ -119,7 +119,7 @@ class ActionTimes:
 
 
 def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
-    """Return what the actions of a layout's step take."""
+    """Return the times of the actions of a layout's step."""
     parts = parts_of(setting, kernels, layout)
     ranks = held_by(setting, layout)
     gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
@@ -132,10 +132,10 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
 def step_time(
     setting: Setting, kernels: Kernels, layout: Layout, *, events: bool = True
 ) -> StepTime:
-    """Return the time of a step; without `events` the pipeline is priced in closed form.
+    """Return the time of a step; without `events`, prices the pipeline in closed form.
 
-    Sums and updates of the ranks run at the same time; the step has room for those of the rank
-    whose microbatches take longest, and no other is given more. What is left of it is a bubble.
+    Reductions and updates of all ranks run at the same time. The step ends with those of the rank
+    whose microbatches take longest; the rest of the time of other ranks is a bubble.
     """
     pace = pace_of(setting, kernels, layout)
     slowest, pipeline = pace.slowest, _pipeline(setting, kernels, layout, pace, events)
@@ -154,7 +154,7 @@ def step_time(
 def rank_causes(
     setting: Setting, kernels: Kernels, layout: Layout, pace: ActionTimes, held: HeldLayers
 ) -> dict[str, float]:
-    """Return the seconds of a step by cause on a rank that holds such layers, but its bubble."""
+    """Return a step's seconds by cause on a rank with such layers, without its bubble."""
     parts, count = pace.parts, pace.microbatches
     per_step = {cause: count * parts.of(held, cause) for cause in Seconds._fields}
     return {
@@ -173,7 +173,7 @@ def rank_causes(
 
 
 def host_seconds(kernels: Kernels, microbatches: int) -> float:
-    """Return what the host adds to a step of so many microbatches."""
+    """Return the host's overhead in a step of so many microbatches."""
     return kernels.fixed + microbatches * kernels.per_microbatch
 
 
@@ -195,7 +195,7 @@ def _pipeline(
 
 
 def has_table(layout: Layout, microbatches: int) -> bool:
-    """Return whether our action tables have the layout's schedule; other systems' rules differ."""
+    """Return whether our action tables have the layout's schedule; other systems differ."""
     rule = microbatch_rule(layout.schedule, layout.pp, layout.virtual_stages, microbatches)
     return rule is None
 

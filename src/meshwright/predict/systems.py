@@ -1,7 +1,7 @@
-"""`System`: what differs between training systems that run one and the same layout.
+"""`System`: the differences between training systems that run the same layout.
 
-Facts only, each with its source; what had to be measured is in the calibration under the system's
-name. Ours is `meshwright`. The others are here because most published measurements are of them.
+Only facts, each with its source; measured values are in the calibration under the system's name.
+`meshwright` is our own. The others are here because most published measurements are theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Module = Literal["core_attn", "mlp", "layernorm", "activation"]
 
 @dataclass(frozen=True)
 class System:
-    """How a system keeps states, which kernels it has, and what it overlaps.
+    """How a system stores states, which kernels it uses, and what it overlaps.
 
     `keeps` "shards": fp32 shards are the weights, gathered in the dtype of the products (FSDP).
     "whole": each rank has whole weights in the products' dtype, and the optimizer its fp32 ones.

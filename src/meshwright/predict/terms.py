@@ -1,4 +1,4 @@
-"""`peak_terms`: what a rank of our engine holds at its peak, each category with a formula."""
+"""`peak_terms`: what a rank of Meshwright's engine holds at its peak, with formulas."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _AT_WORK: Final = "of what is at work at this moment"
 
 
 def peak_terms(program: Program, rank: int, forms: Iterable[Term]) -> tuple[list[Term], str]:
-    """Return the terms of a rank of the world at its peak, in bytes, and which moment that is.
+    """Return the terms of a rank of the world at its peak, in bytes, and the moment.
 
-    A term is worded by the closed form of its category, and by what it holds more or less at that
-    moment than the closed form says.
+    A term's text has the closed form of its category, and the difference from it at that moment.
     """
     by_category: dict[str, Term] = {}
     for one in forms:

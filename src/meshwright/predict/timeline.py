@@ -1,8 +1,8 @@
-"""`timeline`: what one rank holds through a step, operation by operation, in bytes by category.
+"""`timeline`: a rank's memory through a step, operation by operation, in bytes by category.
 
-A walk over the rank's action table, with what our engine allocates and lets go of as it performs
-it. The bytes that operations keep are the program's; what they need while they work is in
-`predict.needs`, and what data parallelism gathers and reduces in `predict.units`.
+Walks over the rank's action table, with what our engine allocates and releases for each action. The
+saved bytes of operations come from the program, their temporary memory from `predict.needs`, and
+what data parallelism gathers and reduces from `predict.units`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timeline:
 
 
 def of_layer(layer: int) -> str:
-    """Return what a moment of a layer is called."""
+    """Return the name of a moment in a layer."""
     return f"layer {layer}"
 
 
@@ -53,7 +53,7 @@ def timeline(program: Program, rank: int) -> Timeline:
 
 
 class Walk:
-    """The state of a walk of a rank of the world; what is held is counted by `bytes_held`."""
+    """The state of a walk for a rank of the world; `bytes_held` counts what is held."""
 
     def __init__(
         self, program: Program, rank: int, bytes_held: ByteCount, table: Table | None = None
@@ -86,7 +86,7 @@ class Walk:
         return found
 
     def run(self) -> None:
-        """Perform the step, and note its moments."""
+        """Perform the step, and record its moments."""
         bytes_held, program = self.bytes_held, self.program
         for units in self.units.values():
             units.hold()
@@ -115,7 +115,7 @@ class Walk:
             units.finish()
 
     def compute(self, action: Action) -> None:
-        """Perform an action that computes, whose input is there."""
+        """Perform a computing action, whose input has arrived."""
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":

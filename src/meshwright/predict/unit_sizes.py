@@ -1,4 +1,4 @@
-"""What the units of a stage are: their sizes, and what changes of them as a step goes on."""
+"""The units of a stage: their sizes, and their state during a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.spec.model import LayerSpec
 
 
 class Counted(NamedTuple):
-    """Elements whole on a tp rank, padded for the ranks that shard, a shard's with and without."""
+    """Elements: whole on a tp rank, padded for sharding; a shard's, padded and unpadded."""
 
     whole: int
     padded: int
@@ -36,9 +36,11 @@ class Counted(NamedTuple):
 
 
 class UnitSizes:
-    """A unit's parameters: elements of what is trained, as `Counted` has them, and of what is
-    `frozen`. The trained ones of a block go by their names within it. ZeRO cuts them over `ranks`,
-    and they are of experts that `ep` ranks share out."""
+    """A unit's parameters: elements of the trained ones (`Counted`), and of `frozen` ones.
+
+    The trained parameters of a block have their names within it. ZeRO shards them over `ranks`, and
+    `ep` is the number of ranks that divide the experts among themselves.
+    """
 
     def __init__(
         self, shardings: Mapping[str, Sharding], tp: int, at: int, is_block: bool = False
@@ -67,20 +69,20 @@ class UnitSizes:
         return (self.frozen.own if in_place else self.frozen.shard) * element
 
     def gathered(self, in_place: bool) -> int:
-        """Return the elements that are gathered."""
+        """Return the number of gathered elements."""
         if in_place:
             return self.whole + self.frozen.whole * self.cuts_frozen
         return self.padded + self.frozen.padded * self.cuts_frozen
 
     @property
     def grown_bytes(self) -> int:
-        """The bytes of the gradients that are there, before they are widened all at once."""
+        """The bytes of existing gradients, before they are all cast up at once."""
         return sum(self.numels[name] * each for name, each in self.grown.items())
 
     def last_gradient(self, reduced: int) -> int:
-        """Return the bytes of the last gradient, of so many `reduced` an element where widened.
+        """Return the bytes of the last gradient, with `reduced` per element if cast up.
 
-        A loop of torch's `foreach_reduce` leaves it in a variable until the reduction is done.
+        A loop variable of torch's `foreach_reduce` keeps it until the reduction is done.
         """
         if self.accumulated:
             return next(reversed(self.numels.values())) * reduced
@@ -88,16 +90,16 @@ class UnitSizes:
         return there[-1] if there else 0
 
     def another(self) -> UnitSizes:
-        """Return a unit of the same sizes, of which nothing is held."""
+        """Return a unit of the same sizes that holds nothing."""
         made = copy(self)
         made.grown = {}
         return made
 
 
 class UnitsState(NamedTuple):
-    """What changes of `Units`: those of equal sizes and states go on alike.
+    """The changing part of `Units`: units of equal sizes and states behave alike.
 
-    `ahead` has the bytes that were gathered ahead, by the place of a unit.
+    `ahead` has the bytes that were prefetched, by the index of a unit.
     """
 
     units: tuple[tuple[tuple[tuple[str, int], ...], bool, bool, bool], ...]
@@ -118,7 +120,7 @@ class UnitsState(NamedTuple):
         return cls(found, there, kept, input)
 
     def restore(self, units: Sequence[UnitSizes]) -> dict[int, int]:
-        """Bring units into it, and return what they have gathered ahead."""
+        """Put units into this state, and return what they have prefetched."""
         for one, (grown, *flags) in zip(units, self.units, strict=True):
             one.grown = dict(grown)
             one.is_gathered, one.accumulated, one.has_shard_gradient = flags
@@ -126,10 +128,10 @@ class UnitsState(NamedTuple):
 
 
 def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple[UnitSizes, ...]]:
-    """Return the units of each block of a stage; those of one kind have parameters of equal sizes.
+    """Return the units of each block of a stage; blocks of a kind have equal sizes.
 
-    Experts that ranks share out are a unit of their own, the last one. `place` is the rank's among
-    the layout's `alike_ranks`.
+    Experts that are divided over ranks are a separate unit, the last one. `place` is the rank's
+    index among the layout's `alike_ranks`.
     """
     kinds: dict[LayerSpec, tuple[UnitSizes, ...]] = {}
     blocks = []
@@ -146,5 +148,5 @@ def blocks_of(program: Program, stage: Stage, tp: int, place: int) -> list[tuple
 
 
 def waits(unit: UnitSizes, name: str) -> bool:
-    """Whether a split backward makes a parameter's gradient in its second half."""
+    """Whether a split backward computes a parameter's gradient in its second half."""
     return unit.is_block and "norm" not in name and name.endswith("weight")

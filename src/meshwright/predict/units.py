@@ -1,7 +1,7 @@
 """`Units`: weights and gradients of a stage, as data parallelism gathers and reduces them.
 
-A unit is a block, the embedding, or what is left of the stage: the last norm and the head. FSDP2
-has the head apart, too; an embedding that is tied to it is in the rest.
+A unit is a block, the embedding, or the rest of the stage: the last norm and the head. With FSDP2,
+the head is a separate unit, too; a tied embedding belongs to the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIMIZER: Final = "optimizer"
 
 
 class Units:
-    """The units of one stage, and what of them is held."""
+    """The units of one stage, and which of their parts are held."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Units:
 
     @property
     def state(self) -> UnitsState:
-        """What of them is held, and what the last messages still work with."""
+        """What they hold, and what the last messages still use."""
         return UnitsState.of(self.all, self._ahead, self._kept, self._input)
 
     @state.setter
@@ -94,7 +94,7 @@ class Units:
         return self.in_place and unit.ranks == 1 and copies > 1
 
     def hold(self) -> None:
-        """Count what lasts: weights and the optimizer's states."""
+        """Count what always exists: weights and optimizer states."""
         for unit in self.all:
             weights = unit.shard
             if self._reshards(unit):
@@ -110,7 +110,7 @@ class Units:
             self.bytes_held.add(OPTIMIZER, states * (self.offload == "none"))
 
     def enter_root(self) -> None:
-        """Gather what is in no block for the forward; in place, the embedding alone."""
+        """Gather what is in no block for the forward; in place, only the embedding."""
         self._need(0)
         self._take((self.root, self.embed))
 
@@ -134,7 +134,7 @@ class Units:
                 self._gather_ahead(after)
 
     def enter_head(self) -> None:
-        """Have the last norm and the head, where they are a unit of their own."""
+        """Gather the last norm and the head, if they are a separate unit."""
         self._need(len(self.blocks) + 1)
 
     def _need(self, turn: int) -> None:
@@ -172,7 +172,7 @@ class Units:
             self._reshard(self.root)
 
     def begin_backward(self, is_last: bool, defers: bool) -> None:
-        """Gather the root, and ahead the head and the last block; the head is needed first."""
+        """Gather the root, and prefetch the head and the last block; the head comes first."""
         self.is_last, self.defers = is_last, defers
         self._gather(self.root)
         self._gather_ahead(self.head)
@@ -192,7 +192,7 @@ class Units:
             self._reshard(unit)
 
     def enter_backward(self, index: int) -> None:
-        """Take a block that was gathered ahead, and gather the one before it."""
+        """Use a prefetched block, and prefetch the one before it."""
         if index + 1 < len(self.blocks):
             self._drop(index + 1)
         self._begin_again(index)
@@ -203,22 +203,22 @@ class Units:
             self._gather_ahead(self.blocks[index - 1][0])
 
     def leave_loss(self) -> None:
-        """Do with the head as with blocks, where it is a unit."""
+        """Treat the head like a block, if it is a unit."""
         if self.head.is_there:
             self._close(self.head)
 
     def leave_head_backward(self) -> None:
-        """Do with the last norm and the head as with blocks, where they are a unit."""
+        """Treat the last norm and the head like a block, if they are a unit."""
         if self.in_place:
             self._close(self.root)
 
     def leave_backward(self, index: int) -> None:
-        """Accumulate or reduce the gradients of a block, and drop its weights where due."""
+        """Accumulate or reduce the gradients of a block, and drop its weights if due."""
         for unit in reversed(self.blocks[index]):
             self._close(unit)
 
     def leave_root_backward(self) -> None:
-        """Do so with what is left; the last reduction's input stays until the next one."""
+        """Do the same for the rest; the last reduction's input stays until the next."""
         if self.blocks:
             self._drop(0)
         last = (self.embed,) if self.in_place else (self.root, self.embed)
@@ -231,19 +231,20 @@ class Units:
             self._settle()
 
     def grow(self, index: int, names: Sequence[str]) -> None:
-        """Make the gradients of a block's parameters, or add to those that are there."""
+        """Create the gradients of a block's parameters, or add to existing ones."""
         for unit in self.blocks[index]:
             self._grow(unit, names)
 
     def grow_root(self, names: Sequence[str]) -> None:
-        """Do so with what is in no block."""
+        """Do the same for what is in no block."""
         for unit in (self.embed, self.root, self.head):
             self._grow(unit, names)
 
     def finish_deferred(self, is_last: bool, room: int, added: int) -> None:
-        """Make the gradients of all products, and reduce where due.
+        """Compute the gradients of all products, and reduce if due.
 
-        A product that makes one needs `room` bytes beside it, one that adds to it `added`.
+        A product that creates a gradient needs `room` additional bytes, one that adds to it
+        `added`.
         """
         self.is_last, self.defers = is_last, False
         for unit in self.all:

@@ -1,9 +1,8 @@
-"""What one microbatch asks of a device in one layer and in the model's ends: read from programs.
+"""The work of one microbatch in a layer and in the model's ends, read from programs.
 
-Layers of a kind cost the same wherever they are, so a program of a model of one layer says what
-each costs, and one of two layers what comes with every further one. That makes pricing a layout a
-sum of a few numbers, the same for thousands of layouts; tests hold the sums against the whole
-program's tables.
+Layers of a kind cost the same wherever they are: the program of a one-layer model gives the cost of
+each kind, one of two layers that of every further layer. A layout's price is then a sum of a few
+numbers, which thousands of layouts share; tests compare it with the whole program's tables.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Product(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective of one microbatch: its kind, axis and bytes, how often, in which pass, why.
+    """A collective of one microbatch: kind, axis, bytes, count, pass, purpose.
 
     `phase`, `purpose` and `overlaps` as in `program.messages.Collective`.
     """
@@ -73,10 +72,10 @@ class Message(NamedTuple):
 class Work(NamedTuple):
     """One microbatch in one layer (or in the ends of a model) on one rank; bytes, FLOPs forward.
 
-    `moved` are the bytes that a forward reads and writes beside products and attention, each tensor
-    once for each operation; `norm_moved` those of norms, `loss_moved` of the loss, `kept` what
-    stays for the backward, by kind of operation. `scores` are the pairs of query and key over all
-    local heads. `deferred` are the gradients of all products' results.
+    `moved` are the bytes that a forward reads and writes outside of products and attention, each
+    tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
+    saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
+    heads. `deferred` are the gradients of all products' results.
     """
 
     products: tuple[Product, ...]
@@ -91,7 +90,7 @@ class Work(NamedTuple):
 
 
 class HeldLayers(NamedTuple):
-    """What a pipeline rank holds: layers of each kind, whether the embedding, whether the head.
+    """What a pipeline rank holds: layers of each kind, maybe the embedding or the head.
 
     Kinds are in the order of `ModelSpec.layer_kinds`.
     """
@@ -145,9 +144,9 @@ def layout_work(
     ep: int = 1,
     imbalance: float = 1.0,
 ) -> LayoutWork:
-    """Return the work of a microbatch; only what changes it is asked for, so that it is cached.
+    """Return the work of a microbatch; cached.
 
-    Sequences are alike, so that a microbatch is one of them, times their number.
+    Sequences are alike, so a microbatch is one of them, times their number.
     """
     of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep, imbalance)
     if microbatch > 1:

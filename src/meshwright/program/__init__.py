@@ -1,1 +1,1 @@
-"""The one description of what is held, computed and sent. Never imports torch."""
+"""The one description of what ranks hold, compute and send. Never imports torch."""

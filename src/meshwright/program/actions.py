@@ -1,4 +1,4 @@
-"""`Action`, of which schedules are made, and what each needs from others and hands on to them."""
+"""`Action`: the elements of schedules, with their inputs and transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 
 class ProgramError(MeshwrightError):
-    """Tables that cannot be run: incomplete, in an impossible order, or waiting in a circle."""
+    """Tables that cannot run: incomplete, in an impossible order, or deadlocked."""
 
 
 class Action(NamedTuple):
@@ -32,7 +32,7 @@ class Action(NamedTuple):
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it sends or receives, rather than computes."""
+        """Whether it sends or receives instead of computing."""
         return len(self.kind) > 1
 
 
@@ -40,13 +40,13 @@ Table = tuple[Action, ...]
 
 
 def completed(action: Action) -> tuple[Action, ...]:
-    """Return what is done after an action, the whole backward as its two parts."""
+    """Return what is done after an action; a whole backward counts as its two parts."""
     kind, stage, index = action
     return (Action("I", stage, index), Action("W", stage, index)) if kind == "B" else (action,)
 
 
 def inputs(action: Action, last: int) -> tuple[Action, ...]:
-    """Return the actions that a computing one needs, of any rank; `last` is the last stage."""
+    """Return the actions, on any rank, that a computing action needs; `last` is the last stage."""
     kind, stage, index = action
     if kind == "F":
         return (Action("F", stage - 1, index),) if stage > 0 else ()

@@ -1,4 +1,4 @@
-"""How causal attention on a CPU is cut into blocks, and what these need: `models.blockwise`."""
+"""How causal attention on a CPU is divided into blocks, with their memory: `models.blockwise`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _WIDE: Final = 4
 
 
 class ScoreBounds(NamedTuple):
-    """Which scores a query has, and how they are bounded.
+    """Which scores a query has, and their soft cap.
 
-    It sees its own position and the `window - 1` before it; None: all before it. A score x becomes
-    `cap * tanh(x / cap)`. With `sinks` the softmax has one more score, that of its head's sink.
+    A query sees its own position and the `window - 1` before it, or with None all before it. A
+    score x becomes `cap * tanh(x / cap)`. With `sinks`, the softmax has one more score, the sink of
+    its head.
     """
 
     window: int | None = None
@@ -32,11 +33,11 @@ class ScoreBounds(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelSpec, kind: LayerSpec) -> ScoreBounds:
-        """Return those of a layer of a kind."""
+        """Return those of a kind of layer."""
         return cls(kind.window, model.attention_softcap, model.attention_sinks)
 
     def within(self, keys: int) -> ScoreBounds:
-        """Return this without a window that no row of `keys` tokens exceeds."""
+        """Return these bounds without a window that covers rows of `keys` tokens."""
         is_bounded = self.window is not None and self.window < keys
         return self if is_bounded else self._replace(window=None)
 
@@ -45,16 +46,16 @@ UNBOUNDED: Final = ScoreBounds()
 
 
 def causal_scores(length: int, window: int | None) -> float:
-    """Return how many scores a causal row has, of which those of a token with itself count half."""
+    """Return the scores of a causal row; those of a token with itself count half."""
     seen = length if window is None else min(window, length)
     return seen * (length - seen / 2)
 
 
 class Cut(NamedTuple):
-    """How a call is cut: into parts of `rows` with `heads` heads of keys each, then into blocks.
+    """The division of a call: parts of `rows` with `heads` key heads each, then blocks.
 
-    All parts have one shape. `shared` queries share a head of keys; `length` is in tokens, `dim` of
-    a head. `sees` says what a query sees.
+    All parts have the same shape. `shared` queries share a key head; `length` is in tokens, `dim`
+    is a head's. `sees` has the bounds of scores.
     """
 
     rows: int
@@ -74,7 +75,7 @@ class Cut(NamedTuple):
         dim: int,
         sees: ScoreBounds = UNBOUNDED,
     ) -> Cut:
-        """Return that whose scores stay in cache, and whose copies of queries are not many."""
+        """Return the division whose scores stay in cache and whose copies of queries are few."""
         shared = heads // kv_heads
         one = cls(1, 1, shared, length, dim, sees)
         most = SCORES // (_WIDE * one.scores)
@@ -88,17 +89,17 @@ class Cut(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Most keys that a block of queries sees, and most queries that see a block of keys."""
+        """The most keys that a query block sees, and the most queries that see a key block."""
         window = self.sees.within(self.length).window
         return self.length if window is None else min(self.length, window + BLOCK - 1)
 
     @property
     def scores(self) -> int:
-        """Elements of a block's scores."""
+        """The number of a block's scores."""
         return self.rows * self.heads * self.shared * min(BLOCK, self.length) * self.span
 
     def backward_bytes(self, element: int) -> int:
-        """Return the bytes that the backward needs for itself; `element` is in bytes."""
+        """Return the temporary bytes of the backward; `element` is in bytes."""
         both = _WIDE + (element if element != _WIDE else 0)  # in fp32, and as products take it
         heads = self.rows * self.heads
         keys = heads * self.length
@@ -116,10 +117,10 @@ class Cut(NamedTuple):
 def by_blocks(
     heads: int, kv_heads: int, length: int, precision: str, sees: ScoreBounds = UNBOUNDED
 ) -> bool:
-    """Whether a CPU attends by blocks, in bf16 and fp32: rows not too long, nor short in fp32.
+    """Whether a CPU attends by blocks: in bf16 and fp32, unless rows are long, or short in fp32.
 
-    Within a window, with a cap or a sink all rows, as PyTorch's kernel takes a mask for the first,
-    with which it computes and keeps a whole square, and has nothing for the others.
+    With a window, a cap or a sink, all rows use blocks: for a window, PyTorch's kernel needs a
+    mask, with which it computes and stores a whole square, and it supports neither caps nor sinks.
     """
     shortest = {"fp32": SHORTEST, "bf16": 1}.get(precision)
     if shortest is None or sees.within(length) != UNBOUNDED:

@@ -1,4 +1,4 @@
-"""What one rank sends in one optimizer step: each kind of message, its size, how often, and why.
+"""The messages of one rank in one optimizer step: kind, size, count and reason.
 
 The step is one call of `training.update.gradients`: all microbatches forward and backward, the sums
 that complete the gradients, their norm. An axis of one rank sends nothing and is left out.
@@ -39,10 +39,10 @@ _SENT: Final = {
 
 
 def collectives(program: Program, rank: int) -> tuple[Collective, ...]:
-    """Return all that a rank sends and receives in one step, by purpose.
+    """Return all messages that a rank sends and receives in one step, by purpose.
 
-    Where ranks are on CPUs ZeRO sums otherwise, see `program.shards.sums_in_place`, and the loss
-    takes fewer tokens at a time.
+    On CPUs, ZeRO reduces differently, see `program.shards.sums_in_place`, and the loss processes
+    fewer tokens at a time.
     """
     at = program.layout.mesh.coordinates(rank)
     stages = program.held(at["pp"])

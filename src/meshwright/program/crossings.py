@@ -1,7 +1,7 @@
-"""What ranks of tp send where the stream crosses into a tensor-parallel region, and out of it.
+"""What tp ranks send where the residual stream enters and leaves a tensor-parallel region.
 
-Megatron-LM, arXiv:1909.08053, section 3; with the sequence cut, arXiv:2205.05198, section 4.2. The
-messages of a step are counted from this, and `execute` sends by it.
+Megatron-LM, arXiv:1909.08053, section 3; with sequence parallelism arXiv:2205.05198, section 4.2.
+The program counts the messages of a step from this, and `execute` sends from it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from meshwright.program.messages import CollectiveKind
 
 
 class Crossing(NamedTuple):
-    """One way across: what is sent of the stream, and of its gradient on the way back."""
+    """One direction: the collective of the stream, and that of its gradient in the backward."""
 
     forward: CollectiveKind | None
     backward: CollectiveKind | None
 
 
 class Crossings(NamedTuple):
-    """Both ways across the border of a region."""
+    """Both directions at the border of a region."""
 
     entry: Crossing
     exit: Crossing
@@ -41,7 +41,7 @@ def crossings(layout: Layout) -> Crossings:
 
 
 def crossings_of(tp: int, sp: bool) -> Crossings:
-    """Return what so many ranks send, with or without sequence parallelism."""
+    """Return the crossings for so many tp ranks, with or without sequence parallelism."""
     if tp == 1:
         return _NONE
     return _CUT if sp else _WHOLE

@@ -1,4 +1,4 @@
-"""The events of a run as they are read: one JSON object a line, some perhaps damaged."""
+"""Reads the events of a run: one JSON object per line, some perhaps damaged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Events(list[dict[str, Any]]):
 
 
 def ending(events: Sequence[Event]) -> Event | None:
-    """Return how a run ended, the event `end` or `failed`; None where it goes on or was killed."""
+    """Return the event `end` or `failed` of a run; None if it is running or was killed."""
     kinds = ("start", "restart", "failed", "end")
     last = next((one for one in reversed(events) if one["event"] in kinds), None)
     return last if last is not None and last["event"] in ("failed", "end") else None

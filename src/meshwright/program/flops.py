@@ -1,4 +1,4 @@
-"""FLOPs of a step, as the kernels of a rank execute them."""
+"""FLOPs of a step, as executed by the kernels of a rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meshwright.program.operations import (
 def stops_early(program: Program) -> bool:
     """Whether a block's second forward ends before its last product.
 
-    torch.utils.checkpoint stops when all that the backward needs is there, and a product needs its
-    input only. Our own linear layers, under tp or with deferred weight gradients, hand in what they
-    keep after they have computed, and so do torchao's in float8; so do dropout and a norm after it.
+    torch.utils.checkpoint stops when everything that the backward needs exists, and a product needs
+    only its input. Our own linear layers, under tp or with deferred weight gradients, save tensors
+    after they have computed, and so do torchao's float8 layers, dropout, and a norm after it.
     """
     model = program.model
     return not (is_joint(program) or model.dropout or model.norms_after or program.train.fp8)
 
 
 def matmul_flops(program: Program, pp_rank: int) -> float:
-    """Return the FLOPs of a rank's matrix products in one step, but for attention's.
+    """Return the FLOPs of a rank's matrix products in one step, except attention's.
 
     Forward, backward and, with full recomputation, forward again, over all microbatches; `2 m n k`
     for each product of a linear layer or the head.

@@ -1,7 +1,7 @@
-"""The sums that complete gradients after the last microbatch, beside those of data parallelism.
+"""The sums that complete gradients after the last microbatch, except those of data parallelism.
 
-Under sequence parallelism norms see other tokens on each rank of tp; a tied matrix has one gradient
-as the embedding and one as the head.
+Under sequence parallelism, norms see different tokens on each tp rank; a tied matrix has one
+gradient as the embedding and one as the head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIED = "embed.weight"
 class GradientSum(NamedTuple):
     """The gradients of some parameters, summed over an axis in one message.
 
-    Without an axis both copies of the one parameter are on this rank.
+    Without an axis, both copies of the parameter are on this rank.
     """
 
     axis: Axis | None
@@ -29,7 +29,7 @@ class GradientSum(NamedTuple):
 
 
 def gradient_sums(program: Program, stages: Iterable[Stage]) -> Iterator[GradientSum]:
-    """Yield the sums of a rank that holds some stages, in the order in which it makes them."""
+    """Yield the sums of a rank with some stages, in the order of execution."""
     layout, names = program.layout, [n for stage in stages for n in program.parameters(stage)]
     partial = [name for name in names if program.shardings[name].is_partial]
     if layout.tp > 1 and partial:

@@ -38,7 +38,7 @@ _WHOLE_ON_A_RANK: Final = {
 class Program:
     """What every rank holds, computes and sends in one optimizer step.
 
-    Cheap to make: what takes time (tables of many microbatches) is worked out when first asked for.
+    Cheap to create: expensive parts (tables of many microbatches) are computed on first use.
     """
 
     model: ModelSpec
@@ -54,12 +54,12 @@ class Program:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a sequence that a rank attends with: its share over cp."""
+        """Tokens of a sequence in a rank's attention: its share over cp."""
         return self.train.seq_len // self.layout.cp
 
     @property
     def stream(self) -> int:
-        """Tokens of a sequence in the residual stream: `sequence`, cut over tp with sp."""
+        """Tokens of a sequence in the residual stream: `sequence`, sharded over tp with sp."""
         return self.sequence // (self.layout.tp if self.layout.sp else 1)
 
     @cached_property
@@ -81,7 +81,7 @@ class Program:
 
     @cached_property
     def shardings(self) -> dict[str, Sharding]:
-        """How each parameter lies on the mesh, by name, in the model's order."""
+        """The sharding of each parameter on the mesh, by name, in the model's order."""
         return _shardings(self.model, self.layout.model_copy(update=_WHOLE_ON_A_RANK))
 
     def held(self, pp_rank: int) -> tuple[Stage, ...]:
@@ -97,7 +97,7 @@ class Program:
         return (*is_before, *own, *(name for name in ends if name not in is_before))
 
     def of_layer(self, layer: int) -> dict[str, Sharding]:
-        """Return how the parameters of a layer lie on the mesh, by their names within it."""
+        """Return the shardings of a layer's parameters, by their names within it."""
         prefix = f"layers.{layer}."
         names = names_by_layer(self.model)[layer]
         return {name.removeprefix(prefix): self.shardings[name] for name in names}
@@ -119,6 +119,6 @@ def _tables(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> t
 
 
 def lower(model: ModelSpec, train: TrainSpec, layout: Layout, target: Target = _ANY) -> Program:
-    """Return the program of a layout that the rules allow, for a target: by default CPUs."""
+    """Return the program of a legal layout for a target: by default CPUs."""
     stages = split_stages(model, layout.stages, train.seq_len)
     return Program(model, train, layout, stages, target)

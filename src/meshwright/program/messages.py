@@ -1,4 +1,4 @@
-"""`Collective`: one kind of message of a rank, with its size, how often and why."""
+"""`Collective`: one kind of message of a rank, with size, count and reason."""
 
 from __future__ import annotations
 
@@ -47,22 +47,23 @@ LARGEST_SHARED: Final = 1 << 22  # bytes
 class Collective:
     """One kind of message of a rank.
 
-    `bytes` is the size of one message on this rank: of the gathered result, of the tensor to be
-    reduced (before it is scattered), of what it hands to an all-to-all (of Ulysses with its own
-    share, of ZeRO without), of what is sent or received. What crosses a link depends on the
-    algorithm and is left to whom it concerns. `count` is how many there are in one optimizer step.
-    `reason` is for people alone.
+    `bytes` is the size of one message on this rank: the result of a gather, the input of a
+    reduction (before it is scattered), the input of an all-to-all (for Ulysses with its own share,
+    for ZeRO without), the tensor of a send or receive. The bytes on a link depend on the algorithm
+    and are not included. `count` is the number of messages in one optimizer step. `reason` is only
+    for people.
 
     `overlaps` names what is computed while it travels: of column-parallel layers the products
     that make the gradients of their inputs or of their weights, or the shared expert.
 
-    `axis` names the ranks: those of the mesh, where `shard` joins dp_shard and cp, and `replicate`
-    is dp_replicate, without ZeRO joined with cp; `data` joins all three, `ends` are the first and
-    the last pipeline rank, `world` is everyone. `ep` are ranks that share out the experts,
-    `expert_shard` and `expert_replicate` those of the other two that have the same experts.
+    `axis` names the ranks: an axis of the mesh, where `shard` joins dp_shard and cp, and
+    `replicate` is dp_replicate, joined with cp without ZeRO; `data` joins all three, `ends` are the
+    first and the last pipeline rank, `world` is everyone. `ep` are the ranks that divide the
+    experts, `expert_shard` and `expert_replicate` the ranks of the other two axes with the same
+    experts.
 
-    How many tokens travel along `ep` depends on the router: `bytes` is the mean, which is what
-    travels where all experts get equally many.
+    The number of tokens sent along `ep` depends on the router: `bytes` is the mean, which is exact
+    if all experts receive equally many.
     """
 
     kind: CollectiveKind
@@ -78,6 +79,6 @@ class Collective:
 def goes_by_channel(axis: str) -> bool:
     """Return whether CPU ranks of one machine send an axis' messages through a channel.
 
-    Those of `tp`, up to `LARGEST_SHARED` bytes; all others go by gloo.
+    Those of `tp` do, up to `LARGEST_SHARED` bytes; all others go through gloo.
     """
     return axis == "tp"

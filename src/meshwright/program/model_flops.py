@@ -1,4 +1,4 @@
-"""FLOPs that a token is worth in a model, whatever a layout adds: PaLM, arXiv:2204.02311, B."""
+"""Model FLOPs of a token, whatever a layout adds: PaLM, arXiv:2204.02311, B."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SOFTMAX: Final = 5.0
 def layer_flops(spec: ModelSpec, seq_len: int, *, squares: bool = False) -> tuple[float, ...]:
     """Return the forward FLOPs of each layer for one token.
 
-    Two per weight that multiplies, and attention to what the causal mask and a window leave; with
-    `squares` to twice as much, as where no mask were told of.
+    Two per multiplying weight, and attention over the scores that the causal mask and a window
+    leave; with `squares` over twice as many, as if there were no causal mask.
     """
     each = (
         2.0
@@ -47,17 +47,16 @@ def head_flops(spec: ModelSpec) -> float:
 
 
 def embedding_flops(spec: ModelSpec) -> float:
-    """Return the forward FLOPs that the look-up of one token is worth: a row read and written."""
+    """Return the forward FLOPs that one token's look-up counts as: a row read and written."""
     return 2.0 * spec.dim
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Return the model FLOPs of one training token, forward and backward.
 
-    The backward has two products for each of the forward, or where a weight is frozen one.
-
-    Of products (the head's also where it is tied) and of attention over the whole sequence, without
-    the causal half; in a window of twice the scores that it has.
+    The backward has two products for each product of the forward, or one if the weight is frozen.
+    Includes the head's product, also if it is tied, and attention over the whole square; in a
+    window, twice the scores that it has.
     """
     layers = sum(layer_flops(spec, seq_len, squares=True))
     every = _PASSES * (layers + _head_products(spec))

@@ -1,8 +1,8 @@
-"""The operations of one rank: what each computes, and what it keeps until the backward.
+"""The operations of one rank: what each computes, and what it saves for the backward.
 
-All sizes are those of one microbatch on one rank, after tp, sp and cp have cut them. What is kept
-follows the modules of `models` and `execute` on a CPU, run eagerly; on CUDA the same tensors are
-kept, a mask aside. A test holds the bytes against what autograd really keeps.
+All sizes are those of one microbatch on one rank, after sharding by tp, sp and cp. Saved tensors
+follow the modules of `models` and `execute` on a CPU, run eagerly; on CUDA, the same tensors are
+saved, except for a mask. A test compares the bytes with what autograd really saves.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _INT64: Final = 8
 class Operation:
     """One operation of a stage, for one microbatch on one rank.
 
-    `name` is that of its module, with `*` for the number of the layer, and `count` how many alike
-    the stage has, in layers of the kind `layer` (None: outside of layers). `flops` are those of the
-    forward, of products and attention only: the rest moves memory. `saved_bytes` is what it keeps
-    until the backward, in bytes: a tensor that several share is counted at the first of them.
-    `normed_bytes` is the size of what a norm takes, and returns. A product's `backward` has so many
-    of its size: with a frozen weight one.
+    `name` is that of its module, with `*` for the number of the layer, and `count` the number of
+    equal operations in the stage, in layers of the kind `layer` (None: outside of layers). `flops`
+    are those of the forward, only for products and attention: the rest is memory-bound.
+    `saved_bytes` is what it saves for the backward; a shared tensor counts at its first operation.
+    `normed_bytes` is the size of a norm's input and output. `backward` is the number of products of
+    this size in the backward: one for a frozen weight.
     """
 
     name: str
@@ -93,10 +93,10 @@ def is_joint(program: Program) -> bool:
 
 
 def gathers_again(program: Program) -> bool:
-    """Whether the backward gathers what column-parallel layers took, of the share that is kept.
+    """Whether the backward gathers the input of column-parallel layers from a saved shard.
 
-    arXiv:2205.05198, section 4.2.2. After a second forward the backward comes at once, and uses
-    what that has gathered.
+    arXiv:2205.05198, section 4.2.2. After a recomputed forward, the backward follows at once and
+    uses its gathered input.
     """
     layout = program.layout
     return layout.tp > 1 and layout.sp and layout.recompute == "none" and is_joint(program)
@@ -111,9 +111,9 @@ def operations(
 ) -> tuple[Operation, ...]:
     """Return the operations of a stage, in order, for one microbatch on one rank.
 
-    Every rank of tp has the same. `cp_rank` matters under ring attention: with a window ranks
-    compute unlike numbers of pairs, and selective recomputation keeps every step's result.
-    `recomputed`: what layers keep is what a second forward makes anew, for one block at a time.
+    Every tp rank has the same. `cp_rank` matters under ring attention: with a window, ranks compute
+    different numbers of pairs, and selective recomputation saves every step's result. `recomputed`:
+    what layers save is what a second forward recomputes, for one block at a time.
     """
     sizes = Sizes.of(program)
     index = stage.index
@@ -215,7 +215,7 @@ def _latent_heads(program: Program, sizes: Sizes) -> Iterator[_Op]:
 
 
 def latent_widths(model: ModelSpec) -> Mapping[str, int]:
-    """Return what a head has of the results of latent attention's second projections."""
+    """Return the widths per head of the outputs of latent attention's second projections."""
     return {"attn.q": model.head_dim, "attn.kv": model.qk_nope_head_dim + model.v_head_dim}
 
 
@@ -282,7 +282,7 @@ class _Inputs:
         self._size, self._copied = size, copied or size
 
     def product(self, name: str, inner: int, outer: int, kept: int) -> Iterator[_Op]:
-        """Yield the product of a layer, and those of its adapter: `kept` as `_Op` has it."""
+        """Yield the product of a layer, and those of its adapter: `kept` as in `_Op`."""
         sizes, lora = self._sizes, self._model.lora
         flops = sizes.product(inner, outer)
         if lora is None:
@@ -328,7 +328,7 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
 def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
     """Yield the operations of a router, of the experts and of the shared one.
 
-    All are inside of the part that tp cuts, and take the tokens of all its ranks.
+    All are inside the tensor-parallel region, and process the tokens of all its ranks.
     """
     model, el = program.model, sizes.element
     scores = sizes.tokens * model.experts * _WIDE

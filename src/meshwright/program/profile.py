@@ -1,4 +1,4 @@
-"""`StepProfile`: what one step takes on each rank; one schema, predicted, simulated or measured.
+"""`StepProfile`: a step on each rank, in one schema: predicted, simulated or measured.
 
 `ledger.json` of a run folder holds `{"schema": 1, "ledgers": [...]}`, as `to_json` writes it.
 """
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     """Something that a rank did, in seconds since the step began on the first of all ranks.
 
     `name` is an action of the table (`F`, `SEND_B`), a kind of collective (`all_gather`) or a phase
-    (`input`, `reduce`, `update`); `stage` and `microbatch` are -1 where it has none.
+    (`input`, `reduce`, `update`); `stage` and `microbatch` are -1 if it has none.
     """
 
     track: Track
@@ -53,14 +53,14 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.start
 
 
 class MemoryPoint(NamedTuple):
-    """What a rank held at a moment: in which action or phase, when, bytes by `MEMORY`.
+    """What a rank held at a moment: the action or phase, the time, bytes by `MEMORY`.
 
-    `time` is in seconds as in `Span`; None where a profile knows only the order.
+    `time` is in seconds as in `Span`; None if a profile knows only the order.
     """
 
     at: str
@@ -69,15 +69,15 @@ class MemoryPoint(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Total bytes."""
         return sum(self.bytes.values())
 
 
 class Traffic(NamedTuple):
-    """A kind of message of a rank in a step, as `program.collectives.Collective` has it.
+    """A kind of message of a rank in a step, as in `program.collectives.Collective`.
 
-    `times` is how many there are; `seconds` is how long the rank waited for all of them, or None
-    where that is not known.
+    `times` is their number; `seconds` is how long the rank waited for all of them, or None if that
+    is not known.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What a step takes on one rank; what is not known is empty."""
+    """A step on one rank; unknown fields are empty."""
 
     rank: int
     coordinates: Mapping[str, int]
@@ -107,9 +107,10 @@ class RankProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a step takes on some ranks of a layout; one rank may stand for others like it.
+    """A step on some ranks of a layout; one rank may stand for others like it.
 
-    `step` is the measured one, or None. `memory_limit` is the device's in bytes, where it has one.
+    `step` is the number of the measured step, or None. `memory_limit` is the device's in bytes, if
+    it has one.
     """
 
     source: Source
@@ -125,16 +126,16 @@ class StepProfile:
 
     @property
     def worst(self) -> RankProfile | None:
-        """The first rank with the highest peak, among those whose memory is known."""
+        """The first rank with the highest known peak."""
         known = [one for one in self.ranks if one.memory]
         return max(known, key=_peak_bytes, default=None)
 
     @property
     def idle(self) -> float | None:
-        """The share of the ranks' time in which they neither compute nor talk along other axes.
+        """The share of the ranks' time in which they neither compute nor communicate on other axes.
 
         Counted from the first action of any rank to the end of the last, over one rank for each
-        place in the pipeline; None where there is no pipeline, or no span.
+        place in the pipeline; None without a pipeline, or without spans.
         """
         places: dict[int, RankProfile] = {}
         for one in self.ranks:
@@ -153,7 +154,7 @@ def _peak_bytes(one: RankProfile) -> int:
 
 
 def to_json(profiles: Iterable[StepProfile]) -> dict[str, Any]:
-    """Return profiles as the document of `ledger.json`: spans and points as lists, to be small."""
+    """Return profiles as the document of `ledger.json`; spans and points are lists, for size."""
     return {"schema": SCHEMA, "ledgers": [_profile_json(one) for one in profiles]}
 
 

@@ -1,4 +1,4 @@
-"""Which rectangles of queries and keys each rank computes in ring attention.
+"""The rectangles of queries and keys that each rank computes in ring attention.
 
 The sequence is cut into 2 cp chunks. Rank r holds chunk r, then chunk 2 cp - 1 - r.
 `execute.context_parallel.context` computes the pieces that this module lists for a sequence,
@@ -23,10 +23,10 @@ SHORTEST_BLOCK: Final = 64
 class Piece(NamedTuple):
     """A rectangle of queries and keys that one call computes.
 
-    `queries` and `keys` are slices of the tokens that a rank holds. With `causal` there are as many
-    keys as queries, and query i sees keys 0 to i. With `masked` some other pairs are not seen
-    either, so the call takes a mask made from positions. `ahead` is the position of the first query
-    minus the position of the first key, in tokens.
+    `queries` and `keys` are slices of the tokens that a rank holds. With `causal`, there are as
+    many keys as queries, and query i sees keys 0 to i. With `masked`, other pairs are hidden, too,
+    so the call takes a mask made from positions. `ahead` is the position of the first query minus
+    the position of the first key, in tokens.
     """
 
     queries: slice
@@ -46,14 +46,14 @@ class Piece(NamedTuple):
         return int(self.keys.stop - self.keys.start)
 
     def pairs(self, plain: bool) -> float:
-        """Return how many pairs of query and key cost time.
+        """Return the number of computed pairs of query and key.
 
         A kernel skips half of a causal piece; `plain` operations compute all of it.
         """
         return self.rows * self.columns / (2 if self.causal and not plain else 1)
 
     def moved(self, places: int) -> Piece:
-        """Return the piece with its queries and keys moved on by so many places."""
+        """Return the piece with its queries and keys shifted by so many places."""
         queries, keys = (
             slice(x.start + places, x.stop + places) for x in (self.queries, self.keys)
         )
@@ -61,9 +61,9 @@ class Piece(NamedTuple):
 
 
 def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
-    """Return the pieces of causal attention inside `length` tokens; each query is in one of them.
+    """Return the causal pieces of `length` tokens; each query is in one of them.
 
-    There is a single piece where no window hides a key and no cap makes the kernel hold the scores.
+    There is a single piece if no window hides a key and no cap makes the kernel store the scores.
     """
     window = length if scores.window is None else scores.window
     if scores.cap is None and window >= length:
@@ -82,12 +82,12 @@ def causal_pieces(length: int, scores: ScoreBounds) -> tuple[Piece, ...]:
 def ring_pieces(
     length: int, cp: int, rank: int, owner: int, scores: ScoreBounds
 ) -> tuple[Piece, ...]:
-    """Return the pieces that `rank` computes with the keys of `owner`; empty where it sees none.
+    """Return the pieces that `rank` computes with `owner`'s keys; empty if it sees none.
 
-    Each rank holds `length` tokens. Where `owner` is `rank`, the first pieces have each query once.
-    Of two different ranks, the first chunk of the lower one stands before both chunks of the other,
-    and its second chunk after both. So without a window a rank computes half of the scores with the
-    keys of any other rank, in one piece.
+    Each rank holds `length` tokens. If `owner` is `rank`, the first pieces have each query once. Of
+    two different ranks, the first chunk of the lower one precedes both chunks of the other, and its
+    second chunk follows both. So without a window, a rank computes half of the scores with the keys
+    of any other rank, in one piece.
     """
     chunk = length // 2
     farthest = (2 * cp - rank - owner) * chunk - 1  # from the last query to the first key
@@ -162,7 +162,7 @@ class RingTotals(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def ring_totals(seq_len: int, cp: int, rank: int, scores: ScoreBounds) -> RingTotals:
-    """Return the sums over the pieces of `ring_pairs`, cached as a search asks for them often."""
+    """Return the sums over the pieces of `ring_pairs`; cached, because a search repeats them."""
     pieces = [piece for step in ring_pairs(seq_len, cp, rank, scores) for piece in step]
     wholes = [whole_piece(seq_len // cp, cp, rank, owner, scores) for owner in range(cp)]
     return RingTotals(

@@ -1,8 +1,8 @@
 """Pipeline schedules: the order in which each rank computes, as tables of actions.
 
 A table is plain data, so that a schedule can be drawn, timed and checked before anything runs.
-`compute_tables` makes the computing part, `transfers` adds and checks what is sent, `timing` tells
-what a schedule costs. This module is the door to all of them.
+`compute_tables` makes the computing part, `transfers` adds and checks the messages, `timing`
+computes the cost of a schedule. Import all of them from this module.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def stage_ranks(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 def compute_tables(
     schedule: str, pp: int, virtual_stages: int, microbatches: int
 ) -> tuple[Table, ...]:
-    """Return what each pipeline rank computes, in order: the table of each rank.
+    """Return each pipeline rank's computing actions, in order.
 
     The orders are those of torch.distributed.pipelining 2.13; "naive" has one microbatch at a time
-    in the whole pipeline. One stage in all has nothing to wait for, and takes one microbatch after
-    the other with every schedule. Raises `ProgramError` where `microbatch_rule` has a rule.
+    in the whole pipeline. A single stage processes one microbatch after the other with every
+    schedule. Raises `ProgramError` if `microbatch_rule` forbids the number of microbatches.
     """
     broken = microbatch_rule(schedule, pp, virtual_stages, microbatches)
     if broken:

@@ -1,4 +1,4 @@
-"""How many scores the attention of a rank computes, and in how many results of blocks."""
+"""How many scores a rank's attention computes, and in how many blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.spec.model import LayerSpec
 
 
 def pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return how many pairs of query and key the attention of one row and head computes here.
+    """Return the pairs of query and key that attention computes here per row and head.
 
-    Half of a square and what a window leaves of it, since a kernel is told that it is causal.
-    Packed rows cost at most as much as where each is one document; how much less is up to the data.
-    The ring computes pieces of its own and the other ranks' keys, as `program.ring` cuts them.
+    Half of a square, and less with a window, because a kernel knows that it is causal. Packed rows
+    cost at most as much as a single document; how much less depends on the data. The ring computes
+    pieces of its own keys and the other ranks', as listed by `program.ring`.
     """
     bounds, span = ScoreBounds.of(program.model, kind), program.train.seq_len
     if is_ring(program):
@@ -33,7 +33,7 @@ def pairs(program: Program, kind: LayerSpec, cp_rank: int) -> float:
 
 
 def is_ring(program: Program) -> bool:
-    """Whether keys and values visit the ranks of cp."""
+    """Whether keys and values pass around the cp ranks."""
     return program.layout.cp > 1 and program.layout.cp_kind == "ring"
 
 
@@ -44,14 +44,14 @@ def is_plain(program: Program) -> bool:
 
 
 def spreads(program: Program, kind: LayerSpec) -> bool:
-    """Whether heads that share keys get copies: a GPU's kernel for fp32 knows no groups."""
+    """Whether grouped key heads are copied: a GPU's fp32 kernel doesn't support groups."""
     bounds = ScoreBounds.of(program.model, kind).within(program.train.seq_len)
     is_fused = bounds == UNBOUNDED and not is_ring(program) and not program.target.on_cpu
     return is_fused and program.train.precision == "fp32"
 
 
 def ring_steps(program: Program, kind: LayerSpec, cp_rank: int) -> float:
-    """Return how many results of a block the ring computes, in those of all of its queries."""
+    """Return the number of block results of the ring, in units of all its queries."""
     if not is_ring(program):
         return 1.0
     bounds = ScoreBounds.of(program.model, kind)

@@ -1,8 +1,8 @@
-"""How each parameter lies on the mesh: which dim tensor parallelism cuts, and whose sum it needs.
+"""How each parameter is sharded over the mesh, and which gradients are partial sums.
 
 The table is by logical axis, so that a new parameter needs no new rule: `heads`, `kv_heads`, `ffn`
-and `vocab` are cut over tp (arXiv:1909.08053, section 3), `dim` never is. Data parallelism that
-shards cuts what is left along dim 0, as FSDP2 does: in `ceil(rows / ranks)` rows each.
+and `vocab` are sharded over tp (arXiv:1909.08053, section 3), `dim` never is. Data parallelism
+shards the remaining tensor along dim 0, like FSDP2: `ceil(rows / ranks)` rows each.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ class Slice:
 class Sharding:
     """One parameter on the mesh.
 
-    `tp_dim` is the dim cut over tp, if any. `shard_ranks` ranks share dim 0 of what remains.
-    Of experts each of `ep` ranks has its own, before anything else is cut.
-    `is_partial` says that the gradient of each tp rank is a part of a sum: the parameter is whole
-    on all of them but sees other tokens on each, as norms do under sequence parallelism, other
-    heads, as norms of heads and what makes latent vectors do, or another part of experts, as
-    routers do, or only the first adds it.
+    `tp_dim` is the dim sharded over tp, if any. `shard_ranks` ranks share dim 0 of the rest. Before
+    any other sharding, each of `ep` ranks has its own experts. `is_partial`: the gradient of each
+    tp rank is a partial sum. The parameter is whole on all of them, but each rank sees different
+    tokens (norms under sequence parallelism), different heads (head norms, projections to latent
+    vectors) or a different part of experts (routers), or only the first rank adds it.
     """
 
     part: Part
@@ -63,7 +62,7 @@ class Sharding:
     def slices(self, tp_rank: int, data_rank: int) -> tuple[Slice, ...]:
         """Return the cuts, one after the other, that lead from the whole to a rank's shard.
 
-        `data_rank` is what the function `data_rank` returns.
+        `data_rank` is the result of the function `data_rank`.
         """
         cuts, rows = [], self.part.shape[0]
         shard_rank, ep_rank = divmod(data_rank, self.ep)
@@ -81,7 +80,7 @@ class Sharding:
         return tuple(cuts)
 
     def region(self, tp_rank: int, data_rank: int) -> Region:
-        """Return where a rank's shard lies in the whole tensor."""
+        """Return the position of a rank's shard in the whole tensor."""
         found = [(0, size) for size in self.part.shape]
         for cut in self.slices(tp_rank, data_rank):
             start = found[cut.dim][0]
@@ -94,22 +93,22 @@ class Sharding:
 
     @property
     def rows_each(self) -> int:
-        """Rows of a shard: as many for each rank that shares them; the last ones may have fewer."""
+        """Rows of a shard, equal for all sharding ranks; the last ones may have fewer."""
         return -(-self.tp_shape[0] // self.shard_ranks)
 
     @property
     def row_elements(self) -> int:
-        """Elements of a row of what is cut over tp."""
+        """Elements of a row of the tp shard."""
         return math.prod(self.tp_shape[1:])
 
     @property
     def padded_elements(self) -> int:
-        """Elements of a tp rank's part, its rows padded to as many for each rank."""
+        """Elements of a tp rank's part, with rows padded for the sharding ranks."""
         return self.rows_each * self.shard_ranks * self.row_elements
 
     @cached_property
     def tp_shape(self) -> tuple[int, ...]:
-        """Shape of what a rank multiplies with: cut over tp, gathered over data; its experts."""
+        """Shape of a rank's operand: sharded over tp, gathered over data, with its own experts."""
         shape = list(self.part.shape)
         shape[0] //= self.ep
         if self.tp_dim is not None:
@@ -128,12 +127,12 @@ class Sharding:
 
     @property
     def distinct(self) -> int:
-        """Into how many different shards it is cut: ranks of a stage / this is its copies."""
+        """The number of different shards: ranks of a stage divided by this is the copies."""
         return self.ep * self.shard_ranks * (self.tp if self.tp_dim is not None else 1)
 
 
 def shard(part: Part, layout: Layout) -> Sharding:
-    """Return how a parameter lies on the mesh of a layout."""
+    """Return how a parameter is sharded over the mesh of a layout."""
     tp_dim = None
     if layout.tp > 1:
         cut = [dim for dim, axis in enumerate(part.axes) if axis in TENSOR_AXES]
@@ -149,30 +148,30 @@ def shard(part: Part, layout: Layout) -> Sharding:
 
 
 def cuts_frozen(layout: Layout) -> bool:
-    """Whether ranks share the rows of weights that are not trained.
+    """Whether ranks shard weights that are not trained.
 
-    ZeRO's stages 1 and 2 cut what follows from a gradient, of which these have none.
+    ZeRO's stages 1 and 2 shard gradients and optimizer states, which these don't have.
     """
     return layout.zero == 3 or layout.offload == "params"
 
 
 def sums_in_place(layout: Layout, target: Target) -> bool:
-    """Whether ranks keep weights whole and sum gradients by themselves, without FSDP2.
+    """Whether ranks keep weights whole and sum gradients themselves, without FSDP2.
 
-    Under ZeRO they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
-    and gloo's reduce-scatter is a sum for all; elsewhere it moves half as much. A target may ask
-    for FSDP2 there, too.
+    Under ZeRO, they do so on a CPU, where FSDP2 copies what it gathers and reduces more than once,
+    and gloo's reduce-scatter is an all-reduce; elsewhere, a reduce-scatter sends half as much. A
+    target may request FSDP2 on CPUs, too.
     """
     on_host = layout.offload == "params"
     return layout.zero == 0 or (target.on_cpu and not target.fsdp2 and not on_host)
 
 
 def unit_of(name: str, *, ep: int = 1, apart: Sequence[str] = (EMBED,)) -> str:
-    """Return the unit that a parameter is gathered and summed with, of a stage.
+    """Return the unit of a stage that a parameter is gathered and reduced with.
 
-    A block, or the rest of the stage. Experts that ranks share out are one of their own: others
-    have them. So are the ends that are `apart`: the embedding's gradient comes last, the others of
-    the rest come first, and its backward has no use for its weights.
+    A block, or the rest of the stage. Experts that are divided over ranks are a separate unit,
+    because their peers differ. So are the ends that are `apart`: the embedding's gradient comes
+    last, those of the rest come first, and its backward doesn't need its weights.
     """
     room, _, rest = name.partition(".")
     if room == "layers":
@@ -182,10 +181,10 @@ def unit_of(name: str, *, ep: int = 1, apart: Sequence[str] = (EMBED,)) -> str:
 
 
 def data_rank(layout: Layout, at: Mapping[str, int]) -> int:
-    """Return which of the layout's `alike_ranks` the rank at some coordinates is."""
+    """Return the index of the rank at some coordinates among the layout's `alike_ranks`."""
     return at["dp_shard" if layout.zero else "dp_replicate"] * layout.cp + at["cp"]
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Return the region that is all of a tensor."""
+    """Return the region of a whole tensor."""
     return tuple((0, size) for size in shape)

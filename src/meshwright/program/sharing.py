@@ -1,4 +1,4 @@
-"""What data parallelism sends in one optimizer step: gathers of weights and sums of gradients."""
+"""Data-parallel messages in one optimizer step: gathers of weights and sums of gradients."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _axes(layout: Layout, sharding: Sharding) -> _Axes:
 def unit_in(program: Program, name: str) -> str:
     """Return the unit of a parameter of a program.
 
-    FSDP2 has embedding and head apart, whose weights only a forward and only a backward uses; where
-    they are tied, in the rest.
+    FSDP2 has separate units for embedding and head, because only a forward or only a backward uses
+    their weights; tied ones are in the rest.
     """
     layout, apart = program.layout, [EMBED]
     if not sums_in_place(layout, program.target):
@@ -187,8 +187,8 @@ def reductions(
 ) -> Iterator[Collective]:
     """Yield the sums of gradients over data: reduce-scatters over `shard`, and over `replicate`.
 
-    Replicas meet once, after the last microbatch; where FSDP2 has a backward that is split, after
-    each second half, since what the rounds hold differs.
+    Replicas are reduced once, after the last microbatch. FSDP2 with a split backward reduces them
+    after each second half, because the parts differ between rounds.
     """
     layout = program.layout
     in_place = sums_in_place(layout, program.target)
@@ -226,7 +226,7 @@ def _summed_in(each: bool) -> Phase:
 
 
 def reduced_bytes(train: TrainSpec) -> int:
-    """Return the bytes of an element of the dtype in which gradients travel."""
+    """Return the bytes per element of gradients in a reduction."""
     widens = train.reduce_dtype == "fp32"
     return _FP32 if widens else ELEMENT_BYTES[train.precision]
 

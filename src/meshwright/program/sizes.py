@@ -1,4 +1,4 @@
-"""The sizes of what one rank computes of a microbatch, after tp, sp and cp have cut it."""
+"""The sizes of a rank's part of a microbatch, after sharding by tp, sp and cp."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WIDE: Final = 4  # bytes of fp32
 
 
 class Sizes(NamedTuple):
-    """Local sizes of one microbatch: `tokens` of attention and products, `stream` of the rest.
+    """Local sizes of one microbatch: `tokens` for attention and products, `stream` for the rest.
 
     `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
     `heads`, `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares.
-    `head_dim` is that of attention's products, which zeros may fill up (`ModelSpec.core_dim`).
-    `pairs` are those of a token with each of its experts, `received` those that come to this rank's
-    experts, which are others where ranks share them out; `element` is in bytes.
+    `head_dim` is that of attention's products, which may be padded (`ModelSpec.core_dim`). `pairs`
+    are (token, expert) pairs; `received` are those that this rank's experts receive, which differ
+    if experts are divided over ranks. `element` is in bytes.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program) -> Sizes:
-        """Return the sizes that a program's rules cut evenly, the same on every rank."""
+        """Return the sizes of a program, the same on every rank."""
         model, layout = program.model, program.layout
         pairs = layout.microbatch * program.sequence * model.top_k
         return cls(
@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the stream as products take it: gathered over tp."""
+        """Bytes of the stream as the input of products: gathered over tp."""
         return self.tokens * self.dim * self.element
 
     def product(self, inner: int, outer: int) -> float:
@@ -78,14 +78,15 @@ class Sizes(NamedTuple):
 
     @property
     def expert_product(self) -> float:
-        """FLOPs of a product of the pairs that come with one of an expert's matrices."""
+        """FLOPs of the product of the received pairs with one of an expert's matrices."""
         return 2.0 * self.received * self.dim * self.expert_ffn
 
 
 def received(program: Program, pairs: int) -> int:
-    """Return how many pairs come to the busiest rank's experts where so many leave each rank.
+    """Return how many pairs the busiest rank's experts receive if each rank sends so many.
 
-    A token meets an expert once, so that a rank gets at most all tokens with each of its experts.
+    A token selects an expert at most once, so a rank receives at most all tokens with each of its
+    experts.
     """
     model, layout = program.model, program.layout
     if layout.ep == 1 or not model.top_k:
@@ -95,28 +96,28 @@ def received(program: Program, pairs: int) -> int:
 
 
 def loss_rows(tokens: int, element: int, target: Target) -> int:
-    """Return of how many of a microbatch's tokens the logits are there together.
+    """Return how many of a microbatch's tokens have their logits computed together.
 
-    Enough for the products of a CPU, or to keep a GPU busy. In half a precision (`element` 2 bytes)
-    a quarter of all at least: as often is the gradient of the head's weight rounded to it.
+    Enough for the products of a CPU, or to keep a GPU busy. In half precision (`element` 2 bytes),
+    at least a quarter of all, because each round rounds the gradient of the head's weight.
     """
     least, rounds = 256 if target.on_cpu else 1024, 16 if element == _WIDE else 4
     return -(-tokens // min(max(tokens // least, 1), rounds))
 
 
 def loss_element(element: int, *, capped: bool = False) -> int:
-    """Return the bytes of a logit where products have `element` of them: as fp32, and rounded.
+    """Return the bytes per logit: as fp32, and rounded to `element` bytes for products.
 
-    Where they are `capped`, their slopes are kept too.
+    With a soft cap (`capped`), its slopes are stored too.
     """
     return _WIDE + (0 if element == _WIDE else element) + _WIDE * capped
 
 
 def loss_room(sizes: Sizes, rows: int, products: Route, *, is_frozen: bool = False) -> int:
-    """Return what the product for the gradient of the head's weight needs for itself, in bytes.
+    """Return the temporary bytes of the product for the head's weight gradient.
 
-    `rows` are the tokens of a round; the first one makes the gradient, further ones add to it. A
-    head that `is_frozen` has none.
+    `rows` are the tokens of a round; the first one creates the gradient, further ones add to it.
+    Zero if the head `is_frozen`.
     """
     if sizes.element != _WIDE or is_frozen:
         return 0

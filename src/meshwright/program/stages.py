@@ -22,7 +22,7 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """Global numbers of its layers."""
+        """The global indices of its layers."""
         return range(self.first_layer, self.stop_layer)
 
     def holds(self, part: Part, tied: bool) -> bool:
@@ -36,10 +36,10 @@ class Stage:
 
 
 def split_stages(spec: ModelSpec, count: int, seq_len: int) -> tuple[Stage, ...]:
-    """Return `count` stages whose costliest one is as cheap as a contiguous split allows.
+    """Return `count` contiguous stages that minimize the cost of the costliest one.
 
-    Every stage has at least one layer. Among equally good splits the first stages are the fuller
-    ones, since the last also computes the loss. `count` must not exceed `n_layers`.
+    Every stage has at least one layer. Among equally good splits, the first stages are the fuller
+    ones, because the last also computes the loss. `count` must not exceed `n_layers`.
     """
     if not 1 <= count <= spec.n_layers:
         raise ValueError(f"{count} stages of {spec.n_layers} layers")

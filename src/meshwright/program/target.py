@@ -1,4 +1,4 @@
-"""`Target`: what a program runs on, as far as that changes what its operations need."""
+"""`Target`: the properties of devices, kernels and rows that change what operations need."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FP32: Final = 4
 
 
 class Processor(NamedTuple):
-    """A CPU's vendor, as it calls itself, and its family."""
+    """A CPU's vendor string and family."""
 
     vendor: str = ""
     family: int = 0
 
 
 class Route(NamedTuple):
-    """Which fp32 products of a CPU go through oneDNN: by how their first factor lies in memory.
+    """Which fp32 products of a CPU go through oneDNN, by the memory order of the first operand.
 
-    `rows`: those of rows of a matrix, which are forwards and the gradients of inputs; `columns`:
-    those of its columns, the gradients of weights.
+    `rows`: products with rows of a matrix, in forwards and input gradients; `columns`: those with
+    its columns, in weight gradients.
     """
 
     rows: bool = False
@@ -36,7 +36,7 @@ class Route(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What takes it, in words."""
+        """The library of each kind of product, in words."""
         if not self.rows:
             return "torch's own"
         return "oneDNN" if self.columns else "oneDNN, gradients of weights torch's own"
@@ -44,15 +44,15 @@ class Route(NamedTuple):
     def takes(self, rows: int, inner: int, outer: int, *, columns: bool) -> bool:
         """Whether a product `[rows, inner] x [inner, outer]` goes through oneDNN.
 
-        `columns`: its first factor is the transpose of one that is contiguous.
+        `columns`: its first operand is the transpose of a contiguous one.
         """
         return (self.columns if columns else self.rows) and rows * inner * outer >= _WORTH
 
     def room(self, rows: int, inner: int, outer: int, *, adds: bool = False) -> int:
-        """Return the bytes that a product of columns needs beside its factors and its result.
+        """Return the bytes that a product of columns needs besides its operands and result.
 
-        oneDNN's operator copies such a factor. With `adds` the product is added to a sum, which the
-        operator cannot: it makes each piece first.
+        oneDNN's operator copies such an operand. With `adds`, the product is added to a sum, which
+        the operator cannot do, so each piece is computed first.
         """
         if not self.takes(rows, inner, outer, columns=True):
             return 0
@@ -71,12 +71,12 @@ Device = Literal["cpu", "gpu"]
 
 
 class Target(NamedTuple):
-    """What a program runs on, and the rows that it gets.
+    """The devices that a program runs on, and the rows that it receives.
 
-    `device` is where ranks compute; on CPUs gloo carries their messages. `products` is the way of
+    `device` is where ranks compute; on CPUs, gloo sends their messages. `products` is the route of
     fp32 products on a CPU, `tf32` whether GPUs compute them in TF32. `packed`: rows hold several
-    documents, which attention tells apart. `fsdp2`: ZeRO is FSDP2's on CPUs, too, as on GPUs.
-    `imbalance`: how many times the mean come of a token's experts to the busiest rank of `ep`.
+    documents, which attention keeps separate. `fsdp2`: FSDP2 handles ZeRO on CPUs, too, as on GPUs.
+    `imbalance`: the tokens of the busiest rank of `ep` relative to the mean.
     """
 
     device: Device = "cpu"
@@ -98,7 +98,7 @@ def takes_tf32(matmul: Matmul) -> bool:
 
 
 def route(matmul: Matmul, processor: Processor) -> Route:
-    """Return the way of fp32 products on a processor; the same one each time, for resumed runs."""
+    """Return the route of fp32 products on a processor; deterministic, for resumed runs."""
     if matmul == "torch":
         return Route()
     if matmul == "onednn":

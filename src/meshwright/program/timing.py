@@ -1,4 +1,4 @@
-"""Tables carried out on paper: when everything is done, how much time is idle, what is held."""
+"""Simulates tables: when everything is done, how much time is idle, what is held."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Step = Callable[[int, Action], tuple[Action, int] | None]
 
 
 def simulate(tables: Sequence[Table], step: Step) -> None:
-    """Advance all ranks through their tables, each as far as it gets until another one has moved.
+    """Advance all ranks through their tables, each as far as it can without the others.
 
-    Raises `ProgramError` with the ranks that wait for each other when none can move.
+    Raises `ProgramError` with the ranks that wait for each other when none can advance.
     """
     places = [0] * len(tables)
     has_moved = True
@@ -61,10 +61,10 @@ def times(
 ) -> dict[Action, tuple[float, float]]:
     """Return when each computing action begins and ends, if each starts as soon as it can.
 
-    It starts when its rank is free and what it needs has arrived: from another rank, `transfer`
-    seconds after it was computed. A rank is busy for the first `exposed` seconds of what it sends.
+    It starts when its rank is free and its inputs have arrived: from another rank, `transfer`
+    seconds after they were computed. A rank is busy for the first `exposed` seconds of each send.
     The actions are in the order of the simulation, those of one rank in the order of its table,
-    whose own transfers are passed over. Raises `ProgramError` if the order cannot be run.
+    whose own transfers are ignored. Raises `ProgramError` if the order cannot run.
     """
     last = len(ranks_of_stage) - 1
     clocks = [0.0] * len(tables)

@@ -1,4 +1,4 @@
-"""The transfers of a pipeline: put into tables of computing actions, and checked in any tables."""
+"""The transfers of a pipeline: adds them to tables of computing actions, and checks tables."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ UNIT_COSTS: Final[Mapping[str, float]] = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0
 
 
 def with_transfers(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tuple[Table, ...]:
-    """Return the tables with the transfers between stages on different ranks put in.
+    """Return the tables with the transfers between stages on different ranks added.
 
-    Takes compute tables, also of forwards alone. The transfers of a pair of ranks, both directions
-    together, stand in one order on both sides, as NCCL needs it: that in which their contents are
-    ready when F, I and W take equal time and B twice that, so that no transfer holds up one whose
-    content is ready before its own. A SEND stands right after the action that computes its content.
-    A RECV stands before the computing action before the one that needs it (`RECEIVE_AHEAD`): late,
-    as each posted RECV holds a buffer, but early enough that the transfer overlaps with computing.
-    It is moved only as far as the pair's order asks. Raises `ProgramError` for an order in which
-    the ranks wait for each other.
+    Takes compute tables, also of forwards alone. Both ranks of a pair have its transfers, both
+    directions together, in the same order, as NCCL requires: the order in which their contents are
+    ready if F, I and W take equal time and B twice that, so that no transfer delays one whose
+    content is ready earlier. A SEND comes right after the action that computes its content. A RECV
+    comes before the computing action before the one that needs it (`RECEIVE_AHEAD`): late, because
+    each posted RECV holds a buffer, but early enough that the transfer overlaps with computation.
+    The pair's order may move it earlier. Raises `ProgramError` for an order in which ranks
+    deadlock.
     """
     ends = end_times(tables, ranks_of_stage, UNIT_COSTS)
     queues: dict[tuple[int, int], deque[Action]] = {}
@@ -51,9 +51,10 @@ def with_transfers(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> tu
 
 
 def with_own_transfers(table: Table, ranks_of_stage: Sequence[int]) -> Table:
-    """Return one rank's table with each transfer beside the action that it is for.
+    """Return one rank's table with each transfer next to its action.
 
-    No order to run a pipeline in, as the other ranks are not asked; what is sent is the same.
+    A pipeline cannot run in this order, because it ignores the other ranks; the messages are the
+    same.
     """
     found: list[Action] = []
     for action in table:
@@ -106,13 +107,13 @@ _Orders = Mapping[tuple[int, int], Sequence[_Posted]]
 
 
 def check_order(tables: Sequence[Table], ranks_of_stage: Sequence[int]) -> None:
-    """Hold tables with transfers against all that a run needs; a pass means that it cannot hang.
+    """Check tables with transfers for all that a run needs; a pass means that it cannot hang.
 
-    Every stage does F of every microbatch once, then B once, or I and then W; what an action needs
-    has come before it on its rank; the transfers of a pair of ranks match one by one; and all ranks
-    reach their ends if a transfer takes place only when both sides have come to it and all earlier
-    ones of the pair are over, and only a computing action waits, for the RECV that it needs. The
-    microbatches are those up to the highest number found. Raises `ProgramError` that names rank,
+    Every stage does F of every microbatch once, then B once, or I and then W. The inputs of an
+    action have arrived on its rank. The transfers of a pair of ranks match one by one. And all
+    ranks finish if a transfer takes place only when both sides have reached it and all earlier
+    transfers of the pair are done, and only a computing action waits, for the RECV that it needs.
+    The microbatches are those up to the highest number found. Raises `ProgramError` with rank,
     position and action.
     """
     ranks = 1 + max(ranks_of_stage)

@@ -1,1 +1,1 @@
-"""Proofs: that a layout computes what one device does, and what its program says."""
+"""Proves that a layout computes what one device does, and what its program says."""

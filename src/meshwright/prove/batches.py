@@ -1,4 +1,4 @@
-"""The batches that a case is proven on: random tokens of which rows have very uneven numbers."""
+"""The batches for a proof: random tokens, with very uneven numbers of targets per row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.prove.case import Case
 
 
 def make_batch(case: Case, step: int) -> Batch:
-    """Return the global batch of a step: random tokens, rows with very uneven numbers of targets.
+    """Return a step's global batch: random tokens, very uneven numbers of targets per row.
 
-    Where the case is packed, rows hold several documents of random lengths. Where it is a chat,
-    targets are in spans, and the first half of the rows, whole microbatches and ranks, has none.
+    For packed cases, rows hold several documents of random lengths. For chats, targets are in
+    spans, and the first half of the rows, including whole microbatches and ranks, has none.
     """
     generator = torch.Generator().manual_seed(1000 * case.train.seed + step)
     rows, seq, vocab = case.train.batch, case.train.seq_len, case.model.vocab_size

@@ -1,4 +1,4 @@
-"""`Case`: a layout to be proven, with the small model and the batch to prove it on. No torch."""
+"""`Case`: a layout to prove, with a small model and batch. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OPTIMIZERS: Final[Mapping[Optimizer, str]] = {"adamw": "AdamW", "sgd": "SGD"}
 
 @dataclass(frozen=True)
 class Case:
-    """One layout, and what it is run on; `refused` is the rule that it is expected to break.
+    """One layout with its model and batch; `refused` is the rule that it is expected to break.
 
-    `steps` of an optimizer are compared. With `chat` only some turns are trained, and half of the
-    rows have none. With `fsdp2` ZeRO is FSDP2's, which GPUs take, on CPUs, too.
+    Compares `steps` of an optimizer. With `chat`, only some turns are trained, and half of the rows
+    have none. With `fsdp2`, FSDP2 handles ZeRO on CPUs, too, as on GPUs.
     """
 
     model: ModelSpec
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with on both sides: fp16 would lose small gradients."""
+        """The factor of the loss on both sides: fp16 would lose small gradients."""
         return 1024.0 if self.train.precision == "fp16" else 1.0
 
     @property
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The layout's label, then what is unusual about the model and the batch."""
+        """The layout's label, then the unusual properties of the model and the batch."""
         return f"{self.layout.label}, {' '.join(self._words())}"
 
     def _words(self) -> Iterator[str]:
@@ -82,7 +82,7 @@ class Case:
             yield "fp8"
 
     def as_json(self) -> str:
-        """Return it as one JSON object, without what is as by default."""
+        """Return it as one JSON object, without default values."""
         values = {
             one.name: value
             for one in fields(self)

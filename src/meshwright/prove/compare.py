@@ -1,10 +1,10 @@
-"""What a layout may be off by, and how far off it is.
+"""The error of a layout, and its tolerance.
 
-A tensor is compared with an exact one by their distance (the root of the summed squares). How large
-rounding may make it is measured: the reference makes all roundings of a layout, on one device, and
-its own distance from the exact tensor is the noise, the largest of a few samples. A layout makes as
-many roundings in another order, so its distance is another sample of that noise. `MARGIN` allows
-for chance, and for the few roundings that only a layout has: partial sums of ranks.
+A tensor is compared with an exact one by their distance (the root of the summed squares). The
+possible size of rounding errors is measured: the reference does all rounding of a layout, on one
+device, and its own distance from the exact tensor is the noise, the largest of a few samples. A
+layout rounds equally often in another order, so its distance is another sample of that noise.
+`MARGIN` allows for chance, and for rounding that only a layout has: partial sums of ranks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def mine(batch: Batch, program: Program, world: World) -> Batch:
 
 
 class Difference(NamedTuple):
-    """How far the worst tensor is off, relative to its size, how far it may be, and where."""
+    """The relative error of the worst tensor, its tolerance, and the tensor's name."""
 
     error: float
     bound: float
@@ -98,15 +98,15 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The error over its bound; infinite where it is not a number."""
+        """The error divided by its bound; infinite if it is not a number."""
         found = self.error / self.bound
         return found if found == found else math.inf
 
 
 class Expected(NamedTuple):
-    """Whole tensors by name, exact ones and as one device has them that rounds, in some samples.
+    """Whole tensors by name: exact ones, and samples of one device with rounding.
 
-    Where the tensors are updates, `added_to` has the fp32 weights that they are added to.
+    If the tensors are updates, `added_to` has the fp32 weights that they are added to.
     """
 
     exact: Mapping[str, Tensor]
@@ -116,9 +116,9 @@ class Expected(NamedTuple):
     def difference(
         self, name: str, found: Tensor | None, part: Callable[[Tensor], Tensor] = lambda x: x
     ) -> tuple[float, float]:
-        """Return how far a tensor, or a part of it, is off, and may be: both relative to its size.
+        """Return the error of a tensor, or a part of it, and its tolerance, relative to its size.
 
-        The distance is infinite where there is no tensor, or one with a NaN.
+        The error is infinite if there is no tensor, or one with a NaN.
         """
         exact = part(self.exact[name]).double()
         size = exact.norm().item()
@@ -152,15 +152,16 @@ def compare(
 
 
 def worse(a: Difference, b: Difference) -> Difference:
-    """Return the one that is further beyond its bound; the first of two alike."""
+    """Return the one that exceeds its bound more; the first if equal."""
     return b if b.share > a.share or not a.tensor else a
 
 
 def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float) -> float:
-    """Return what a mean loss may be off by, relative to it.
+    """Return the relative tolerance of a mean loss.
 
-    A target's loss is off by the roundings of its logits, about 12 a layer, each of `SPREAD` units;
-    the mean of independent ones by this over the root of their number. Sums in fp32 add a little.
+    A target's loss has the rounding errors of its logits, about 12 per layer, each of `SPREAD`
+    units; for the mean of independent ones, divided by the root of their number. Sums in fp32 add a
+    little.
     """
     targets = max(int((batch.targets != IGNORE).sum()), 1)
     unit = 2.0**-4 if train.fp8 else UNIT_ROUNDOFFS[train.precision]
@@ -169,11 +170,11 @@ def loss_tolerance(train: TrainSpec, model: ModelSpec, batch: Batch, loss: float
 
 
 def norm_tolerance(noises: Iterable[float]) -> float:
-    """Return what the norm of a whole gradient may be off by, relative to it; `noises` by step.
+    """Return the relative tolerance of a whole gradient's norm; `noises` by step.
 
-    A norm changes by the norm of what is added at most, which is noise. The component along the
-    gradient alone would be a part of it, but where few weights have most of the gradient, or rows
-    share roundings, it is nearly all. The noise of later steps is that of their weights, too.
+    A norm changes at most by the norm of what is added, the noise. Only the noise along the
+    gradient counts, but if few weights have most of the gradient, or rows share rounding errors,
+    this is nearly all of it. The noise of later steps includes that of their weights.
     """
     return MARGIN * max(noises) + 8 * UNIT_ROUNDOFFS["fp32"]
 

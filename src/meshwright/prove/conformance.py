@@ -1,7 +1,7 @@
-"""Conformance: a layout's program against what its ranks hold, compute and send in a real step.
+"""Conformance: a program compared with what its ranks hold, compute and send in a real step.
 
-What only talks about the program cannot find it wrong; here it is counted. DESIGN.md calls this the
-second lock against drift.
+Checks that only read the program cannot find errors in it; this one counts. DESIGN.md calls this
+the second lock against drift.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _MULTI: Final[Mapping[str, Any]] = {
 def prove_conformance(
     case: Case, groups: Groups, world: World, parallel: Parallel | None = None
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on parameters, action table, collectives and matrix products of a step.
+    """Return the verdicts on a step's parameters, actions, collectives and products.
 
-    A collective; every rank returns the same. `parallel` is the model that is counted, built here
-    if it is left out; it has no gradients after.
+    A collective; every rank returns the same. `parallel` is the counted model, built here if left
+    out; it has no gradients afterwards.
     """
     program = program_of(case, world)
     if parallel is None:
@@ -178,11 +178,11 @@ def _order_differences(program: Program) -> Iterator[str]:
 def torch_order(
     schedule: str, pp: int, virtual_stages: int, microbatches: int
 ) -> tuple[Table, ...]:
-    """Return what each pipeline rank computes, in order, as torch.distributed.pipelining has it.
+    """Return each pipeline rank's computing actions as torch.distributed.pipelining orders them.
 
-    gpipe and 1f1b are run on stages that only note what they are asked to do: the orders that torch
-    prints for them are for show, and that of 1f1b is wrong. The others carry the order that they
-    run. Raises `KeyError` for "naive", which torch lacks.
+    gpipe and 1f1b run on stages that only record their calls: the orders that torch prints for them
+    are not those that it runs, and that of 1f1b is wrong. The other schedules contain their order.
+    Raises `KeyError` for "naive", which torch lacks.
     """
     if schedule in _SINGLE:
         stages = [_noting_stage(stage, pp) for stage in range(pp)]

@@ -1,7 +1,7 @@
-"""`draw`: legal layouts at random, each with an odd small model of its own. No torch.
+"""`draw`: random legal layouts, each with an odd small model of its own. No torch.
 
-The table of `matrix` spreads its choices evenly, mostly in powers of 2. Here they meet at random:
-any degree, and sizes that are divisible only as the rules need.
+The table of `matrix` spreads its choices evenly, mostly in powers of 2. Here, they are combined at
+random: any degree, and sizes that are divisible only as far as the rules require.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ _SCALINGS: Final = (
 
 
 def draw(seed: int, count: int, worlds: Sequence[int] = WORLDS) -> tuple[Case, ...]:
-    """Return so many cases, the same for the same seed and worlds; fewer are the first of more.
+    """Return so many cases, the same for the same seed and worlds; fewer are a prefix of more.
 
-    Every mesh of these numbers of ranks comes once before any comes again. Raises `ConfigError`
-    where there are too few or too many ranks, or no cases are asked for.
+    Every mesh of these numbers of ranks comes once before any comes again. Raises `ConfigError` for
+    too few or too many ranks, or for no cases.
     """
     for world in worlds:
         if not 2 <= world <= MOST_RANKS:
@@ -104,7 +104,7 @@ class _Dealer:
         self._decks: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
 
     def deal(self, name: str, choices: tuple[T, ...]) -> T:
-        """Return the next of some choices; what has another name or choices is another deck."""
+        """Return the next of some choices; another name or other choices mean another deck."""
         deck: list[T] = self._decks.setdefault((name, choices), [])
         if not deck:
             rest = list(choices)

@@ -1,7 +1,7 @@
-"""A linear layer whose operands are rounded to float8, in operations of torch alone.
+"""A linear layer with operands rounded to float8, in plain torch operations.
 
 Each operand is scaled by its own largest value: inputs and weights to e4m3, gradients to e5m2, as
-arXiv:2209.05433, section 3, has it. Products and their sums stay in fp32, and are rounded once.
+in arXiv:2209.05433, section 3. Products and their sums stay in fp32, and are rounded once.
 """
 
 from __future__ import annotations

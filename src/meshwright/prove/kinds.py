@@ -1,4 +1,4 @@
-"""The kinds of models and batches that the table of layouts deals. No torch."""
+"""The kinds of models and batches in the table of layouts. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshwright.spec.lora import Lora
 
 
 class Kind(NamedTuple):
-    """A kind of model and of batch; `asked` is what training asks of routers.
+    """A kind of model and batch; `asked` has the training settings of routers.
 
-    With `lora` only adapters are trained.
+    With `lora`, only adapters are trained.
     """
 
     family: str

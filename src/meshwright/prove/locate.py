@@ -1,8 +1,8 @@
-"""Where a parallel model first parts from one device, in the order in which a step computes.
+"""Finds where a parallel model first differs from one device, in the order of computation.
 
-First the weights before the step, then what each layer hands on in the forward, then the gradients.
-A wrong forward makes all gradients wrong, so they alone would name the last layer whatever it was.
-If the first step agrees, then the updates of each step, and the gradients of later ones.
+First it compares the weights before the step, then the output of each layer in the forward, then
+the gradients. A wrong forward makes all gradients wrong, so gradients alone would always name the
+last layer. If the first step agrees, it compares the updates of each step, and later gradients.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class _Search(NamedTuple):
 
 
 def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Divergence | None:
-    """Return where the steps part from one device, None where they do not; a collective.
+    """Return where the steps first differ from one device's, None if nowhere; a collective.
 
-    What half precision is too coarse for is looked for once more in fp32.
+    Repeats the search in fp32 for faults that half precision hides.
     """
     program = program_of(case, world)
     search = _Search(case, program, groups, world, fault)

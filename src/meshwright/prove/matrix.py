@@ -1,9 +1,9 @@
-"""`matrix`: the one table of layouts that are proven, and of those that must be refused. No torch.
+"""`matrix`: the table of layouts that are proven, and of those that must be refused. No torch.
 
-It drives `prove --matrix`, the tests and the support matrix in the docs. The layouts are every mesh
-of so many ranks (degrees that are powers of 2), each with a spread of what may be chosen on it.
-What the axes do not decide (model, precision, offload, ...) is distributed in turn: the numbers of
-kinds have no common divisor, so that over the table each kind meets each other one.
+`prove --matrix`, the tests and the support matrix in the docs use it. The layouts are all meshes of
+so many ranks (degrees that are powers of 2), each with a spread of the possible choices. Other
+properties (model, precision, offload, ...) are assigned in turn: the numbers of their values have
+no common divisor, so that over the table each value is combined with every other.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ _NAMED: Final = {
 def matrix(world: int) -> tuple[Case, ...]:
     """Return the table for a number of ranks: distinct legal layouts, then the refused ones.
 
-    16 ranks are there for four axes at once only. Raises `ConfigError` where there is no table for
-    so many ranks.
+    16 ranks are only for four axes at once. Raises `ConfigError` if there is no table for so many
+    ranks.
     """
     if world not in WORLDS:
         raise ConfigError(refusal(f"there is no table for {world} ranks", legal=WORLDS))
@@ -145,9 +145,9 @@ def _large(world: int) -> Iterator[Case]:
 
 
 def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
-    """Return so many of some cases at random, in their order; the same ones for the same seed.
+    """Return so many random cases, in their order; the same ones for the same seed.
 
-    Raises `ConfigError` where there are not so many.
+    Raises `ConfigError` if there are not so many.
     """
     if not 1 <= number <= len(cases):
         nearest = min(max(number, 1), len(cases))

@@ -1,4 +1,4 @@
-"""The reference's optimizers, as their papers have them."""
+"""The reference's optimizers, as in their papers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Tensors = Mapping[str, Tensor]
 class Updates:
     """AdamW (arXiv:1711.05101, algorithm 2), or SGD with momentum and the same decay.
 
-    The rate rises linearly over the warm-up, and falls along a cosine to a tenth. Weights of one
-    dim do not decay.
+    The learning rate rises linearly during the warm-up, and falls along a cosine to a tenth.
+    Weights of one dim do not decay.
     """
 
     def __init__(self, masters: dict[str, Tensor], spec: OptimizerSpec, steps: int) -> None:
@@ -26,7 +26,7 @@ class Updates:
         self._second = {name: torch.zeros_like(one) for name, one in masters.items()}
 
     def state(self) -> dict[str, Tensors]:
-        """Return what it keeps, by the names that torch's optimizers use, as `comparable` is."""
+        """Return its state, by the names of torch's optimizers, as `comparable` returns it."""
         found = {"exp_avg": self._first, "exp_avg_sq": self._second}
         if self._spec.name == "sgd":
             found = {"momentum_buffer": self._first}
@@ -38,7 +38,7 @@ class Updates:
         }
 
     def step(self, gradients: Tensors, step: int) -> None:
-        """Update the masters; steps count from 0."""
+        """Update the master weights; steps count from 0."""
         spec, rate = self._spec, self._rate(step)
         for name, master in self._masters.items():
             gradient = gradients[name]
@@ -65,9 +65,9 @@ class Updates:
 
 
 def comparable(key: str, state: Tensor) -> Tensor:
-    """Return an optimizer's state on the scale of a gradient: means of squares by their root.
+    """Return optimizer state on the scale of a gradient: the root of means of squares.
 
-    The tolerances are factors of a gradient's noise. Where a gradient is nothing but noise, the
-    squares of two samples differ by the square of such a factor.
+    Tolerances are factors of a gradient's noise. If a gradient is nothing but noise, the squares of
+    two samples differ by the square of such a factor.
     """
     return state.sqrt() if key == "exp_avg_sq" else state

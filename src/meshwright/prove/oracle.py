@@ -1,9 +1,9 @@
-"""The reference model, in plain torch operations: it shares no code with what it checks.
+"""The reference model, in plain torch operations: it shares no code with the code under test.
 
 It uses no kernel, no hand-written backward and no class of `models`, only weights with the same
-names. Only dropout's masks are those of `models.dropout`: which values drop is defined by a hash,
-and a second version of it would be the same lines. Products are in the dtype of the weights, and
-like `models` this rounds to it after each product, norm, rotation, activation and sum.
+names. Only dropout masks come from `models.dropout`: a hash defines them, and a second version
+would have the same lines. Products are in the dtype of the weights, and like `models` this rounds
+to it after each product, norm, rotation, activation and sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Weights = Mapping[str, Tensor]
 
 
 class Routed(NamedTuple):
-    """What a router does: its scores, and which experts each token meets, `[batch, seq, experts]`.
+    """A router's result: its scores, and each token's experts, `[batch, seq, experts]`.
 
     `name` is that of its mixture.
     """
@@ -56,10 +56,10 @@ def streams(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
 
-    By the names `embed`, `layers.0`, ... With `drops` the rows' keys, if any, drop values: those of
-    the embedding after it is yielded, as it is a module's own output. `gaps` gets, for each layer
-    of experts, the smallest distance of a router's score that was picked from one that was not;
-    `routers` what they do.
+    Their names are `embed`, `layers.0`, ... With `drops`, the rows' keys drop values, if there are
+    any: those of the embedding after it is yielded, because it is a module's own output. `gaps`
+    receives, for each layer of experts, the smallest distance of a selected router score from one
+    that was not; `routers` receives the routers' results.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
     model.gaps, model.routers = gaps, routers
@@ -93,7 +93,7 @@ def loss_sum(
 
 
 def router_losses(spec: ModelSpec, train: TrainSpec, scores: Tensor) -> Tensor:
-    """Return the losses of a layer's router, as they are weighed, summed over sequences.
+    """Return the weighted losses of a layer's router, summed over sequences.
 
     scores fp32 or fp64 `[batch, seq, experts]`. arXiv:2412.19437, equations 17 to 20, also with
     softmax; arXiv:2202.08906, equation 5.
@@ -171,9 +171,10 @@ class _Model:
         return q, k, v
 
     def latent_heads(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same of latent vectors. arXiv:2405.04434, equations 9 to 17.
+        """Return the same for latent vectors. arXiv:2405.04434, equations 9 to 17.
 
-        The query has the scale of YaRN's length, and undoes that of a value with more dims.
+        The query includes YaRN's length scale, and a factor that cancels the effect of values with
+        more dims on the scale of attention.
         """
         spec, at = self.spec, f"layers.{layer}.attn"
         if spec.q_lora_rank:
@@ -196,19 +197,19 @@ class _Model:
         return _times(q, length**2 * more), k, kv[..., alone:]
 
     def small_norm(self, at: str, x: Tensor) -> Tensor:
-        """Return the norm of a latent vector, which has an epsilon of its own in all models."""
+        """Return the norm of a latent vector, whose epsilon is fixed in all models."""
         wide = _wide(x)
         scale = (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         return (wide / scale * self.weights[f"{at}.weight"]).to(x.dtype)
 
     def turned(self, layer: int, x: Tensor) -> Tensor:
-        """Return rotated dims `[batch, seq, heads, dims]`, of which pairs may lie side by side."""
+        """Return rotated dims `[batch, seq, heads, dims]`; pairs may be adjacent."""
         if not self.spec.rope_interleave:
             return self.rotated(layer, x)
         return self.rotated(layer, torch.cat((x[..., ::2], x[..., 1::2]), -1))
 
     def normed_heads(self, at: str, name: str, x: Tensor) -> Tensor:
-        """Return heads of queries or keys, normed one by one or together."""
+        """Return normalized heads of queries or keys, one by one or together."""
         spec = self.spec
         if spec.qk_norm == "none":
             return self.heads(x)
@@ -222,7 +223,7 @@ class _Model:
         return x.view(*x.shape[:2], -1, self.spec.head_dim)
 
     def feed_forward(self, at: str, x: Tensor) -> Tensor:
-        """Return what follows attention: gated, or two products."""
+        """Return the MLP of a layer: gated, or plain."""
         up = self.project(f"{at}.up", x)
         if self.spec.gated_mlp:
             between = self.activated(self.project(f"{at}.gate", x)) * up
@@ -231,9 +232,9 @@ class _Model:
         return self.project(f"{at}.down", between)
 
     def experts(self, at: str, x: Tensor) -> Tensor:
-        """Return what each token's experts make of it, and the shared one.
+        """Return the sum of each token's experts, and the shared one.
 
-        Every expert sees every token here; a share of 0 takes out those that were not picked.
+        Every expert sees every token here; a weight of 0 removes those that were not selected.
         """
         spec, weights = self.spec, self.weights
         scores = torch.einsum("bsd,ed->bse", _wide(x), _wide(weights[f"{at}.router.weight"]))
@@ -275,9 +276,10 @@ class _Model:
         return total
 
     def corrected(self, at: str, scores: Tensor) -> Tensor:
-        """Return the scores that experts are picked by, `-inf` outside of the best groups.
+        """Return the scores that select experts, `-inf` outside of the best groups.
 
-        arXiv:2412.19437, equation 16. Of a sigmoid: times 4, its score moves as far at least.
+        arXiv:2412.19437, equation 16. Times 4, because a sigmoid's slope is at most 1/4: an error
+        of its input then moves the score at most by as much.
         """
         spec = self.spec
         found = 4 * (scores + self.weights[f"{at}.router.correction"])
@@ -289,7 +291,7 @@ class _Model:
         return torch.where(kept[..., None], each, -math.inf).flatten(-2)
 
     def best(self, scores: Tensor, number: int, errors: int = 1) -> Tensor:
-        """Return which are among the best; `gaps` gets how near another comes, for each error."""
+        """Return which are among the best; `gaps` receives the distance to the next, per error."""
         ranked = scores.sort(-1, descending=True).values
         if self.gaps is not None and number < scores.shape[-1]:
             gap = (ranked[..., number - 1] - ranked[..., number]).min().item()
@@ -297,7 +299,7 @@ class _Model:
         return scores >= ranked[..., number - 1, None]
 
     def between(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return what an expert's last product takes."""
+        """Return the input of an expert's last product."""
         limit = self.spec.swiglu_limit
         if limit is None:
             return self.activated(gate) * up
@@ -326,7 +328,7 @@ class _Model:
         return out + F.linear(F.linear(x, first), self.weights[f"{at}.lora_b"]) * scale
 
     def rotated(self, layer: int, x: Tensor) -> Tensor:
-        """Return heads `[batch, seq, heads, head_dim]`, a part turned by their positions' angles.
+        """Return heads `[batch, seq, heads, head_dim]` with a part rotated by their positions.
 
         Dims i and i + half are a point of the plane. arXiv:2104.09864, equation 34.
         """
@@ -341,7 +343,7 @@ class _Model:
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
 
     def dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
-        """Return x with what falls to dropout set to 0, and the rest enlarged."""
+        """Return x with dropped values set to 0, and the others scaled up."""
         p = self.spec.dropout
         if keys is None or p == 0:
             return x

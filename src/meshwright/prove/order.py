@@ -1,4 +1,4 @@
-"""The order of a pipeline's work, compared with the rules without running anything. No torch."""
+"""Checks the order of a pipeline's actions against the rules without running them. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENDS = "every rank reaches its end"
 
 
 def prove_order(program: Program) -> Verdict:
-    """Return the verdict on the tables of all pipeline ranks: complete, matched, and they end."""
+    """Return the verdict on all pipeline ranks' tables: complete, matched, and terminating."""
     observed = _ENDS
     try:
         check_order(program.tables, program.stage_ranks)

@@ -1,4 +1,4 @@
-"""`Outcome`: what the proof of a case came to, and a table's outcomes as one document. No torch."""
+"""`Outcome`: the result of a case's proof, and a table's outcomes as one document. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.prove.verdict import Verdict
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdicts on a case, and the seconds that they took."""
+    """The verdicts on a case, and their seconds."""
 
     case: Case
     verdicts: tuple[Verdict, ...]
@@ -21,16 +21,16 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all of its verdicts are good; none at all is no proof."""
+        """Whether all of its verdicts are good; no verdict is no proof."""
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
     @property
     def failed_claims(self) -> frozenset[str]:
-        """What did not hold."""
+        """The claims that did not hold."""
         return frozenset(verdict.claim for verdict in self.verdicts if not verdict.passed)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line with the claims and their worst errors, then what failed."""
+        """Yield a line with the claims and their worst errors, then the failures."""
         word = "ok  " if self.passed else "FAIL"
         errors = [
             f"{verdict.claim} {verdict.error:.1e} ({verdict.error / verdict.tolerance:.0%})"
@@ -57,7 +57,7 @@ def _failure(verdict: Verdict) -> Iterator[str]:
 
 
 def refusal_line(refusal: Refusal) -> str:
-    """Return a line on a layout that was to be refused."""
+    """Return a line on a layout that had to be refused."""
     word = "ok  " if refusal.passed else "FAIL"
     told = refusal.rule or "not refused"
     if not refusal.passed:

@@ -1,7 +1,7 @@
-"""Parity: a layout on its ranks against one device, over some steps of `train`'s own.
+"""Parity: a layout on its ranks compared with one device, over some steps of training.
 
-The gradients of the first step, each loss and gradient norm, what the steps have added to the
-weights, the optimizer's state and an evaluation at the end.
+Compares the gradients of the first step, each loss and gradient norm, the updates of all steps, the
+optimizer state, and an evaluation at the end.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def prove_parity(
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a case's steps; a collective, every rank returns the same.
 
-    In half precision the same case is proven in fp32, too: its own roundings hide what is smaller
-    than they are. `reference_of` may save computing one again. `fault` breaks the parallel model,
-    in tests.
+    In half precision, the same case is also proven in fp32, because rounding hides smaller faults.
+    `reference_of` may cache references. Tests use `fault` to break the parallel model.
     """
     reference_of = reference_of or partial(shared_reference, world=world)
     verdicts = check(case, groups, world, reference_of(case), fault)

@@ -1,13 +1,13 @@
-"""One device: the steps of `train` in plain torch operations, in the precision of a case.
+"""One device: training steps in plain torch operations, in the precision of a case.
 
-In half precision this rounds what a layout rounds: the weights in products, the activations between
-operations, and each microbatch's gradients. Sums of gradients and updates are in fp32. The same
-steps are also taken in fp64, where only the weights in products are rounded. The difference of the
-two is the noise of the roundings, from which the tolerances follow.
+In half precision, this rounds what a layout rounds: the weights in products, the activations
+between operations, and each microbatch's gradients. Sums of gradients and updates are in fp32. The
+same steps are also computed in fp64, where only the weights in products are rounded. The difference
+of the two is the rounding noise, from which the tolerances follow.
 
-One difference is a sample of that noise. Where one ill-conditioned place (an RMSNorm of a token
-that is nearly zero, say) has most of it, samples of the same noise differ by factors of 40. So the
-rounded steps are taken several times, from weights of which some are one rounding off.
+One difference is one sample of that noise. If a single ill-conditioned place (such as an RMSNorm of
+a nearly zero token) causes most of it, samples of the same noise differ by factors of 40. So the
+rounded steps are computed several times, from weights of which some differ by one rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MOVED: Final = 1 / 16
 
 
 class AfterStep(NamedTuple):
-    """After a step: its gradients before clipping, all updates so far, states and corrections."""
+    """After a step: its unclipped gradients, all updates so far, states and corrections."""
 
     gradients: Tensors
     updates: Tensors
@@ -56,13 +56,13 @@ class AfterStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What one device computes over some steps; tensors by parameter name, fp32.
+    """The results of some steps on one device; tensors by parameter name, fp32.
 
-    `gradients` are those of the first step, `updates` all that has been added to weights, `state`
-    what the optimizer keeps, by its key; `corrections` are those of routers. `evaluation` is the
-    mean loss of the last weights on the first and one more batch, without dropout. `moments` are
-    those of each step, where asked for. `gap` is the smallest distance of a router's score that was
-    picked from one that was not.
+    `gradients` are those of the first step, `updates` the sums of all updates, `state` the
+    optimizer state by its key; `corrections` are those of routers. `evaluation` is the mean loss of
+    the last weights on the first and one more batch, without dropout. `moments` are those of each
+    step, if requested. `gap` is the smallest distance of a selected router score from one that was
+    not.
     """
 
     losses: tuple[float, ...]
@@ -78,12 +78,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a layout is compared with: one device's steps, exact and with a layout's roundings.
+    """What a layout is compared with: one device's steps, exact and with a layout's rounding.
 
-    `start` are the weights before them, `optimizer` and `clip_norm` those of the steps. The latter
-    is half of the first gradient's norm, if the case clips at all, so that every step is clipped.
-    `rounded` are samples of the same steps. `noises` are the errors of each step's whole gradient
-    in them, over its norm: the largest of all samples.
+    `start` are the initial weights, `optimizer` and `clip_norm` the settings of the steps. The
+    latter is half of the first gradient's norm, if the case clips at all, so that every step is
+    clipped. `rounded` are samples of the same steps. `noises` are their errors of each step's whole
+    gradient, relative to its norm: the largest of all samples.
     """
 
     start: Tensors
@@ -95,9 +95,9 @@ class Reference:
 
     @property
     def drift(self) -> float:
-        """The largest error of a loss after an update, relative to it: of weights that noise moves.
+        """The largest relative error of a loss after an update, caused by noise in the weights.
 
-        With a layout's roundings, of the steps after the first and of the evaluation.
+        With a layout's rounding, over the steps after the first and the evaluation.
         """
         exact = self._later(self.exact)
         each = [zip(self._later(sample), exact, strict=True) for sample in self.rounded]
@@ -105,7 +105,7 @@ class Reference:
 
     @property
     def first_noise(self) -> float:
-        """The largest error of the first loss in the samples, relative to it."""
+        """The largest relative error of the first loss in the samples."""
         exact = self.exact.losses[0]
         return max(abs(one.losses[0] - exact) / exact for one in self.rounded)
 
@@ -115,7 +115,7 @@ class Reference:
 
 
 def run_reference(case: Case, *, keeps: bool = False) -> Reference:
-    """Return what one device computes; with `keeps` also the moments of each step."""
+    """Return one device's results; with `keeps`, also the moments of each step."""
     one = _Computed.of(case)
     rounded = [one.rounded(number) for number in range(SAMPLES)]
     return one.reference(one.exact(), rounded, keeps=keeps)
@@ -195,7 +195,7 @@ def _noises(rounded: Steps, exact: Steps) -> Iterator[float]:
 
 
 def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
-    """Return the gradients of a global batch, as rounded and as exact ones."""
+    """Return the rounded and the exact gradients of a global batch."""
     rounded, exact = (
         _narrow(_OneDevice(case, exact=which).gradients(batch)[1]) for which in (False, True)
     )
@@ -204,7 +204,7 @@ def run_gradients(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
 
 @torch.no_grad()
 def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
-    """Return the outputs of the embedding and of each layer, as rounded and as exact ones."""
+    """Return the rounded and the exact outputs of the embedding and of each layer."""
     found = []
     for exact in (False, True):
         one = _OneDevice(case, exact=exact)
@@ -269,7 +269,7 @@ class _OneDevice:
         self._met: dict[str, Tensor] = {}
 
     def used(self) -> dict[str, Tensor]:
-        """Return the weights as products take them."""
+        """Return the weights in the form that products use."""
         dtype = torch.float64 if self._is_exact else self._half
         return {
             name: master.to(self._half).to(dtype) if self._half != torch.float32 else master.clone()
@@ -304,7 +304,7 @@ class _OneDevice:
         return total, {name: one.to(like) / scale for name, one in sums.items()}
 
     def correct(self) -> None:
-        """Move routers' corrections by the last batch's tokens. arXiv:2408.15664, algorithm 1."""
+        """Update routers' corrections by the last batch's tokens. arXiv:2408.15664, algorithm 1."""
         for name, met in self._met.items() if self.beside else ():
             error = met.double().mean() - met
             key = f"{name}.router.correction"
@@ -335,7 +335,7 @@ class _OneDevice:
         return total / max(sum(int((one.targets != IGNORE).sum()) for one in batches), 1)
 
     def updates(self) -> dict[str, Tensor]:
-        """Return what has been added to the weights since the start."""
+        """Return the sum of all updates to the weights since the start."""
         return {
             name: (self.masters[name].double() - self._start[name]).float() for name in self.trained
         }

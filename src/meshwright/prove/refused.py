@@ -1,4 +1,4 @@
-"""The layouts that must be refused: each rule broken once, with the sentence that it gives."""
+"""Layouts that must be refused: each breaks one rule, and has the expected message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.training import TrainSpec
 
 
 class Refusal(NamedTuple):
-    """What a refused layout was told."""
+    """The refusal of a layout."""
 
     case: Case
     rule: str | None
@@ -21,12 +21,12 @@ class Refusal(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether it broke the rule that it was to break."""
+        """Whether it broke the intended rule."""
         return self.rule == self.case.refused
 
 
 def refuse(case: Case) -> Refusal:
-    """Hold a case that is to be refused against the rules."""
+    """Check a case that must be refused against the rules."""
     specs = case.model, case.train, case.layout
     return Refusal(case, broken(*specs), tuple(nearest_legal(*specs)))
 

@@ -1,4 +1,4 @@
-"""How far the reference model rotates: it shares no code with `models.rope`."""
+"""The rotation angles of the reference model: it shares no code with `models.rope`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meshwright.spec.rotary import RopeScaling
 
 
 def rotation(spec: ModelSpec, layer: int, row: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each turned pair of dims, and what their length grows by.
+    """Return the angle per position of each rotated pair of dims, and their length factor.
 
-    In fp32, as every implementation. `row`: how many tokens a row has.
+    In fp32, as in every implementation. `row`: the number of tokens in a row.
     """
     own, scaling = spec.layer(layer).rope_theta, spec.rope_scaling
     base = spec.rope_theta if own is None else own

@@ -1,4 +1,4 @@
-"""A layout of any size made small enough to be proven on local ranks. No torch."""
+"""Makes a layout of any size small enough to prove on local ranks. No torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _EXPERTS: Final = 8
 def shrink(
     model: ModelSpec, train: TrainSpec, layout: Layout, *, packed: bool = False, chat: bool = False
 ) -> tuple[Case, ...]:
-    """Return the cases that stand for a layout: of its kind, but small.
+    """Return the small cases that represent a layout.
 
-    A degree keeps being one above 1, and the policies (ZeRO, schedule, recompute, ...) stay. Where
-    the layout has more axes than `MOST_RANKS` allow to be split, there is a case for every set of
-    as many of them as can be, so that each meets each other one. The model keeps its family and
-    flags, and the ratio of its heads.
+    Degrees above 1 stay above 1, and the policies (ZeRO, schedule, recompute, ...) stay the same.
+    If the layout has more axes than fit into `MOST_RANKS`, there is a case for every set of as many
+    axes as fit, so that each axis is combined with every other. The model keeps its family, flags
+    and ratio of heads.
     """
     microbatches = layout.microbatches(train.batch)
     is_uneven = model.n_layers % layout.stages > 0

@@ -1,4 +1,4 @@
-"""`smallest`: reduces a case that fails to the smallest and plainest that still fails."""
+"""`smallest`: reduces a failing case to the smallest and plainest that still fails."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _SEQ_LENS: Final = (8, 16, 32)
 
 
 def smallest(case: Case, fails: Callable[[Case], bool], most_tries: int = MOST_TRIES) -> Case:
-    """Return the simplest case found that still fails, after so many tries at most.
+    """Return the simplest case found that still fails, after at most so many tries.
 
-    One thing after the other is made simpler: a degree smaller, fewer microbatches, a policy or a
-    flag off, a size even. What still fails is kept, and all is tried again until nothing helps.
-    Only legal cases are tried.
+    Each try simplifies one thing: a smaller degree, fewer microbatches, a policy or a flag off, an
+    even size. If the case still fails, it stays simplified. Repeats until nothing helps. Only legal
+    cases are tried.
     """
     tried = {case}
     has_changed = True

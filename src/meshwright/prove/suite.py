@@ -1,4 +1,4 @@
-"""`Suite`: cases proven one after the other on one set of ranks, which share what they can."""
+"""`Suite`: proves many cases on one set of ranks, and shares what they have in common."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _in_full(case: Case, device: torch.device) -> Case:
 class Suite:
     """A rank's side of the proof of many cases.
 
-    What one device computes is computed once for all cases of one model and batch.
+    The reference is computed once for all cases with the same model and batch.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:

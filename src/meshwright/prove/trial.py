@@ -1,4 +1,4 @@
-"""`Trial`: a layout's steps on its ranks, taken as `train` takes them."""
+"""`Trial`: a layout's training steps on its ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepNumbers(NamedTuple):
 
 
 class Trial:
-    """A case's parallel model, its optimizer, and what they have become after some steps."""
+    """A case's parallel model and optimizer, with their state after some steps."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Trial:
         self._frozen = [(held, held.shard.clone()) for held in frozen]
 
     def step(self, step: int, look: Callable[[], None] = lambda: None) -> StepNumbers:
-        """Take a step, from 0; `look` is called when gradients are there and weights unchanged."""
+        """Take a step, from 0; `look` is called after the gradients and before the update."""
         rate = learning_rate(step + 1, self._case.steps, self._reference.optimizer)
         set_learning_rate(self._optimizer, rate)
         rows = mine(make_batch(self._case, step), self._program, self._world)
@@ -75,19 +75,19 @@ class Trial:
         return evaluate(self.parallel, batches, self._world)
 
     def gradient(self, held: HeldParameter) -> Tensor | None:
-        """Return a gradient that is there, of the loss as it is."""
+        """Return an existing gradient of the unscaled loss."""
         found = held.parameter.grad
         return None if found is None else found / self._case.loss_scale
 
     @torch.no_grad()
     def added(self, held: HeldParameter) -> Tensor:
-        """Return what has been added to a weight since the start."""
+        """Return the sum of all updates to a weight since the start."""
         return held.parameter.detach() - self._starts[self._place(held)]
 
     def state(self, key: str) -> Callable[[HeldParameter], Tensor | None]:
-        """Return what gives the optimizer's state of a weight by a key, None where it has none.
+        """Return a function of a key that gives a weight's optimizer state, or None.
 
-        It is as `comparable` returns it.
+        The state is as `comparable` returns it.
         """
 
         def of(held: HeldParameter) -> Tensor | None:
@@ -97,7 +97,7 @@ class Trial:
         return of
 
     def miscorrected(self, exact: Mapping[str, Tensor]) -> list[Difference]:
-        """Return the corrections of this rank's routers that are not these, bit for bit."""
+        """Return this rank's router corrections that differ in any bit."""
         found = []
         for stage, module in self.parallel.modules.items():
             for name, buffer in module.named_buffers():
@@ -107,7 +107,7 @@ class Trial:
         return found
 
     def thawed(self) -> list[str]:
-        """Return the frozen weights that have a gradient or are not what they were, bit for bit."""
+        """Return the frozen weights that have a gradient or have changed in any bit."""
         return [
             held.name
             for held, start in self._frozen

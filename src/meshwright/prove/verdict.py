@@ -1,4 +1,4 @@
-"""`Verdict`: one claim, what was expected and observed, and where the two part. No torch here."""
+"""`Verdict`: one claim, with expected and observed values, and where they diverge. No torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Divergence:
 
     `quantity` is of `tensor`: a parameter's name, or for an output the module's. `rank` is the
     first rank whose own shard differs; `microbatch` the first whose contribution does, and
-    `data_rank` the first whose rows do, None where each alone agrees. `step`, from 1, is the first
-    step of which something differs, where the search went on beyond the first step's gradients.
+    `data_rank` the first whose rows do, None if each alone agrees. `step`, from 1, is the first
+    step with a difference, if the search continued after the first step's gradients.
     """
 
     tensor: str
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def error(self) -> float | None:
-        """The number that was compared with the tolerance; None where there is none."""
+        """The number that was compared with the tolerance; None if there is none."""
         if self.tolerance is None:
             return None
         if isinstance(self.observed, list | tuple):  # not a text: that is a number beyond JSON
@@ -85,7 +85,7 @@ class Verdict:
 
 
 def relative_error(found: float | str, expected: float | str) -> float:
-    """Return how far a number is off, relative to what was expected."""
+    """Return the error of a number, relative to the expected one."""
     found, expected = float(found), float(expected)
     return abs(found - expected) / max(abs(expected), 1e-12)
 

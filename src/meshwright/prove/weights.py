@@ -1,8 +1,8 @@
-"""Weights that make faults show; the initial weights of a run hide some.
+"""Weights that expose faults; the usual initial weights hide some.
 
-A rank that never got its biases and norms has zeros and ones, too. With the small matrices of a new
-model, attention is uniform and all logits are nearly equal, so that half of the backward vanishes
-in rounding.
+In a new model, biases are zero and norms one, so a rank that never received them looks right. With
+its small matrices, attention is uniform and all logits are nearly equal, so half of the backward
+vanishes in rounding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _EMBED_STD = 0.25
 
 
 def telling_weight(name: str, shape: Sequence[int], spec: ModelSpec, seed: int) -> Tensor:
-    """Return the whole of a parameter, fp32 on the CPU, from a seed of its own.
+    """Return a whole parameter, fp32 on the CPU, from a seed of its own.
 
-    Matrices keep the size of their input; those of queries and keys enlarge it, and those that
-    write to the residual stream halve it. No bias is zero, no norm multiplies by one.
+    Most matrices preserve the size of their input; those of queries and keys enlarge it, and those
+    that write to the residual stream halve it. No bias is zero, and no norm multiplies by one.
     """
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, f"{name}:telling"))
     values = torch.empty(*shape, dtype=torch.float32, device="cpu")
@@ -73,10 +73,10 @@ def telling(spec: ModelSpec, seed: int) -> Source:
 
 
 def whole_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Return all of them, whole, by name in the order of the model."""
+    """Return all of these weights, whole, by name in the order of the model."""
     return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in parts(spec)}
 
 
 def whole_buffers(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Return what the model keeps beside them."""
+    """Return the model's buffers."""
     return {one.name: telling_weight(one.name, one.shape, spec, seed) for one in buffers(spec)}

@@ -1,6 +1,6 @@
-"""What must stay in fp32 in half precision: sums of gradients, their norm, and the masters.
+"""What must stay in fp32 in half precision: sums of gradients, their norm, master weights.
 
-The roundings of products hide whether these are rounded, too, so each has a check of its own.
+The rounding of products would hide it if these were rounded, too, so each has its own check.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def prove_sums(
 ) -> Iterator[Verdict]:
     """Yield the verdict on the sums of gradients over microbatches and ranks; a collective.
 
-    Gradients of every other microbatch, and of those between, are computed alone, with the same
-    scale for each token: both are rounded as in the whole step, so their sum is its gradient.
-    Where ranks share out experts, one product makes the gradients of a microbatch of all of them:
-    then only microbatches that follow one another on a rank are told apart.
-    The losses of routers, which count tokens without a target too, are left out.
-    Yields nothing where the number of microbatches is odd, where `train.reduce_dtype` lets sums be
-    rounded, or where float8 products have a scale that depends on all rows.
+    The gradients of the even and of the odd microbatches are computed separately, with the same
+    scale for each token: both are rounded as in the whole step, so their sum is its gradient. If
+    ranks divide the experts, one product computes the gradients of all ranks' microbatches, so only
+    consecutive microbatches of a rank are separated. Router losses, which also count tokens without
+    a target, are left out. Yields nothing for an odd number of microbatches, if
+    `train.reduce_dtype` allows rounded sums, or if float8 products have a scale that depends on all
+    rows.
     """
     alone = {"router_aux_loss": 0.0, "router_z_loss": 0.0}
     case = replace(case, train=case.train.model_copy(update=alone))
@@ -104,7 +104,7 @@ def _off(whole: Tensor | None, a: Tensor | None, b: Tensor | None) -> float:
 def gathered_norm(
     parallel: Parallel, gradient: Callable[[HeldParameter], Tensor | None], world: World
 ) -> float:
-    """Return the norm of the gradients, gathered whole, each tensor of the model once."""
+    """Return the norm of the whole gradients, each tensor of the model once."""
     squares: dict[str, float] = {}
     for held, whole in on_stages(parallel, gradient):
         squares[held.name] = 0.0 if whole is None else whole.double().square().sum().item()
@@ -115,7 +115,7 @@ def gathered_norm(
 
 
 def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
-    """Return the largest share of a shard's weights that half precision could hold."""
+    """Return the largest share of a shard's weights that half precision can represent."""
     half, shares = DTYPES[case.train.precision], [0.0]
     for held in parallel.trained:
         shard = held.shard
@@ -125,7 +125,7 @@ def rounded_share(parallel: Parallel, case: Case, world: World) -> float:
 
 
 def wide_verdicts(case: Case, norms: tuple[float, float], share: float) -> Iterator[Verdict]:
-    """Yield the verdicts on the norm, as told and as gathered, and on the masters."""
+    """Yield the verdicts on the norm, as reported and as gathered, and on the masters."""
     layout = case.layout.model_dump(mode="json")
     told, gathered = norms
     error = abs(told - gathered) / gathered if gathered else math.inf

@@ -1,1 +1,1 @@
-"""Pages that show what was planned, simulated and measured; no torch, no server, no network."""
+"""Pages of plans, simulations and measurements; no torch, no server, no network."""

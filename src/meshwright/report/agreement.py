@@ -1,4 +1,4 @@
-"""`agreement`: whether a measured step went as planned: the order of actions, and the idle time."""
+"""`agreement`: whether a measured step went as planned: the order of actions, and idle time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Done = tuple[str, int, int]  # kind, stage, microbatch
 class Agreement:
     """How a measured step compares with its plan.
 
-    `difference` says where a rank first did another action than planned, None where none did.
+    `difference` says where a rank first did another action than planned, None if none did.
     `planned` and `measured` are idle shares (`StepProfile.idle`), None without a pipeline.
     """
 
@@ -43,14 +43,14 @@ class Agreement:
 
 
 def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
-    """Return how a measured step compares with its plan; None where one of them has no actions.
+    """Return how a measured step compares with its plan; None if one of them has no actions.
 
-    Of the measured ranks those with spans are compared, each with the planned one at its place in
-    the pipeline, which stands for all of them.
+    Compares measured ranks that have spans, each with the planned rank at its place in the
+    pipeline, which stands for all of them.
 
-    Idle time is compared as a share, so that the plan may be of a faster device. The plan has a
-    device for each rank: where ranks share cores, they hold each other up at odd times, and a
-    schedule that leaves little idle shows more of it than planned.
+    Idle time is compared as a share, so the plan may be of a faster device. The plan has a device
+    for each rank: ranks that share cores delay each other at random times, and a schedule with
+    little idle time then shows more of it than planned.
     """
     places = {one.coordinates.get("pp", 0): done_by(one) for one in planned.ranks}
     known = [one for one in measured.ranks if done_by(one)]
@@ -65,7 +65,7 @@ def agreement(planned: StepProfile, measured: StepProfile) -> Agreement | None:
 
 
 def done_by(one: RankProfile) -> list[Done]:
-    """Return what a rank computed, in the order in which it began."""
+    """Return a rank's computing actions, in the order in which they began."""
     work = sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
     return [(span.name, span.stage, span.microbatch) for span in work]
 

@@ -56,9 +56,10 @@ def simulation_page(
     differences: Mapping[int, Sequence[str]],
     breaches: Sequence[str],
 ) -> Page:
-    """Return the page of a simulation: simulated ranks beside what was predicted of them.
+    """Return the page of a simulation: simulated ranks next to their prediction.
 
-    `differences` are by rank what is not the program's; `breaches` say where memory runs out.
+    `differences` has the differences from the program by rank; `breaches` say where memory runs
+    out.
     """
     layout = program.layout
     page = Page(f"Simulation of {layout.world} ranks", f"{_asked(setting)}; {layout.label}")
@@ -97,7 +98,7 @@ def simulation_page(
 
 
 def layouts_page(document: Mapping[str, Any]) -> Page:
-    """Return the page of `bench layouts --json`: predicted beside measured, the fastest first."""
+    """Return the page of `bench layouts --json`: predicted and measured, fastest first."""
     rows = sorted(document["rows"], key=lambda row: row["step_time_s"])
     page = Page(f"{len(rows)} layouts side by side", str(document["machine"]))
     names = [row["layout"] for row in rows]
@@ -145,9 +146,9 @@ def layouts_page(document: Mapping[str, Any]) -> Page:
         ),
         page.chart(
             "layouts",
-            "Time of a step, predicted beside measured",
+            "Time of a step, predicted and measured",
             bars(names, sides, f"time of a step, {unit}", row=46),
-            "Medians of steps that took turns, so that the machine's noise hits all alike; ± is "
+            "Medians of alternating steps, so that the machine's noise affects all alike; ± is "
             "half of the distance between the fastest step and the slowest.",
             listed,
             key=key_of([(name, look) for name, look, _, _ in sides]),

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and what is sent: predicted beside what happened."""
+"""Where a step's time goes, and its messages: predicted next to measured."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _JOINED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def mean_causes(profile: StepProfile | None) -> dict[str, float]:
-    """Return the seconds of each cause, the mean of the ranks that know them."""
+    """Return the seconds of each cause, as the mean over ranks with known causes."""
     known = [one.causes for one in profile.ranks if one.causes] if profile else []
     return {
         cause: sum(each.get(cause, 0.0) for each in known) / len(known)
@@ -61,9 +61,9 @@ def bars(
     title: str,
     row: int = 40,
 ) -> Figure:
-    """Return bars that lie beside each other by name, each with its value at the end.
+    """Return bars next to each other by name, each with its value at the end.
 
-    `sides` are a name, a look, the values and how they are printed.
+    `sides` are tuples of a name, a look, the values and their format.
     """
     count = len(sides)
     known = [value for _, _, values, _ in sides for value in values if value is not None]
@@ -115,7 +115,7 @@ def bars(
 def causes_chart(
     page: Page, planned: StepProfile | None, happened: StepProfile | None, name: str = "causes"
 ) -> str:
-    """Return the chart of the step's time by cause; empty where none is known."""
+    """Return the chart of the step's time by cause; empty if none is known."""
     ours, theirs = mean_causes(planned), mean_causes(happened)
     causes = [cause for cause in CAUSES if cause in ours or cause in theirs]
     if not causes:
@@ -177,7 +177,7 @@ def traffic_chart(
     cluster: Cluster | None,
     name: str = "messages",
 ) -> str:
-    """Return what the busiest rank sends in a step, by axis, kind and link; or nothing."""
+    """Return the busiest rank's messages in a step, by axis, kind and link; or nothing."""
     base = happened if happened and _talker(happened) else planned
     one = _talker(base) if base else None
     if base is None or one is None:

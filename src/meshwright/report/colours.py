@@ -1,9 +1,8 @@
-"""The one palette of the pages: told apart without colour vision, on paper, light and dark.
+"""The palette of the pages: distinguishable without colour vision, on paper, light and dark.
 
-A colour has one meaning on all charts: what is a variant of it, such as the weights that are
-gathered beside those that a rank keeps, has its colour under a pattern. Things that lie in one
-chart differ in lightness or pattern. Figures are made in the light theme; `DARK` says what the
-page's switch turns each colour into.
+A colour has one meaning on all charts. A variant, such as gathered weights next to a rank's own,
+has the same colour under a pattern. Things in one chart differ in lightness or pattern. Figures are
+made in the light theme; `DARK` has the replacement of each colour in the dark theme.
 """
 
 from __future__ import annotations
@@ -86,12 +85,12 @@ class Look(NamedTuple):
     dash: str = "solid"
 
     def marker(self, border: str = SOFT, width: float = 1) -> dict[str, Any]:
-        """Return the marker of bars that look so."""
+        """Return the marker of bars with this look."""
         line = {"color": border, "width": width}
         return {"color": self.colour, "line": line, **self._pattern("pattern")}
 
     def area(self) -> dict[str, Any]:
-        """Return what fills an area that looks so."""
+        """Return the fill of an area with this look."""
         return {"fillcolor": self.colour, **self._pattern("fillpattern")}
 
     def _pattern(self, key: str) -> dict[str, Any]:
@@ -160,7 +159,7 @@ TOKENS: Final = (RED, SHADE, "#356f9f")
 
 
 def blend(colour: str, towards: str, share: float) -> str:
-    """Return a colour that has a share of another in it; both as `#rrggbb`."""
+    """Return a colour mixed with a share of another; both as `#rrggbb`."""
     pairs = zip(_channels(colour), _channels(towards), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 

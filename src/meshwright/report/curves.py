@@ -30,14 +30,14 @@ _WINDOW: Final = 15
 
 
 def series(events: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Return steps and values of a key, as far as the values are finite numbers."""
+    """Return the steps and values of a key, without non-finite numbers."""
     pairs = [(float(e["step"]), finite(e.get(key))) for e in events]
     known = [(step, value) for step, value in pairs if value is not None]
     return [step for step, _ in known], [value for _, value in known]
 
 
 def line(name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **more: Any) -> Any:
-    """Return a line trace, thinned to what a screen can show."""
+    """Return a line trace, thinned to the resolution of a screen."""
     style = {"color": colour, "width": 2, **more.pop("line", {})}
     mode = "lines+markers" if len(xs) <= 24 else "lines"
     return {
@@ -54,7 +54,7 @@ def line(name: str, xs: Sequence[float], ys: Sequence[float], colour: str, **mor
 
 
 def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
-    """Return the running median, over `window` values that are centred where there are so many."""
+    """Return the running median over `window` values, centred except at the ends."""
     half = window // 2
     return [
         statistics.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))
@@ -69,7 +69,7 @@ def lines(
     labels: bool = True,
     **y: Any,
 ) -> Figure:
-    """Return a figure of lines, each labelled at its end; labels keep apart."""
+    """Return a figure of lines with labels at their ends, which keep apart."""
     low, high = y.pop("range", None) or bounds(v for t in traces for v in t["y"])
     last = max((t["x"][-1] for t in traces if t["x"]), default=1.0)
     first = min((t["x"][0] for t in traces if t["x"]), default=0.0)
@@ -92,7 +92,7 @@ def lines(
 
 
 def run_curves(page: Page, run: RunRecord) -> list[str]:
-    """Return the charts of one run; empty where it has no step."""
+    """Return the charts of one run; empty if it has no step."""
     steps, evals = run.steps, run.by_step("eval")
     if not steps:
         return []
@@ -171,7 +171,7 @@ def _short(value: Any) -> str | None:
 
 
 def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
-    """Return loss by step and by time and the throughput of several runs, laid over each other."""
+    """Return loss by step and by time and throughput of several runs, overlaid."""
     by_step, by_time, speed, rows, looks = [], [], [], [], []
     for at, (run, name) in enumerate(zip(runs, names, strict=True)):
         steps, look = run.steps, SERIES[at % len(SERIES)]
@@ -191,7 +191,7 @@ def compared_curves(page: Page, runs: Sequence[RunRecord], names: Sequence[str])
     numbers = table(("run", "last step", "last loss", "median tokens/s"), rows)
     key = key_of(looks, is_lines=True)
     highest = max((max(t["y"]) for t in speed if t["y"]), default=1.0)
-    told = "Nats a token. Runs that compute the same lie on each other: the last one is seen."
+    told = "Nats per token. Runs that compute the same coincide: only the last one is visible."
     unit = "tokens/s"
     return [
         grid(

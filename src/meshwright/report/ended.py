@@ -1,4 +1,4 @@
-"""How a run that did not go well ended, in one banner: the cause, what to do, the command."""
+"""The banner of a run that did not go well: the cause, what to do, the command."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Banner(NamedTuple):
 
 
 def banner(run: RunRecord, now: float | None = None) -> Banner | None:
-    """Return what a page of a run opens with; None where nothing went wrong, or it still runs.
+    """Return the banner of a run; None if nothing went wrong, or if it is still running.
 
     `now` is in seconds since 1970, by default the clock's.
     """

@@ -1,4 +1,4 @@
-"""Which experts tokens met: by layer and expert, over time, and what the busiest rank adds."""
+"""Tokens by layer and expert, over time, and the excess of the busiest rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED: Final = 12
 
 
 def experts_section(page: Page, run: RunRecord) -> None:
-    """Add what a run's `experts` events tell, if it has any."""
+    """Add the contents of a run's `experts` events, if it has any."""
     events = run.by_step("experts")
     if not events:
         return
@@ -38,7 +38,7 @@ def experts_section(page: Page, run: RunRecord) -> None:
 
 
 def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
-    """Return what an `experts` event says, in sentences."""
+    """Return an `experts` event in sentences."""
     if event.get("routing") == "balanced":
         return [
             'Balance was forced: with train.routing = "balanced" tokens meet experts in turn, '
@@ -89,8 +89,8 @@ def _map(page: Page, event: Mapping[str, Any]) -> str:
         [count * len(row) / total if (total := sum(row)) else 0.0 for count in row] for row in rows
     ]
     told = (
-        "Tokens of each expert in the last steps told, over the mean of its layer: 1 is an equal "
-        "share, 0 an expert that no token met."
+        "Tokens of each expert in the last reported steps, divided by the mean of its layer: 1 is "
+        "an equal share, 0 an expert without tokens."
     )
     headers = ("layer", *(str(expert) for expert in range(len(rows[0]))))
     layers = event["layers"]

@@ -1,4 +1,4 @@
-"""Figures of plotly.js as plain JSON: what all of them share, and numbers that are short."""
+"""Figures of plotly.js as plain JSON: common parts, and short numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def figure(data: Sequence[Mapping[str, Any]], height: int, **layout: Any) -> Figure:
-    """Return a figure of some traces, `height` pixels high; `layout` comes over what all share."""
+    """Return a figure of some traces, `height` pixels high; `layout` overrides the common one."""
     margin = {"l": 8, "r": 12, "t": 10, "b": 8, "pad": 0, **layout.pop("margin", {})}
     shared: dict[str, Any] = {
         "height": height,
@@ -59,15 +59,15 @@ def note(text: str, x: float, y: float, colour: str = INK, **more: Any) -> dict[
 
 
 def end_label(text: str, y: float, colour: str, **more: Any) -> dict[str, Any]:
-    """Return the label of a line, right of where it ends."""
+    """Return the label of a line, right of its end."""
     place = {"xref": "paper", "xanchor": "left", "xshift": 6, "align": "left"}
     return note(text, 1, y, colour, **{**place, **more})
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return places in the same order, moved as little as keeps them `gap` apart in `low`..`high`.
+    """Return places in the same order, moved as little as possible to be `gap` apart.
 
-    Where there is no room for all, they share what there is.
+    They stay in `low`..`high`. If there is no room for all, they share it evenly.
     """
     order = sorted(range(len(places)), key=places.__getitem__)
     gap = min(gap, (high - low) / max(len(places) - 1, 1))
@@ -84,7 +84,7 @@ def spread(places: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def thin(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
-    """Return evenly many of some values, the first and the last among them."""
+    """Return an evenly spaced selection of values, including the first and the last."""
     if len(values) <= most:
         return list(values)
     steps = (round(k * (len(values) - 1) / (most - 1)) for k in range(most))
@@ -92,7 +92,7 @@ def thin(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
-    """Return JSON with its numbers to some digits, and None for those that are not finite."""
+    """Return JSON with rounded numbers, and None for non-finite ones."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
@@ -106,17 +106,17 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 
 def time_unit(longest: float) -> tuple[str, float]:
-    """Return the unit in which times up to `longest` seconds read well, and its count in one."""
+    """Return a readable unit for times up to `longest` seconds, and its count in one second."""
     return ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
 
 
 def byte_unit(largest: float) -> tuple[str, float]:
-    """Return the unit in which so many bytes read well, and its bytes."""
+    """Return a readable unit for so many bytes, and its bytes."""
     return next(((name, float(size)) for name, size in BINARY if largest >= size), ("B", 1.0))
 
 
 def seconds(value: float) -> str:
-    """Print a duration with three digits, as `1.23 s`, `45.6 ms` or `789 µs`."""
+    """Format a duration with three digits, as `1.23 s`, `45.6 ms` or `789 µs`."""
     if value >= 100:
         return f"{value:,.0f} s"
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("µs", 1e6)
@@ -124,13 +124,13 @@ def seconds(value: float) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number of an event, or None where it is missing, not finite or no number."""
+    """Return a number of an event, or None if it is missing, not finite or no number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 
 
 def bounds(values: Iterable[float | None], *, share: float = 0.06) -> tuple[float, float]:
-    """Return what an axis spans that shows some values, with a little air."""
+    """Return the range of an axis for some values, with a small margin."""
     known = [value for value in values if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     air = (high - low) * share or abs(high) * share or 1.0

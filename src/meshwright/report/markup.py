@@ -1,4 +1,4 @@
-"""`Html`: text that is HTML already; all other text is escaped on its way into a page."""
+"""`Html`: text that is already HTML; all other text is escaped when it enters a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Html(str):
-    """HTML that is safe as it is. Joined with any other text it escapes that."""
+    """HTML that is safe as it is. Joining it with other text escapes that text."""
 
     __slots__ = ()
 
@@ -17,19 +17,19 @@ class Html(str):
 
 
 def escape(value: object) -> Html:
-    """Return a value as HTML: its text letter by letter, or itself where it is HTML.
+    """Return a value as HTML: escaped text, or itself if it is HTML.
 
-    Charts read a little HTML in their texts, too.
+    Also escapes what charts would interpret as HTML in their texts.
     """
     return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
 
 def markup(template: str, *parts: object, **named: object) -> Html:
-    """Return a template of HTML, as `str.format` has it, filled with values that are escaped."""
+    """Return an HTML template, in the syntax of `str.format`, filled with escaped values."""
     shown = {name: escape(value) for name, value in named.items()}
     return Html(template.format(*map(escape, parts), **shown))
 
 
 def joined(parts: Iterable[object], between: str = "") -> Html:
-    """Return values one after the other, escaped; `between` is HTML."""
+    """Return escaped values one after the other; `between` is HTML."""
     return Html(between.join(map(escape, parts)))

@@ -1,4 +1,4 @@
-"""Memory of a rank over one step: stacked by category, what was predicted as a line on top."""
+"""Memory of a rank over one step: stacked by category, with the prediction as a line on top."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _FAR: Final = 2.5
 def memory_chart(
     page: Page, happened: StepProfile | None, planned: StepProfile | None, name: str = "memory"
 ) -> str:
-    """Return the chart of the ranks whose memory is known; empty where none is.
+    """Return the chart of the ranks whose memory is known; empty if none is.
 
-    What happened is stacked; without it the prediction is, and there is no line.
+    The measurement is stacked. Without one, the prediction is stacked, and there is no line.
     """
     base = happened if happened and happened.worst else planned
     if base is None or base.worst is None:
@@ -49,8 +49,8 @@ def memory_chart(
     told = f"{word} bytes by what they are for; the rank with the highest peak comes first."
     if line is not None:
         told += (
-            " The line is the prediction, stretched to the same length of step, so that the same "
-            "actions lie over each other."
+            " The line is the prediction, stretched to the measured step time, so that the same "
+            "actions are at the same place."
         )
     told += _about(limit, max(_peak(one) for one in ranks))
     rows = [_row(one, _twin(one, planned), limit) for one in ranks]
@@ -73,7 +73,7 @@ def _about(limit: int | None, highest: int) -> str:
 
 
 def memory_figure(one: RankProfile, twin: RankProfile | None, limit: int | None) -> Figure:
-    """Return a rank's memory: areas from below in the order of `MEMORY`, each with its name."""
+    """Return a rank's memory as stacked areas in the order of `MEMORY`, with names."""
     points = thin(one.memory if len(one.memory) > 1 else one.memory * 2)
     xs, title, length = _places(points)
     highest = max([_peak(one), _peak(twin) if twin else 0, 1])

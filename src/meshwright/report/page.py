@@ -1,7 +1,7 @@
-"""`Page`: sections, charts with their tables, and the one HTML file that they become.
+"""`Page`: sections, charts with their tables, and the HTML file that they become.
 
 The file needs no server and no network: plotly.js and the figures are in it, compressed, and the
-browser unpacks them. All text is plain HTML, so that it is there without any script.
+browser unpacks them. All text is plain HTML, readable without any script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Section:
 
 @dataclass
 class Page:
-    """A page that is being made: `chart` keeps the figures, `section` the rest."""
+    """A page under construction: `chart` collects the figures, `section` the rest."""
 
     title: str
     subtitle: str
@@ -56,7 +56,7 @@ class Page:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def section(self, name: str, title: str, *parts: str) -> None:
-        """Add a section; one without parts is left out. A part that is not `Html` is escaped."""
+        """Add a section, unless it has no parts. Parts that are not `Html` are escaped."""
         kept = [part for part in parts if part]
         if kept:
             self.sections.append(Section(name, title, kept))
@@ -73,10 +73,10 @@ class Page:
         zoom: bool = False,
         choose: str = "",
     ) -> Html:
-        """Return the HTML of a chart with its title, what it tells, and its numbers as a table.
+        """Return the HTML of a chart with its title, its message, and its numbers as a table.
 
-        Several figures by name become a choice, labelled `choose`. `key` explains colours beside
-        the title; `zoom` adds buttons that do by keyboard what dragging does.
+        Several figures by name become a choice, labelled `choose`. `key` explains colours next to
+        the title; `zoom` adds buttons for the keyboard that do what dragging does.
         """
         many = {} if "data" in drawn else dict(drawn)
         first = next(iter(many.values())) if many else dict(drawn)
@@ -122,7 +122,7 @@ class Page:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> Html:
-    """Return a table: cells that are numbers, with their unit, are set right."""
+    """Return a table; cells that are numbers, with their unit, are right-aligned."""
     if not rows:
         return Html("<p>Nothing to show.</p>")
     return markup(
@@ -142,13 +142,13 @@ def _cell(value: Any) -> Html:
 
 
 def facts(pairs: Sequence[tuple[str, str, str]]) -> Html:
-    """Return figures to be read at a glance: name, value, what it is beside."""
+    """Return key figures: name, value, what it is compared with."""
     form = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>"
     return markup('<dl class="facts">{}</dl>', joined(markup(form, *pair) for pair in pairs))
 
 
 def notices(said: Sequence[tuple[str, str]]) -> Html:
-    """Return warnings as a list: what is the matter, and what to do."""
+    """Return warnings as a list: the problem, and what to do."""
     form = "<li><strong>{}</strong> {}</li>"
     items = joined(markup(form, _text(what), _text(todo)) for what, todo in said)
     return markup('<ul class="notices">{}</ul>', items) if said else items
@@ -160,7 +160,7 @@ def commands(*lines: str) -> Html:
 
 
 def alarm(title: str, cause: str, todo: str, lines: Sequence[str]) -> Html:
-    """Return a banner that says what went wrong, why, what to do, and the commands for it."""
+    """Return a banner: what went wrong, why, what to do, and the commands for it."""
     return markup(
         '<div class="alarm" role="alert"><strong>{}</strong><p>{}</p><p>{}</p>{}</div>',
         title,
@@ -182,7 +182,7 @@ def _text(text: str) -> Html:
 
 
 def key_of(pairs: Sequence[tuple[str, Look]], *, is_lines: bool = False) -> Html:
-    """Return what looks mean, each beside a piece of it: of a bar, or of a line."""
+    """Return a legend of looks, each next to a sample: of a bar, or of a line."""
     fill = 'data-fill="{look.colour}" data-stripe="{look.stripe}"'
     bar = f'<i {fill} data-pattern="{{look.pattern}}"></i>'
     dashed = f'<svg {fill} aria-hidden="true"><path d="M0 6H28" stroke-dasharray="{{dash}}"/></svg>'
@@ -202,13 +202,13 @@ def _dashes(dash: str) -> str:
 
 
 def grid(*parts: str) -> Html:
-    """Return charts side by side where there is room."""
+    """Return charts side by side if there is room."""
     kept = [part for part in parts if part]
     return markup('<div class="grid">{}</div>', joined(kept)) if kept else Html()
 
 
 def folded(title: str, html: str) -> Html:
-    """Return HTML that is folded away under its title; paper leaves it out."""
+    """Return HTML that is folded under its title; not printed."""
     return markup("<details><summary>{}</summary>{}</details>", title, html)
 
 
@@ -235,9 +235,9 @@ def _zoom(name: str) -> Html:
 
 
 def policy(*scripts: bytes) -> str:
-    """Return the Content-Security-Policy of a page that runs these scripts and no other.
+    """Return the Content-Security-Policy of a page that runs only these scripts.
 
-    It asks for nothing from elsewhere. Charts set the style of what they draw.
+    It requests nothing from elsewhere. Charts set the styles of their elements.
     """
     hashes = (base64.b64encode(hashlib.sha256(one).digest()).decode() for one in scripts)
     rules = {

@@ -1,8 +1,8 @@
-"""The two peaks of memory and their names, the same on pages and in terminals.
+"""The two memory peaks and their names, the same on pages and in terminals.
 
 A *tensor peak* is the most that the tensors of a rank take at one moment: what a layout decides. A
-*process peak* is the most that its whole process takes, with Python, the libraries, a CUDA context
-and what the allocator keeps: what has to fit.
+*process peak* is the most that its whole process takes, including Python, the libraries, a CUDA
+context and the allocator's reserve: what has to fit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ MEANINGS: Final = {
 
 
 def peak_name(peak: MemoryPoint) -> str:
-    """Return which of the two a profile has; it knows what is not the program's, or it does not."""
+    """Return which of the two peaks a profile has.
+
+    It has the process peak if it includes memory outside of the program.
+    """
     return PROCESS if peak.bytes.get("fixed") else TENSORS
 
 
 def name_in_events(device: str) -> str:
-    """Return which of the two step events have, by the name of the device in the start event.
+    """Return which of the two peaks step events have, by the start event's device.
 
-    It is the size of a process on a CPU, what torch allocated for tensors on a GPU.
+    It is the size of the process on a CPU, torch's allocated memory on a GPU.
     """
     return PROCESS if device.startswith("CPU") or device == "cpu" else TENSORS

@@ -1,4 +1,4 @@
-"""The layout as a picture of its mesh, and where each parameter lies."""
+"""The layout as a picture of its mesh, and the placement of each parameter."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def _row_name(program: Program, place: int) -> str:
 
 
 def placement_table(program: Program) -> str:
-    """Return where parameters lie, those of all layers in one row each."""
+    """Return the placement of parameters, with one row for those of all layers."""
     layout = program.layout
     groups: dict[str, list[Sharding]] = {}
     for name, found in program.shardings.items():

@@ -1,4 +1,4 @@
-"""Where a timeline draws spans: when they were, with the middle folded, or action by action."""
+"""Where a timeline draws spans: by time, with the middle folded, or action by action."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ Place = Callable[[float, float], tuple[float, float] | None]
 
 
 class Panel(NamedTuple):
-    """One profile of a timeline, with the ranks that are drawn of it."""
+    """One profile of a timeline, with its drawn ranks."""
 
     profile: StepProfile
     ranks: tuple[RankProfile, ...]
 
     @property
     def end(self) -> float:
-        """When the last of its spans, or the step, is over, in seconds."""
+        """The end of its last span, or of the step, in seconds."""
         last = max(span.end for one in self.ranks for span in one.spans)
         return max(last, self.profile.step_time_s or 0.0)
 
 
 class Fold(NamedTuple):
-    """The middle of a step, `start` to `stop` in seconds: empty, drawn `width` seconds wide."""
+    """A step's folded middle, from `start` to `stop` in seconds, drawn `width` seconds wide."""
 
     start: float
     stop: float
     width: float
 
     def at(self, time: float) -> float:
-        """Return where a moment is drawn, one of the middle at the fold's left edge."""
+        """Return where a moment is drawn; one in the middle is at the fold's left edge."""
         is_after = time >= self.stop
         return time - self.stop + self.start + self.width if is_after else min(time, self.start)
 
     def place(self, start: float, end: float) -> tuple[float, float] | None:
-        """Return where a stretch is drawn, as far as it lies outside of the fold."""
+        """Return where an interval is drawn, for the part outside of the fold."""
         if self.start <= start and end <= self.stop:
             return None
         begins = self.at(max(start, self.stop)) if start >= self.start else start
@@ -55,20 +55,19 @@ class Fold(NamedTuple):
 
 
 def as_timed(start: float, end: float) -> tuple[float, float]:
-    """Place a stretch where it was."""
+    """Place an interval at its own time."""
     return start, end
 
 
 def work_of(one: RankProfile) -> list[Span]:
-    """Return what a rank computed, in order."""
+    """Return a rank's computing actions, in order."""
     return sorted((s for s in one.spans if s.track == "compute"), key=lambda span: span.start)
 
 
 def fold_of(panels: Sequence[Panel]) -> Fold | None:
-    """Return what is folded of some profiles: the middle of those with too many spans to draw.
+    """Return the folded part of some profiles: the middle of those with too many spans to draw.
 
-    What stays are, on each rank, as many actions as fill the pipeline and drain it, and some of
-    those between.
+    On each rank, the actions that fill and drain the pipeline remain, and some of those between.
     """
     edges = [_middle(one) for one in panels if sum(len(r.spans) for r in one.ranks) > MOST_SPANS]
     if not edges:
@@ -92,11 +91,11 @@ def _middle(panel: Panel) -> tuple[float, float]:
 
 
 def aligned(panels: Sequence[Panel]) -> list[list[Place]] | None:
-    """Return where each row of some panels is drawn so that the same actions begin together.
+    """Return row positions at which the same actions of some panels begin together.
 
-    Rows of the same place in the pipeline give each action as much room as the row has in which it
-    and the wait for the next one took longest. None where there is nothing to compare, or where
-    rows did not do the same actions in the same order.
+    Rows of the same place in the pipeline give each action as much room as the row in which it and
+    the wait for the next one took longest. None if there is nothing to compare, or if rows did not
+    do the same actions in the same order.
     """
     groups: dict[int, list[RankProfile]] = defaultdict(list)
     for panel in panels:

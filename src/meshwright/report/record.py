@@ -1,6 +1,6 @@
-"""`RunRecord`: what a run folder says, whole or cut off, of this version or an older one.
+"""`RunRecord`: the contents of a run folder, whole or cut off, of this version or an older one.
 
-What is missing is said in words, so that a page can show what there is.
+Missing parts are described in words, so that a page can show the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_A_RUN: Final = ("plan.json", "events.jsonl")
 class RunRecord:
     """What is known of a run; `missing` says what is not, and why.
 
-    `values` are the config's, by section and key. `program` and `cluster` are None where the config
+    `values` are the config's, by section and key. `program` and `cluster` are None if the config
     cannot be read any more.
     """
 
@@ -48,17 +48,17 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The name of the folder, that of a link followed."""
+        """The name of the folder, after following a link."""
         return self.path.resolve().name
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The last event of a start; empty where there is none."""
+        """The last start event; empty if there is none."""
         return self.last("start")
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
-        """Step events in order; where a step was done again the later one counts."""
+        """Step events in order; of a repeated step, the later one counts."""
         return self.by_step("step")
 
     @property
@@ -76,7 +76,7 @@ class RunRecord:
         return [event for event in self.events if event.get("event") == kind]
 
     def last(self, kind: str) -> Mapping[str, Any]:
-        """Return the last event of a kind; empty where there is none."""
+        """Return the last event of a kind; empty if there is none."""
         found = self.of(kind)
         return found[-1] if found else {}
 
@@ -87,7 +87,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Return what a run folder says; raises `ConfigError` where it is none."""
+    """Return the record of a run folder; raises `ConfigError` if it is none."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a run folder: there is no such folder")
     if not any((path / name).is_file() for name in _OF_A_RUN):
@@ -196,7 +196,7 @@ def _profiles(path: Path, missing: list[str]) -> tuple[StepProfile, ...]:
 
 
 def differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return the config keys in which runs differ, with each one's value, in the config's order.
+    """Return the config keys in which runs differ, with each one's value, in order.
 
     The layout is the resolved one.
     """

@@ -30,7 +30,7 @@ from meshwright.units import format_bytes
 def report(paths: Sequence[Path]) -> str:
     """Return the page of a run folder, or of several side by side.
 
-    Raises `ConfigError` for a folder that is no run, or holds values that no run writes.
+    Raises `ConfigError` for a folder that is no run, or that has values that no run writes.
     """
     runs = [read_run(path) for path in paths]
     if not runs:
@@ -40,9 +40,9 @@ def report(paths: Sequence[Path]) -> str:
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of some runs, in the first one's folder unless `out` says where.
+    """Write the page of some runs, by default into the first one's folder.
 
-    Raises `ConfigError` for a folder that is no run, `OSError` where it cannot be written.
+    Raises `ConfigError` for a folder that is no run, `OSError` if it cannot be written.
     """
     file = out or paths[0] / "report" / "index.html"
     html = report(paths).encode()
@@ -190,7 +190,7 @@ def _measured(runs: Sequence[RunRecord]) -> list[StepProfile | None]:
 def compared_causes(
     page: Page, profiles: Sequence[StepProfile | None], names: Sequence[str], name: str = "causes"
 ) -> str:
-    """Return the chart of several steps' time by cause; empty where fewer than two are known."""
+    """Return the chart of several steps' time by cause; empty if fewer than two are known."""
     known = [
         (name, found)
         for name, one in zip(names, profiles, strict=True)

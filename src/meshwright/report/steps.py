@@ -1,4 +1,4 @@
-"""The sections that show a step's profiles: the same for runs, plans and simulations."""
+"""The sections of a step's profiles: the same for runs, plans and simulations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def step_sections(
     layout: Layout | None,
     cluster: Cluster | None,
 ) -> None:
-    """Add what a step's profiles show: timeline, memory, causes, messages; what is empty is not."""
+    """Add a step's profiles: timeline, memory, causes, messages; skips empty ones."""
     drawn = timeline_chart(page, [planned, happened])
     if drawn:
         step = happened.step if happened else None

@@ -1,7 +1,7 @@
-"""Charts of plain characters: a pipeline's timeline, seconds by cause, memory against the limit.
+"""Charts in plain characters: a pipeline's timeline, seconds by cause, memory against the limit.
 
-They are `rich` texts of at most so many columns, which a console without a terminal prints without
-colour; no chart needs its colours to be read.
+They are `rich` texts of limited width, which a console without a terminal prints without colour; no
+chart needs its colours to be read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LEAST: Final = 0.001
 def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
     """Return all charts that some profiles have data for, predicted above measured.
 
-    Of a predicted and a measured profile it says how they agree.
+    For a predicted and a measured profile, it says how well they agree.
     """
     charts = [timeline_chart(one, width) for one in profiles]
     planned, measured = (of_source(profiles, source) for source in ("predicted", "measured"))
@@ -60,10 +60,10 @@ def summary(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
 
 
 def timeline_chart(found: StepProfile, width: int = WIDTH) -> Text:
-    """Return what each pipeline rank computes from the first action to the end of the last.
+    """Return each pipeline rank's actions from the first to the end of the last.
 
-    A line for each place in the pipeline; a character is what it does in the middle of that time, a
-    dot where that is nothing. Empty without spans.
+    A line for each place in the pipeline. A character is the action in the middle of its time
+    interval, or a dot if there is none. Empty without spans.
     """
     places: dict[int, RankProfile] = {}
     for one in found.ranks:
@@ -117,7 +117,7 @@ def _letters(spans: Sequence[Span], first: float, last: float, columns: int) -> 
 def causes_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
     """Return bars of a step's seconds by cause, on average over the ranks, of all profiles.
 
-    Predicted above measured where there are both. Empty where no profile has causes.
+    Predicted above measured if there are both. Empty if no profile has causes.
     """
     known = [(one, _average(one)) for one in profiles]
     known = [(one, causes) for one, causes in known if causes]
@@ -154,9 +154,9 @@ def _average(found: StepProfile) -> dict[str, float]:
 
 
 def memory_chart(profiles: Sequence[StepProfile], width: int = WIDTH) -> Text:
-    """Return the peak of each rank as a bar, against the device's limit where one is known.
+    """Return the peak of each rank as a bar, against the device's limit if it is known.
 
-    Predicted above measured where there are both. Empty where no profile has memory.
+    Predicted above measured if there are both. Empty if no profile has memory.
     """
     rows = [
         (found, one)

@@ -1,4 +1,4 @@
-"""The pipeline's timeline: planned above measured, on one axis of time."""
+"""The pipeline's timeline: planned above measured, on a common time axis."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Row(NamedTuple):
 
 
 def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
-    """Return the profiles that have spans, each with one rank for each place in the pipeline."""
+    """Return the profiles that have spans, with one rank for each place in the pipeline."""
     found = []
     for one in profiles:
         with_spans = [rank for rank in one.ranks if rank.spans] if one else []
@@ -66,9 +66,9 @@ def panels(profiles: Sequence[StepProfile | None]) -> list[Panel]:
 
 
 def timelines(shown: Sequence[Panel], longest: float = 0.0) -> dict[str, Figure]:
-    """Return the pictures of some panels by name: in time, and where they compare, by action.
+    """Return the pictures of some panels by name: by time, and if comparable, by action.
 
-    Those in time span `longest` seconds at least.
+    Those by time span at least `longest` seconds.
     """
     longest = max(longest, *(panel.end for panel in shown))
     fold = fold_of(shown)
@@ -308,7 +308,7 @@ def timeline_chart(
     name: str = "timeline",
     longest: float = 0.0,
 ) -> str:
-    """Return the chart of the profiles that have spans; empty where none has."""
+    """Return the chart of the profiles that have spans; empty if none has."""
     shown = panels(profiles)
     if not shown:
         return ""
@@ -333,12 +333,12 @@ def _told(shown: Sequence[Panel], is_aligned_too: bool) -> str:
         "Each bar is an action, with the number of its microbatch. Drag over a stretch to zoom in."
     ]
     if any(len(p.ranks) < len([one for one in p.profile.ranks if one.spans]) for p in shown):
-        told.append("One rank stands for others that do the same.")
+        told.append("One rank represents others that do the same.")
     fold = fold_of(shown)
     if fold is not None:
         told.append(
             f"The middle of the step, from {seconds(fold.start)} to {seconds(fold.stop)}, is "
-            "folded: actions go on in the same pattern there."
+            "folded: it repeats the same pattern of actions."
         )
     if is_aligned_too:
         told.append(

@@ -1,6 +1,6 @@
-"""`chrome_trace`: profiles of a step as a trace for ui.perfetto.dev and chrome://tracing.
+"""`chrome_trace`: step profiles as a trace for ui.perfetto.dev and chrome://tracing.
 
-The format is Google's "Trace Event Format", of which Perfetto reads all that is used here.
+The format is Google's "Trace Event Format"; Perfetto reads all parts of it that are used here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class _Timed(NamedTuple):
 
 
 def chrome_trace(profiles: Iterable[StepProfile]) -> dict[str, Any]:
-    """Return profiles as one trace: a process for each of them, threads for each track of a rank.
+    """Return profiles as one trace: a process for each, threads for each track of a rank.
 
-    Times are in microseconds since the step began. Spans of a thread lie beside or within each
-    other, as the format asks; where a rank's messages overlap otherwise, they take further threads.
-    Memory is a counter of bytes by category for each rank. What a profile lacks is left out.
+    Times are in microseconds since the step began. Spans of a thread are disjoint or nested, as the
+    format requires; overlapping messages of a rank use further threads. Memory is a counter of
+    bytes by category for each rank. What a profile lacks is left out.
     """
     events: list[dict[str, Any]] = []
     for process, found in enumerate(profiles, start=1):
@@ -80,7 +80,7 @@ def _thread(
 
 
 def name_of(span: Span) -> str:
-    """Return what a span is called: `F stage 0 microbatch 3`, `all_gather tp`, `update`."""
+    """Return the name of a span: `F stage 0 microbatch 3`, `all_gather tp`, `update`."""
     if span.stage < 0:
         return f"{span.name} {span.axis}" if span.axis else span.name
     if span.track == "messages" and not span.name.startswith(("SEND", "RECV")):

@@ -13,10 +13,10 @@ from meshwright.units import format_count
 
 
 def winner(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
-    """Return sentences that name the run with the most tokens a second; empty without steps.
+    """Return sentences that name the run with the most tokens per second; empty without steps.
 
-    The lead is over the next one, in medians of logged steps. Why: the cause of time of which the
-    next one's recorded step has most more.
+    The lead is over the next one, in medians of logged steps. The reason is the cause on which the
+    next one's recorded step spends the most additional time.
     """
     speeds = [statistics.median(found) if (found := _speeds(run)) else 0.0 for run in runs]
     order = sorted(range(len(runs)), key=speeds.__getitem__, reverse=True)

@@ -1,4 +1,4 @@
-"""What a page says in words: how a run ended, and what is the matter with it, with what to do."""
+"""The words of a page: how a run ended, its problems, and what to do about them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _compared(planned: StepProfile | None, happened: StepProfile | None) -> list
 
 
 def run_warnings(run: RunRecord) -> list[Advice]:
-    """Return what is the matter with a run, each with what to do; the gravest first."""
+    """Return the problems of a run, each with what to do; the most serious first."""
     return [
         *_failures(run),
         *_skipped(run),
@@ -195,9 +195,9 @@ def _load(run: RunRecord) -> str | None:
 def profile_warnings(
     planned: StepProfile | None, happened: StepProfile | None, load: str | None = None
 ) -> list[Advice]:
-    """Return what is the matter with a step: bubble, waits, memory, predictions that are off.
+    """Return the problems of a step: bubble, waits, memory, inaccurate predictions.
 
-    `load` says that the machine was busy, where it was.
+    `load` says that the machine was busy, if it was.
     """
     base = happened or planned
     if base is None:
@@ -282,7 +282,7 @@ def _off(planned: StepProfile, happened: StepProfile, load: str | None) -> Itera
 
 
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the run's main numbers: name, value, what it is beside."""
+    """Return the run's main numbers: name, value, what it is compared with."""
     steps, start = run.steps, run.start
     found: list[tuple[str, str, str]] = []
     count = finite(start.get("parameters"))

@@ -1,1 +1,1 @@
-"""Which layout is best: every legal one considered, priced or ruled out with a reason. No torch."""
+"""Ranks every legal layout, or rules it out with a reason. Doesn't import torch."""

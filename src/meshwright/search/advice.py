@@ -1,4 +1,4 @@
-"""What is said of layouts: why one loses, and what a user should know."""
+"""Explanations of layouts: why one loses, and warnings for the user."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMED, _SHORT = 0.2, 0.01
 
 
 def lost_by(found: Prediction, winner: Prediction) -> str:
-    """Return why a layout loses: by how much, and what makes it up; or that it is less simple.
+    """Return why a layout loses: the difference and its parts, or that the winner is simpler.
 
-    The parts add up to the difference as printed, which is that of the two steps.
+    The parts add up to the printed difference between the two step times.
     """
     if found.time.total < winner.time.total:
         return f"{1 - found.time.total / winner.time.total:.1%} faster, but less simple"
@@ -46,7 +46,7 @@ def _parts(found: Prediction) -> dict[str, float]:
 
 
 def warnings(found: Prediction, setting: Setting) -> list[str]:
-    """Return what a user should know of a layout, each from its numbers."""
+    """Return warnings about a layout, each derived from its numbers."""
     said = (rule(found, setting) for rule in _RULES)
     return [text for text in said if text is not None]
 

@@ -1,6 +1,6 @@
-"""What is chosen without being asked for, with what it was measured to gain, and what changes it.
+"""Automatic choices: what was chosen, its measured gain, and the key that changes it.
 
-The measurements are those of `meshwright bench device`, on the config's own blocks.
+The gains come from `meshwright bench device`, measured on the config's own blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.units import format_bytes
 
 
 class Chosen(NamedTuple):
-    """One choice: what of, as it is told, the measured gain, if any, and what changes it."""
+    """One automatic choice: its subject, its value, its measured gain if any, and its key."""
 
     what: str
     text: str
@@ -26,9 +26,9 @@ class Chosen(NamedTuple):
 def choices(
     config: Config, setting: Setting, layout: Layout, compiled: CompileChoice
 ) -> list[Chosen]:
-    """Return the choices that are made for a layout: those that were measured, and compiling.
+    """Return the automatic choices of a layout: the measured ones, and compiling.
 
-    `compiled` is what `train.compile` came to.
+    `compiled` is the resolved value of `train.compile`.
     """
     asked = "auto" if compiled.why != "as asked for" else str(compiled.compiled).lower()
     blocks = f"{'compiled' if compiled.compiled else 'not compiled'} (train.compile = {asked})"
@@ -58,13 +58,13 @@ def _allocator(setting: Setting) -> Chosen | None:
     gain = setting.measured(f"blocks.allocator.{setting.train.precision}")
     if gain is None:
         return None
-    text = f"kept by glibc as it is freed, {gain:.2f} x the speed of blocks without, as measured"
+    text = f"kept by glibc when it is freed, {gain:.2f} x the measured speed of blocks without"
     text += " (GLIBC_TUNABLES, cluster.memory)"
     return Chosen("memory", text, gain, "GLIBC_TUNABLES, cluster.memory")
 
 
 def rows_of(setting: Setting) -> dict[int, float]:
-    """Return the seconds that a block takes for a token, by rows of a microbatch, as measured."""
+    """Return measured seconds of a block per token, by the number of rows in a microbatch."""
     start, end = f"{setting.cluster.device.kind}.blocks.rows.", f".{setting.train.precision}"
     return {
         int(name.removeprefix(start).removesuffix(end)): value

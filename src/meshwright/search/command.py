@@ -16,9 +16,9 @@ _DERIVED = ("dp_replicate", "dp_shard")
 def training_command(words: Sequence[str], made: Plan) -> str | None:
     """Return the command that trains a plan's best layout; None where nothing fits.
 
-    `words` are the config and the overrides that were planned. They stay as they are; the keys of
-    the layout that the planner has chosen come after them. Several nodes have a command each,
-    which `launch torchrun` writes.
+    `words` are the config path and the overrides of the plan. The command keeps them, and appends
+    the layout keys that the planner has chosen. With several nodes, `launch torchrun` writes a
+    command for each node.
     """
     if made.best is None:
         return None

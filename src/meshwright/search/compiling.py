@@ -1,4 +1,4 @@
-"""Whether to compile the blocks: on GPUs, and where it was measured to gain what it takes.
+"""Whether to compile blocks: on GPUs by default, elsewhere if the measured gain pays for it.
 
 On a GPU that is not measured it is the choice of whoever knows them: between its products a block
 reads and writes the memory once an operation, and the compiler joins them. What a compiler cannot
@@ -22,8 +22,8 @@ _UNMEASURED: Final = (
     "cluster.calibration = FILE reads it"
 )
 _ON_GPUS: Final = (
-    "on GPUs it joins what lies between products; it takes a minute or so at the start, and "
-    "train.compile = false leaves it out"
+    "on GPUs it fuses the operations between products; it takes about a minute at the start, and "
+    "train.compile = false turns it off"
 )
 
 
@@ -38,10 +38,10 @@ NOTHING_FITS: Final = CompileChoice(False, "no layout fits")
 
 
 def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> CompileChoice:
-    """Return what `train.compile` comes to under a layout; `lacks` is what its compiler lacks.
+    """Return the resolved `train.compile` of a layout; `lacks` is what its compiler is missing.
 
-    "auto" compiles where all steps together save more seconds than compiling takes, and where that
-    is not measured, on GPUs.
+    "auto" compiles if all steps together are predicted to save more seconds than compiling takes.
+    Without a measurement, it compiles on GPUs only.
     """
     train, gain = setting.train, setting.compile_gain
     if gain is None:
@@ -63,7 +63,7 @@ def choose(setting: Setting, layout: Layout, lacks: str | None = None) -> Compil
 
 
 def unmeasured(train: TrainSpec, lacks: str | None, *, on_gpus: bool) -> CompileChoice:
-    """Return what `train.compile` comes to where nobody has measured what compiling gains."""
+    """Return the resolved `train.compile` where the gain of compiling was not measured."""
     choice = CompileChoice(on_gpus, _ON_GPUS if on_gpus else _UNMEASURED)
     return _settled(train, lacks) or choice
 
@@ -73,17 +73,17 @@ def _settled(train: TrainSpec, lacks: str | None) -> CompileChoice | None:
     if train.compile != "auto":
         return CompileChoice(train.compile, "as asked for")
     if train.engine != "native":
-        return CompileChoice(False, f'train.engine = "{train.engine}" takes the blocks as they are')
+        return CompileChoice(False, f'train.engine = "{train.engine}" does not compile blocks')
     return None if lacks is None else CompileChoice(False, lacks)
 
 
 def with_compile(setting: Setting, *, compiles: bool) -> Setting:
-    """Return a setting whose blocks are compiled, or are not."""
+    """Return a setting with compiled or uncompiled blocks."""
     return replace(setting, train=setting.train.model_copy(update={"compile": compiles}))
 
 
 def decided(config: Config, choice: CompileChoice) -> Config:
-    """Return a config with its `train.compile` decided, the reason in its origin."""
+    """Return a config with its `train.compile` resolved, and the reason as its origin."""
     if config.train.compile != "auto":
         return config
     train = config.train.model_copy(update={"compile": choice.compiled})

@@ -1,4 +1,4 @@
-"""What changed between two saved plans, and why the step is faster or slower for it."""
+"""What changed between two saved plans, and why the step got faster or slower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST = 0.005
 
 
 class ChangedKey(NamedTuple):
-    """A key with its two values."""
+    """A changed key with both values."""
 
     key: str
     before: Any
@@ -20,7 +20,7 @@ class ChangedKey(NamedTuple):
 
 
 class PlanDifference(NamedTuple):
-    """Two plans: keys of what they are for, and of their layouts, and the sizes of both by cause.
+    """The differences of two plans: config keys, layout keys, and both sizes by cause.
 
     `seconds` and `bytes` map a cause, or a category, to both plans' values, the largest change
     first; `why` says it in words.
@@ -50,7 +50,7 @@ class PlanDifference(NamedTuple):
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> PlanDifference:
-    """Return what differs between two plans of `plan --save` that have a layout each."""
+    """Return the differences of two plans of `plan --save`; each must have a layout."""
     asked = [
         change
         for section in _SECTIONS

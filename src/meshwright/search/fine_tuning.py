@@ -18,9 +18,9 @@ RANK: Final = 16
 
 @dataclass(frozen=True)
 class FineTuning:
-    """One way to fine-tune: what is trained, and what of it fits.
+    """One way to fine-tune: what is trained, and which layouts fit.
 
-    `refused` says why adapters do not go with the model. `found` is the fastest layout at
+    `refused` says why the model cannot have adapters. `found` is the fastest layout at
     `train.seq_len`, `longest` the longest sequences and the fastest layout for them; None where
     nothing fits.
     """
@@ -34,8 +34,8 @@ class FineTuning:
 def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list[FineTuning]:
     """Return what training all weights, adapters, or adapters on NF4 takes on so many devices.
 
-    Adapters are those of the model where it has some, else of rank `RANK` on every linear layer
-    that can have one of its own.
+    Uses the model's adapters if it has some, otherwise adapters of rank `RANK` on every linear
+    layer that can have a separate one.
     """
     model = setting.model
     lora = model.lora or Lora(rank=RANK, alpha=RANK, targets=_targets(model))

@@ -1,4 +1,4 @@
-"""`Fits`: whether layouts fit, by estimates in a search, and by their price at its end."""
+"""`Fits`: whether layouts fit: by estimate during a search, by their price at its end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _WORD = 0.002
 
 
 def preference(found: Prediction) -> float:
-    """Return what layouts are ranked by: seconds, a little more for what has to be set up.
+    """Return the ranking value of a layout: its seconds, plus a little for complexity.
 
-    That is each word of the label, and each further stage on a rank.
+    Each word of the label and each additional stage per rank counts as complexity.
     """
     layout = found.layout
     effort = len(layout.label.split()) + layout.virtual_stages - 1
@@ -36,7 +36,7 @@ def preference(found: Prediction) -> float:
 
 
 class Fits:
-    """The memory of layouts against a limit in bytes; what is known of one is kept."""
+    """The memory of layouts compared with a limit in bytes; caches known values."""
 
     def __init__(self, setting: Setting, limit: float) -> None:
         self.setting, self.limit = setting, limit
@@ -45,9 +45,9 @@ class Fits:
         self._timed: dict[Layout, Prediction] = {}
 
     def estimate(self, layout: Layout, kept: KeptBytes | None = None) -> RankMemory:
-        """Return about what the largest rank of a layout holds; exactly, where that is known.
+        """Return the approximate bytes of a layout's largest rank; exact if already priced.
 
-        `kept` is the layout's `kept_of`, where that is known.
+        `kept` is the layout's `kept_of`, if the caller knows it.
         """
         if layout in self._exact:
             return self._exact[layout]
@@ -59,14 +59,14 @@ class Fits:
         return self._estimates[layout]
 
     def timed(self, layout: Layout) -> Prediction:
-        """Return the price of a layout but for its memory, which is estimated."""
+        """Return the price of a layout, with its memory only estimated."""
         if layout not in self._timed:
             held = self.estimate(layout)
             self._timed[layout] = price(self.setting, layout, held=held)
         return self._timed[layout]
 
     def priced(self, timed: Prediction) -> Prediction:
-        """Return the price of a layout that is timed; its memory is exact from now on."""
+        """Return the price of a timed layout, with exact memory from now on."""
         layout = timed.layout
         if layout not in self._exact:
             self._exact[layout] = worst_memory(self.setting, layout)

@@ -1,4 +1,4 @@
-"""The layout that needs least memory: whether anything fits, without ranking what does."""
+"""The layout that needs the least memory: whether anything fits, without a full ranking."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshwright.spec.training import Offload, Recompute, TrainSpec
 
 
 class Light(NamedTuple):
-    """A layout and the bytes that its largest rank holds; lighter ones come first."""
+    """A layout and the bytes of its largest rank; sorts by bytes."""
 
     bytes: float
     layout: Layout
 
 
 def divisions(setting: Setting, devices: int) -> Iterator[Layout]:
-    """Yield the legal divisions of the devices over the axes, one sequence a microbatch."""
+    """Yield the legal divisions of the devices over the axes, one sequence per microbatch."""
     one_each = setting.train.model_copy(update={"batch": devices})
     for core in cores(setting.model, one_each, devices):
         if core.layout.microbatch == 1 and core.layout.recompute == "none":
@@ -33,10 +33,10 @@ def divisions(setting: Setting, devices: int) -> Iterator[Layout]:
 def lightest_of(
     setting: Setting, one: Layout, microbatches: int, offload: Offload = "none"
 ) -> Light | None:
-    """Return the lightest layout of a division, its microbatch and recomputation kept.
+    """Return the layout of a division with the least memory.
 
-    Tries each ZeRO stage over all data ranks, with the schedule that holds the fewest activations.
-    None where no schedule goes with so many microbatches.
+    Keeps its microbatch and recomputation. Tries each ZeRO stage over all data ranks, with the
+    schedule that holds the fewest activations. None where no schedule allows so many microbatches.
     """
     layers = setting.model.n_layers
     legal = [s for s in schedules(one.pp, layers, microbatches) if not dominated(s, layers, one.pp)]
@@ -79,7 +79,7 @@ def _sharded(one: Layout, offload: Offload) -> Iterator[Layout]:
 def lightest(
     setting: Setting, devices: int, recompute: Recompute = "full", offload: Offload = "none"
 ) -> Light | None:
-    """Return the layout of so many devices that needs least, or None where none is legal."""
+    """Return the layout of so many devices with the least memory; None if none is legal."""
     found = []
     for one in divisions(setting, devices):
         if setting.train.batch % one.dp:
@@ -96,7 +96,7 @@ def lightest(
 
 
 def with_train(setting: Setting, **changes: int) -> Setting:
-    """Return the setting with another batch or sequence length."""
+    """Return the setting with another batch size or sequence length."""
     train: TrainSpec = setting.train.model_copy(update=changes)
     calibration = setting.calibration.of(setting.model, train.seq_len)
     return replace(setting, train=train, calibration=calibration)

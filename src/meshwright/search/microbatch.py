@@ -1,4 +1,4 @@
-"""The microbatch of a layout that leaves it out: the fastest that fits, by prediction."""
+"""The microbatch of a layout that doesn't set it: the fastest predicted one that fits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshwright.units import format_bytes
 
 
 class Microbatch(NamedTuple):
-    """A layout with its microbatch, and why it has this one."""
+    """A layout with its microbatch, and the reason for this size."""
 
     layout: Layout
     why: str
 
 
 def fastest(setting: Setting, layout: Layout) -> Microbatch | None:
-    """Return a layout with the microbatch that the planner would give it; None where none fits."""
+    """Return a layout with the planner's choice of microbatch; None where none fits."""
     device, train = setting.cluster.device, setting.train
     fits = Fits(setting, device.memory * (1 - MARGIN))
     sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]

@@ -1,4 +1,4 @@
-"""Keys of the layout that a config gives: the planner keeps them, or says why it cannot."""
+"""Layout keys that a config sets: the planner keeps them, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from meshwright.spec.loading import Config
 
 
 def is_given(config: Config, key: str) -> bool:
-    """Whether a key of the layout was given, in a file or on the command line."""
+    """Whether a layout key was set, in a file or on the command line."""
     return config.origins.get(f"layout.{key}", "default") != "default"
 
 
 def given(config: Config) -> Pins:
-    """Return the keys of the layout that were given, with their values."""
+    """Return the layout keys that were set, with their values."""
     values = config.layout.model_dump(exclude={"auto"})
     return {key: value for key, value in values.items() if is_given(config, key)}
 
 
 def degree_of(pins: Pins) -> int:
-    """Return how many ranks the given degrees ask for at least."""
+    """Return the least number of ranks that the given degrees require."""
     return math.prod(int(str(pins[key])) for key in AXES if key in pins)
 
 
 def words(pins: Pins) -> str:
-    """Return the given keys as a user writes them."""
+    """Return the given keys in the notation of overrides."""
     return ", ".join(
         f"layout.{key} = {str(value).lower() if isinstance(value, bool) else value}"
         for key, value in pins.items()
@@ -39,7 +39,7 @@ def words(pins: Pins) -> str:
 
 
 def refuse(setting: Setting, pins: Pins) -> ConfigError:
-    """Return why no layout of the cluster's devices has the given keys, with the nearest legal."""
+    """Return why no layout of the cluster's devices can have the given keys, with the nearest."""
     devices, train = setting.cluster.devices, setting.train
     if not pins:
         text = f"no layout of {devices} devices is legal with train.batch = {train.batch}"

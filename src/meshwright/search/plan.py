@@ -1,4 +1,4 @@
-"""`plan`: a config to ranked layouts, and what is said of them."""
+"""`plan`: from a config to ranked layouts, with explanations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOCAL_DEVICES = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """Layouts for a config, the best first; see `as_json` for what is kept of it."""
+    """The ranked layouts of a config, best first; `as_json` lists the contents."""
 
     config: Config
     setting: Setting
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def choices(self) -> list[Chosen]:
-        """What is chosen for the best layout without being asked for; nothing where none fits."""
+        """The automatic choices of the best layout; empty where none fits."""
         if self.best is None:
             return []
         return choices(self.config, self.setting, self.best.layout, self.compile)
@@ -66,7 +66,7 @@ class Plan:
             )
 
     def fewest_devices(self) -> tuple[int, Prediction] | None:
-        """Return the fewest of the devices that fit, and how: `questions.fewest_devices`."""
+        """Return the fewest devices that fit, with a layout: `questions.fewest_devices`."""
         self._check_free("--fewest")
         return questions.fewest_devices(self.setting, self.setting.cluster.devices, self.margin)
 
@@ -86,7 +86,7 @@ class Plan:
         return fine_tunings(self.setting, self.setting.cluster.devices, self.margin)
 
     def cheapest(self, prices: Mapping[str, float]) -> list[Offer]:
-        """Return numbers and kinds of devices by the cost of a token: `questions.cheapest`."""
+        """Return numbers and kinds of devices, sorted by cost per token: `questions.cheapest`."""
         self._check_free("--cheapest")
         devices = self.setting.cluster.devices
         return questions.cheapest(self.setting, prices, devices, self.margin)
@@ -99,10 +99,11 @@ def setting_of(
     processor: Processor | None = None,
     slower: float = 1.0,
 ) -> Setting:
-    """Return what a config's layouts are priced for; raises `ConfigError` for unknown names.
+    """Return the setting that prices a config's layouts.
 
-    `processor` is this machine's, for a cluster that is "local". `slower` is how many times slower
-    a device is than the catalogue's, as where many ranks share a CPU.
+    `processor` is this machine's, for the cluster "local". `slower` is the factor by which a device
+    is slower than in the catalogue, for example if several ranks share a CPU. Raises `ConfigError`
+    for unknown names.
     """
     if calibration is None:
         calibration = calibration_named(config.cluster.calibration)
@@ -134,13 +135,13 @@ def plan(
     slower: float = 1.0,
     prices: KnownPrices | None = None,
 ) -> Plan:
-    """Return the ranked layouts of a config on its cluster; torch is not imported.
+    """Return the ranked layouts of a config on its cluster; doesn't import torch.
 
-    `top` divisions of the devices are ranked by tokens per second, each with its best layout among
-    those that leave the share `margin` of the memory free. Keys of the layout that the config gives
-    keep their values. `lacks` is what the machine's compiler lacks, `processor` and `slower` are
-    those of `setting_of`, `prices` those of earlier plans. The plan's config has `train.compile`
-    decided, for the best layout. Raises `ConfigError` where no layout is legal.
+    Ranks the best layouts of `top` divisions of the devices by tokens per second, among those that
+    leave the share `margin` of the memory free. Layout keys that the config sets keep their values.
+    `lacks` is what the machine's compiler is missing; `processor` and `slower` are those of
+    `setting_of`, `prices` those of earlier plans. In the plan's config, `train.compile` is resolved
+    for the best layout. Raises `ConfigError` where no layout is legal.
     """
     setting, pins = setting_of(config, calibration, local_devices, processor, slower), given(config)
     prices, devices = prices or KnownPrices(), setting.cluster.devices
@@ -163,11 +164,10 @@ def planned(
     processor: Processor | None = None,
     slower: float = 1.0,
 ) -> Config:
-    """Return a config whose `layout.auto` and `train.compile` are decided for its cluster.
+    """Return a config with `layout.auto` and `train.compile` resolved for its cluster.
 
-    The keys of the layout that were given stay, the others get the origin "plan"; `lacks`,
-    `processor` and `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or
-    fits.
+    Layout keys that were set stay; the others get the origin "plan". `lacks`, `processor` and
+    `slower` are those of `plan`. Raises `ConfigError` where no layout is legal or fits.
     """
     made = plan(config, 1, lacks=lacks, processor=processor, slower=slower)
     if made.best is None:
@@ -190,14 +190,14 @@ def planned(
 
 
 def digest(config: Config, layout: Layout) -> str:
-    """Return a fingerprint of what a program is made of: model, batch, precision, layout."""
+    """Return a fingerprint of a program's inputs: model, batch, precision, layout."""
     train = config.train.model_dump(mode="json", include={"batch", "seq_len", "precision"})
     parts = [config.model.identity(), train, layout.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def on_cluster(setting: Setting, layout: Layout) -> Setting:
-    """Return a setting whose cluster has as many devices as a layout has ranks."""
+    """Return a setting with a cluster of as many devices as the layout has ranks."""
     if layout.world == setting.cluster.devices:
         return setting
     return replace(setting, cluster=on_devices(setting.cluster, layout.world))
@@ -206,14 +206,14 @@ def on_cluster(setting: Setting, layout: Layout) -> Setting:
 def explain(setting: Setting, layout: Layout) -> Prediction:
     """Return the price of one layout, on as many devices as it has ranks.
 
-    Raises `ConfigError` where it breaks a rule, with the nearest legal ones.
+    Raises `ConfigError` if it breaks a rule, with the nearest legal layouts.
     """
     check_legal(setting, layout)
     return price(on_cluster(setting, layout), layout)
 
 
 def check_legal(setting: Setting, layout: Layout) -> None:
-    """Raise `ConfigError` where a layout breaks a rule, with the nearest legal ones."""
+    """Raise `ConfigError` if a layout breaks a rule, with the nearest legal ones."""
     rule = broken(setting.model, setting.train, layout)
     if rule is not None:
         legal = nearest_legal(setting.model, setting.train, layout)
@@ -241,7 +241,7 @@ def prediction_json(found: Prediction) -> dict[str, Any]:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: specs, layout, digest, profile, and the layouts that lost with why."""
+    """Return a plan as JSON: specs, layout, digest, profile, and why each other layout lost."""
     best, found = made.best, made.found
     cluster = made.setting.cluster
     return {

@@ -1,4 +1,4 @@
-"""`Prices`: what parts of layouts cost, kept from one search to the next of the same setting."""
+"""`Prices`: the prices of parts of layouts, cached across searches of the same setting."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST: Final = 4
 
 
 class Prices:
-    """Prices of parts that are the same in all batches and numbers of microbatches.
+    """Prices that don't depend on the batch or the number of microbatches.
 
-    Those are a microbatch's seconds and bytes, and what the ZeRO stages of a division cost.
+    These are the seconds and bytes of a microbatch, and the costs of the ZeRO stages of a division.
     """
 
     def __init__(self, setting: Setting, pins: Pins) -> None:
@@ -30,9 +30,9 @@ class Prices:
         self._kept: dict[tuple[object, ...], KeptBytes] = {}
 
     def parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
-        """Return the seconds of a layout's microbatch; few of its choices change them.
+        """Return the seconds of a layout's microbatch, which depend on few of its choices.
 
-        `defers`: its schedule has the gradients of weights wait.
+        `defers`: the schedule defers weight gradients.
         """
         key = (*shape_of(layout), defers)
         if key not in self._times:
@@ -40,7 +40,7 @@ class Prices:
         return self._times[key]
 
     def kept_of(self, layout: Layout) -> KeptBytes:
-        """Return what a layout's microbatch keeps: see `predict.memory.kept_of`."""
+        """Return the bytes that a layout's microbatch keeps: see `predict.memory.kept_of`."""
         key = shape_of(layout)
         if key not in self._kept:
             self._kept[key] = kept_of(self.setting, layout)
@@ -48,13 +48,13 @@ class Prices:
 
 
 class KnownPrices:
-    """The prices of the last few settings that were asked for."""
+    """A cache of the prices of the most recent settings."""
 
     def __init__(self) -> None:
         self._last: list[Prices] = []
 
     def of(self, setting: Setting, pins: Pins) -> Prices:
-        """Return the prices of a setting, whatever its batch is, and of such fixed keys."""
+        """Return the prices of a setting with these fixed keys, for any batch."""
         batch = setting.train.batch
         for one in self._last:
             own = one.setting
@@ -66,6 +66,6 @@ class KnownPrices:
 
 
 def shape_of(layout: Layout) -> tuple[object, ...]:
-    """Return what a microbatch's work depends on."""
+    """Return the choices that determine a microbatch's work."""
     one = layout
     return one.tp, one.sp, one.cp, one.cp_kind, one.ep, one.microbatch, one.recompute

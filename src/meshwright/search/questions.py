@@ -1,4 +1,4 @@
-"""What a user asks before a run: fewest devices, largest batch, longest context, least money."""
+"""Questions before a run: fewest devices, largest batch, longest context, cheapest token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_devices(cluster: Cluster, devices: int) -> Cluster:
 
 
 def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
-    """Return the numbers of devices that are rented: parts of a node, then whole nodes."""
+    """Return the numbers of devices that can be rented: parts of a node, whole nodes."""
     node = cluster.per_node
     parts = [size for size in range(1, min(node, devices) + 1) if node % size == 0]
     return parts + list(range(2 * node, devices + 1, node))
@@ -44,9 +44,9 @@ def sizes_up_to(cluster: Cluster, devices: int) -> list[int]:
 def fewest_devices(
     setting: Setting, devices: int, margin: float = MARGIN
 ) -> tuple[int, Prediction] | None:
-    """Return the fewest devices, of up to so many, on which a layout fits, and the fastest there.
+    """Return the fewest devices on which a layout fits, and the fastest layout there.
 
-    Tries parts of a node that divide it, then whole nodes. None where all are too few.
+    Tries divisors of a node, then whole nodes, up to a maximum. None where nothing fits.
     """
     for count in sizes_up_to(setting.cluster, devices):
         tried = replace(setting, cluster=on_devices(setting.cluster, count))
@@ -60,11 +60,11 @@ def fewest_devices(
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The most sequences that devices work on at once, with one policy of recomputation.
+    """The most sequences that fit at once with one recomputation policy.
 
-    `sequences` is dp x microbatch, `batch` the global batch that the prediction is for: one
-    microbatch, in a pipeline four for each of its ranks. `at_speed`: within a tenth of the fastest
-    of its policy; otherwise the most at any speed.
+    `sequences` is dp x microbatch. `batch` is the global batch of the prediction: one microbatch,
+    or with a pipeline four for each of its ranks. `at_speed`: within a tenth of the fastest of its
+    policy; otherwise the most at any speed.
     """
 
     recompute: Recompute
@@ -75,11 +75,11 @@ class LargestBatch:
 
 
 def largest_batches(setting: Setting, devices: int, margin: float = MARGIN) -> list[LargestBatch]:
-    """Return the largest batch that fits at once for each policy of recomputation.
+    """Return the largest batch that fits at once for each recomputation policy.
 
-    Each division of the devices has a largest batch. Of a policy's, the largest that is within a
-    tenth of the fastest in tokens per second; the last is the largest of all at any speed. Larger
-    global batches accumulate microbatches of this size, and take no more memory.
+    For each policy: the largest one, over all divisions of the devices, whose speed is within a
+    tenth of the fastest in tokens per second. The last entry is the largest at any speed. Larger
+    global batches accumulate microbatches of this size and need no more memory.
     """
     everything = list(divisions(setting, devices))
     limit = _limit(setting, margin)
@@ -167,10 +167,10 @@ def _most(setting: Setting, one: Layout, limit: float) -> int:
 def longest_context(
     setting: Setting, devices: int, margin: float = MARGIN
 ) -> tuple[int, Prediction] | None:
-    """Return the longest sequences that fit, in tokens, with the fastest layout for them.
+    """Return the longest sequences that fit, in tokens, with the fastest layout.
 
-    The batch stays. Lengths are powers of two and the seven between each two of them; offload is
-    left out. None where not even the shortest fits.
+    The batch stays the same. Tries powers of two and seven lengths between each two of them,
+    without offload. None where not even the shortest fits.
     """
     limit = _limit(setting, margin)
 
@@ -194,7 +194,7 @@ def longest_context(
 
 @dataclass(frozen=True)
 class Offer:
-    """A number of devices of one kind, what it does, and what a million tokens cost on it."""
+    """A number of devices of one kind, their speed, and the cost of a million tokens."""
 
     device: str
     devices: int
@@ -210,11 +210,10 @@ class Offer:
 def cheapest(
     setting: Setting, prices: Mapping[str, float], devices: int, margin: float = MARGIN
 ) -> list[Offer]:
-    """Return what fits of the kinds of devices that have a price, the cheapest token first.
+    """Return the kinds of devices that have a price and fit, the cheapest token first.
 
-    `prices` are those of one device for an hour, by name in the catalogue. Numbers of devices go
-    by powers of two up to `devices`. Raises `ConfigError` where there is no price, or a name is
-    not in the catalogue.
+    `prices` are per device and hour, by name in the catalogue. Tries powers of two up to `devices`.
+    Raises `ConfigError` without any price, or for a name that is not in the catalogue.
     """
     if not prices:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Ranks layouts by tokens per second among those that fit, and says why the others lose."""
+"""Ranks the layouts that fit by tokens per second, and says why the others lose."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _DOMINATED = {
 
 @dataclass(frozen=True)
 class Found:
-    """A search's result: the best layout of each division of the devices, the best first.
+    """The result of a search: the best layout of each division of the devices, best first.
 
-    `considered` counts all legal layouts, `reasons` those that were ruled out, by reason;
-    `unfit` is the one that came nearest to fitting, where none does.
+    `considered` counts all legal layouts, `reasons` the excluded ones by reason; `unfit` is the
+    layout that came closest to fitting, where none does.
     """
 
     setting: Setting
@@ -110,13 +110,13 @@ class _Pace:
 
 
 class Search:
-    """One search: a setting, a number of devices, a margin, keys of the layout that are fixed.
+    """One search over a setting: the number of devices, a margin, fixed layout keys.
 
-    What a layout costs falls into parts that depend on few choices each: the microbatch's time on
-    its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. So the parts
-    are priced once, and all layouts of a core are sums of them, with memory and the pipeline in
-    closed form. A layout fits, and has its place among the best, by its price: `predict.price`.
-    `prices` are those of an earlier search of the same setting, but for its batch.
+    The price of a layout consists of parts that depend on few choices each: the microbatch's time
+    on its core, the pipeline's on the schedule, states and gradients on the ZeRO stage. The parts
+    are priced once. Each layout of a core is a sum of them, with memory and the pipeline in closed
+    form. The best layouts are then checked and ranked by their exact price: `predict.price`.
+    `prices` come from an earlier search of the same setting, which may have another batch.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Search:
     def run(self, top: int) -> Found:
         """Return the best layouts of the `top` best divisions of the devices.
 
-        Cores come in the order of a bound from below, the time of their microbatches alone; what
-        cannot beat the worst of the best any more is left out without a price.
+        Cores come in the order of a lower bound, the time of their microbatches alone. A core that
+        cannot beat the worst of the best any more is skipped without a price.
         """
         train, layers = self.setting.train, self.setting.model.n_layers
         everything = self._cores()
@@ -357,7 +357,7 @@ class Search:
 
 
 def dominated(schedule: Schedule, layers: int, pp: int) -> str | None:
-    """Return why a schedule need not be priced, if another is never worse."""
+    """Return why a schedule need not be priced, if another one is never worse."""
     if schedule.virtual > 1 and layers % (pp * schedule.virtual):
         return "stages of unequal numbers of layers"
     return _DOMINATED.get(schedule.name)

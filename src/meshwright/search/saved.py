@@ -1,4 +1,4 @@
-"""A saved plan: read back to be run, if the program is still the one that was planned."""
+"""A saved plan, read back for a run if the program is still the planned one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OF_TRAINING = ("batch", "seq_len", "precision")
 def load_planned(
     plan: Path, config: Path | None = None, overrides: Iterable[str] = (), needed: str = "--plan"
 ) -> Config:
-    """Return the config that a saved plan is to be run with, its layout with the origin "plan".
+    """Return the config of a saved plan's run, with its layout of origin "plan".
 
-    Without a config file the plan's own config applies, too; with one the devices are the plan's.
-    Raises `ConfigError` where the file is no plan, has no layout, or where the program is another
-    one than was planned.
+    Without a config file, the plan's own config applies, too; with one, the devices are the plan's.
+    Raises `ConfigError` if the file is no plan or has no layout, or if the program differs from the
+    planned one.
     """
     with foreign(f"{needed} {plan}", ConfigError):
         return _planned(plan, config, overrides, needed)

@@ -1,4 +1,4 @@
-"""What a run takes on more or fewer devices, and what a number of tokens takes: time and money."""
+"""A run on more or fewer devices, and the time and money for a number of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.search.space import Pins
 
 @dataclass(frozen=True)
 class Cost:
-    """What so many tokens take at some rate: `hours` of the run, and of all devices together.
+    """The cost of a number of tokens: `hours` of the run, and of all devices together.
 
     `money` is in the currency of the price of one device for an hour, None without one.
     """
@@ -28,7 +28,7 @@ class Cost:
 
     @classmethod
     def of(cls, found: Prediction, tokens: float, price: float | None) -> Cost:
-        """Return what tokens take by a layout."""
+        """Return the cost of a number of tokens with a layout."""
         hours = tokens / found.tokens_per_s / 3600
         each = hours * found.devices
         return cls(tokens, hours, each, None if price is None else each * price)
@@ -75,10 +75,10 @@ def curve(
     margin: float = MARGIN,
     pins: Pins | None = None,
 ) -> list[Point]:
-    """Return the best layout for each number of devices, and what so many tokens take on it.
+    """Return the best layout for each number of devices, and the cost of the tokens on it.
 
-    The global batch stays. Keys of the layout that are fixed stay fixed; where a number of devices
-    has no legal layout with them, or none that fits, its point says so.
+    The global batch stays the same, and so do fixed layout keys. If a number of devices has no
+    legal layout with these keys, or none that fits, its point says so.
     """
     points = []
     for count in counts:
@@ -91,7 +91,7 @@ def curve(
 
 
 def best_cost(made: Plan, tokens: float, price: float | None) -> Cost:
-    """Return what tokens take by a plan's best layout; raises `ConfigError` where none fits."""
+    """Return the cost of tokens with a plan's best layout; `ConfigError` if none fits."""
     if made.best is None:
         raise ConfigError("--tokens: no layout fits, so that nothing is trained")
     return Cost.of(made.best, tokens, price)

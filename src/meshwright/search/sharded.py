@@ -27,11 +27,11 @@ from meshwright.spec.training import Offload
 
 @dataclass(frozen=True)
 class Choice:
-    """A ZeRO stage with its shards and what is offloaded, priced for one division of the devices.
+    """A ZeRO stage with its shards and offload, priced for one division of the devices.
 
-    `unit` are the seconds of a microbatch's messages, `states` the bytes of model
-    states on the first and the last pipeline rank, `once` the seconds of messages and of the update
-    once a step on ranks that hold such layers.
+    `unit` has the seconds of a microbatch's messages, `states` the bytes of model states on the
+    first and the last pipeline rank, `once` the seconds per step for messages and the update on
+    ranks with such layers.
     """
 
     sharding: ZeroSharding
@@ -42,14 +42,14 @@ class Choice:
 
 
 class Shardings:
-    """What may be chosen for a division of the devices, and is nowhere beaten; kept once priced."""
+    """The ZeRO choices for a division that no other choice beats in all respects; cached."""
 
     def __init__(self, setting: Setting, kernels: Kernels, pins: Pins) -> None:
         self.setting, self.kernels, self.pins = setting, kernels, pins
         self._known: dict[tuple[object, ...], list[Choice]] = {}
 
     def of(self, one: Layout, offloaded: tuple[Offload, ...]) -> list[Choice]:
-        """Return the ZeRO stages of a division of the devices, with what each costs."""
+        """Return the ZeRO stages of a division of the devices, each with its costs."""
         # Weights on the host are sent anew for each microbatch.
         often = one.microbatch if "params" in offloaded else 0
         key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, offloaded, often)
@@ -82,7 +82,7 @@ class Shardings:
         return (sent + update, *unit.largest, first, last), choice
 
     def once(self, one: Layout, choice: Choice, held: HeldLayers) -> tuple[float, float]:
-        """Return the seconds of a pipeline rank's messages and of its update, once a step."""
+        """Return the seconds per step of a pipeline rank's messages and update."""
         if held not in choice.once:
             layout = with_sharding(one, choice.sharding, choice.offload)
             choice.once[held] = (

@@ -1,4 +1,4 @@
-"""The layouts of a number of devices: what there is to choose, as far as the rules allow it."""
+"""The space of layouts for a number of devices, within the rules."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ Pins = Mapping[str, object]
 
 
 def obeys(pins: Pins, layout: Layout, keys: Collection[str]) -> bool:
-    """Whether the keys of a layout are as a user fixed them."""
+    """Whether a layout has the keys that a user fixed."""
     return all(getattr(layout, key) == pins[key] for key in keys if key in pins)
 
 
 class Core(NamedTuple):
-    """What a microbatch's time depends on; `layout` has the rest at its simplest."""
+    """The choices that determine a microbatch's time; `layout` has the simplest other values."""
 
     layout: Layout
 
     @property
     def degrees(self) -> tuple[int, int, int, int, int]:
-        """Degrees of pp, dp, cp, tp and ep: how the devices are divided."""
+        """The degrees of pp, dp, cp, tp and ep: how the devices are divided."""
         one = self.layout
         return one.pp, one.dp_replicate, one.cp, one.tp, one.ep
 
 
 class Schedule(NamedTuple):
-    """A pipeline schedule with its stages a rank."""
+    """A pipeline schedule with its number of stages per rank."""
 
     name: str
     virtual: int
 
 
 class ZeroSharding(NamedTuple):
-    """A ZeRO stage, and over how many of the data-parallel ranks it shards."""
+    """A ZeRO stage, and the number of data-parallel ranks that it shards over."""
 
     zero: Zero
     shards: int
@@ -88,7 +88,7 @@ def _of_degrees(
 
 
 def is_worth(microbatch: int, train: TrainSpec, layout: Layout) -> bool:
-    """Whether a microbatch is small enough to be looked at; that of one sequence always is."""
+    """Whether a microbatch is small enough to consider; one sequence always is."""
     return microbatch == 1 or microbatch * train.seq_len // layout.cp <= _MICROBATCH_TOKENS
 
 
@@ -108,9 +108,9 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
 
 @lru_cache(maxsize=4096)
 def shardings(dp: int, cp: int, ep: int = 1) -> tuple[ZeroSharding, ...]:
-    """Return the ZeRO stages with each number of ranks that they may shard over.
+    """Return the ZeRO stages with each legal number of sharding ranks.
 
-    Ranks that shard share out the experts, too, so that `ep` divides them.
+    `ep` must divide this number, because sharding ranks also divide the experts among themselves.
     """
     found = [ZeroSharding(0, 1)]
     stages: tuple[Zero, ...] = (1, 2, 3)
@@ -122,7 +122,7 @@ def shardings(dp: int, cp: int, ep: int = 1) -> tuple[ZeroSharding, ...]:
 
 @lru_cache(maxsize=4096)
 def offloads(zero: int) -> tuple[Offload, ...]:
-    """Return what may lie on the host: parameters only where they are sharded."""
+    """Return the legal values of offload: parameters only if they are sharded."""
     return ("none", "optimizer", "params") if zero else ("none", "optimizer")
 
 
@@ -143,7 +143,7 @@ def size_of(
 ) -> int:
     """Return how many legal layouts a core stands for, with such offloads or with all.
 
-    With `pins` those that keep these values.
+    With `pins`, counts only those with these values.
     """
     one = core.layout
     count = one.microbatches(train.batch)
@@ -173,7 +173,7 @@ def _pinned(
 
 
 def as_fixed(pins: Pins, one: Layout, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Return the schedules of a core that are as a user fixed them."""
+    """Return the schedules of a core that match the keys that a user fixed."""
     if pins.keys().isdisjoint(OF_SCHEDULE):
         return chains
     return tuple(
@@ -188,7 +188,7 @@ def with_schedule(one: Layout, schedule: Schedule) -> Layout:
 
 
 def with_sharding(one: Layout, sharding: ZeroSharding, offload: Offload) -> Layout:
-    """Return a core's layout, whose data ranks are replicas, with a ZeRO stage and an offload."""
+    """Return a core's layout with a ZeRO stage and an offload instead of replicas."""
     zero, shards = sharding
     changes = {"zero": zero, "dp_shard": shards, "dp_replicate": one.dp_replicate // shards}
     return one.model_copy(update={**changes, "offload": offload})

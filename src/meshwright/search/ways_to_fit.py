@@ -1,4 +1,4 @@
-"""After an out-of-memory: the nearest changes of a layout that fit, what they save and cost."""
+"""After out-of-memory: the smallest changes that fit, their savings and costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAIRS = 5
 
 
 class Change(NamedTuple):
-    """One change, as a user writes it, and the keys of the layout or of training that it sets."""
+    """One change in the notation of overrides, with the layout or training keys that it sets."""
 
     text: str
     layout: Mapping[str, Any]
@@ -31,9 +31,9 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class WayToFit:
-    """A change that fits: bytes that it saves on the largest rank, time of a token relative to now.
+    """A change that fits: bytes saved on the largest rank, and its relative time per token.
 
-    `slower` is 0.1 where a token takes 10% longer; `devices` where it takes more of them.
+    `slower` is 0.1 if a token takes 10% longer; `devices` is set if the change needs more of them.
     """
 
     text: str
@@ -45,12 +45,12 @@ class WayToFit:
 def ways_to_fit(
     setting: Setting, layout: Layout, margin: float = MARGIN
 ) -> tuple[Prediction, list[WayToFit]]:
-    """Return the price of a layout that ran out of memory, and what would fit instead.
+    """Return the price of a layout that ran out of memory, and the changes that fit.
 
-    Of each kind of change the smallest that fits, the fastest first, then shorter sequences, which
-    train something else. Pairs of changes are there where they are faster than any one of them.
-    Where the prediction says that the layout fits, it is too low by an unknown part, so a change
-    has to save at least the margin of it.
+    For each kind of change, the smallest one that fits, fastest first; then shorter sequences,
+    which change what is trained. Pairs of changes are listed if they are faster than any single
+    one. If the prediction says that the layout fits, it is too low by an unknown amount, so a
+    change must save at least the margin.
     """
     now, guess = price(setting, layout), estimated(setting, layout)
     limit = min(now.memory.limit, now.memory.total) * (1 - margin)

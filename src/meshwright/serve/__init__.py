@@ -1,1 +1,1 @@
-"""The page of `plan --serve`: a question of a browser to one document, which the page draws."""
+"""The page of `plan --serve`: turns a browser's question into a document that the page draws."""

@@ -1,7 +1,7 @@
-"""`answer`: what a page of a plan asks, as one document of JSON that it draws.
+"""`answer`: the answer to a question of a plan's page, as a JSON document that the page draws.
 
-A question is the words of a command line, `section.key=value`, each checked by the loader of
-configs, and labels of layouts to show in detail.
+A question consists of command-line arguments, `section.key=value`, each checked by the config
+loader, and labels of layouts to show in detail.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PLAIN: Final = Conditions()
 
 
 def answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
-    """Return the plan of a question; raises `ConfigError` for one that makes no sense."""
+    """Return the plan for a question; raises `ConfigError` for an invalid one."""
     words, shown = _words(question), _labels(question)
     made = conditions.plan(_config(words))
     labels = shown or ([made.best.layout.label] if made.best else [])
@@ -55,9 +55,9 @@ def document(
     stated: Mapping[str, Values],
     flags: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return a plan as a page draws it, with the layouts of such labels in detail.
+    """Return a plan as the page draws it, with the layouts of such labels in detail.
 
-    `words` and `flags` are those of the command line; `stated` is what it and its config say.
+    `words` and `flags` are those of the command line; `stated` is what it and its config set.
     """
     best, known = made.best, made.setting.calibration
     return {
@@ -86,7 +86,7 @@ def document(
 
 
 def asked_words(stated: Mapping[str, Values]) -> list[str]:
-    """Return what a config states of what the page asks, as words of a command line."""
+    """Return a config's settings that the page can change, as command-line arguments."""
     return [
         f"{section}.{key}={_word(value.value)}"
         for section in SECTIONS
@@ -102,7 +102,7 @@ def _word(value: Any) -> str:
 
 
 def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN) -> dict[str, Any]:
-    """Return the best layout of each number of devices from `first` to `last`, doubling."""
+    """Return the best layout for each number of devices from `first` to `last`, doubling."""
     words = _words(question)
     first, last = (question.get(key) for key in ("first", "last"))
     for name, one in (("first", first), ("last", last)):
@@ -121,7 +121,7 @@ def devices_answer(question: Mapping[str, Any], conditions: Conditions = _PLAIN)
 
 
 def model_words(document: Any) -> list[str]:
-    """Return the words that make the model of a Hugging Face `config.json`."""
+    """Return the arguments that describe the model of a Hugging Face `config.json`."""
     if not isinstance(document, dict):
         raise ConfigError("the model's config.json is no JSON object")
     spec = spec_from_hf(document)

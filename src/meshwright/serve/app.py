@@ -1,6 +1,7 @@
-"""The web application of `plan --serve`, and the server that runs it on this machine alone.
+"""The web application of `plan --serve`, and its server on this machine.
 
-It answers to its own name and pages only, takes small bodies of JSON, and writes nothing.
+It answers only requests to its own name from its own pages, accepts small JSON bodies, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def application(
     conditions: Conditions = _PLAIN,
     limit_s: float = LIMIT_S,
 ) -> Starlette:
-    """Return the application for a port; `words` are what its page asks at first."""
+    """Return the application for a port; `words` are the page's first question."""
     # The curve over devices takes longer: the next plan does not wait for it.
     planners = {deed: Planner(limit_s, conditions) for deed in DEEDS}
     first = page(words)
@@ -123,9 +124,9 @@ def application(
 def serve(
     port: int, words: Sequence[str], conditions: Conditions, tell: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted; `tell` gets the address. Port 0 is any free one.
+    """Serve until interrupted; `tell` receives the address. Port 0 means any free port.
 
-    Raises `ConfigError` where the extra is missing or the port is taken.
+    Raises `ConfigError` if the extra is missing or the port is taken.
     """
     if uvicorn is None:
         raise ConfigError(MISSING)

@@ -1,4 +1,4 @@
-"""`Conditions`: what a command line says beside the words of a config, for all that a page asks."""
+"""`Conditions`: a command line's options besides the config, for all questions of a page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TOP: Final = 10
 
 @dataclass(frozen=True)
 class Conditions:
-    """What holds for all questions to a page.
+    """The options that apply to all questions of a page.
 
-    `environ` has the variables that say where calibrations are kept; each question is priced by
-    what is kept of its cluster, as the command's is, or by `calibration` where the command line
-    states one. `margin` is the share of memory to leave free, `top` how many layouts are ranked.
-    `flags` are the words that say all this on a command line. `prices` are those of the questions
-    that this process was asked before.
+    `environ` has the variables that say where calibrations are stored. Each question is priced by
+    the stored calibration of its cluster, like the command, or by `calibration` if the command line
+    sets it. `margin` is the share of memory to leave free, `top` the number of ranked layouts.
+    `flags` are these options as command-line arguments. `prices` are cached from earlier questions
+    to this process.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Conditions:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Conditions:
-        """Return what `as_json` has written."""
+        """Return the conditions that `as_json` has written."""
         known = found["calibration"]
         return cls(
             found["environ"],

@@ -1,4 +1,4 @@
-"""`detail`: a layout as a page shows it: its price, why it is not the best, memory, timeline."""
+"""`detail`: the details of a layout on a page: price, why it is not the best, memory, timeline."""
 
 from __future__ import annotations
 

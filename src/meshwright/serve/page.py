@@ -1,4 +1,4 @@
-"""`page`: the one page, alive at a server, or frozen with the answer in it."""
+"""`page`: the page, live at a server, or static with the answer in it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from meshwright.version import __version__
 
 
 def page(words: Sequence[str] = (), answer: Mapping[str, Any] | None = None) -> str:
-    """Return the page; with an answer it is frozen: it shows that, and asks nobody.
+    """Return the page; with an answer, it is static: it shows this and sends no request.
 
-    `words` are what it asks, as overrides.
+    `words` are its question, as overrides.
     """
     given = {
         "words": list(words),
@@ -61,7 +61,7 @@ def _drawn(look: Look) -> dict[str, str]:
 
 
 def policy() -> str:
-    """Return the Content-Security-Policy of the page at its server, which alone it may ask."""
+    """Return the Content-Security-Policy of the page: requests only to its own server."""
     return _policy("'self'") + "; frame-ancestors 'none'"
 
 

@@ -1,4 +1,4 @@
-"""`Planner`: asks the process that plans, one question after the other, each for a limited time."""
+"""`Planner`: passes questions to the planning process one by one, each with a time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULE: Final = "meshwright.serve.worker"
 
 
 class Planner:
-    """A worker that is started when it is first asked, and anew after it had to be ended."""
+    """A worker that starts with the first question, and again after it had to be ended."""
 
     def __init__(self, limit_s: float, conditions: Conditions) -> None:
         self.limit_s, self.conditions = limit_s, conditions
@@ -26,9 +26,9 @@ class Planner:
     async def ask(
         self, deed: str, question: Any, is_gone: Callable[[], Awaitable[bool]]
     ) -> dict[str, Any]:
-        """Return the worker's reply, or an error where it takes longer than the limit.
+        """Return the worker's reply, or an error if it takes longer than the limit.
 
-        A question that had to wait is left out where who asked `is_gone`.
+        A waiting question is dropped if `is_gone` says that its browser has disconnected.
         """
         async with self._turn:
             if await is_gone():

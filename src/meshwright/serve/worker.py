@@ -1,8 +1,7 @@
 """The process that plans for the page: a line of JSON in, a line of JSON out.
 
-It is a process of its own, so that a search that takes too long can be ended, and what it has
-learnt of a model and a cluster stays with it from one question to the next. The first line has the
-conditions that hold for all questions.
+It is a separate process, so that a search that takes too long can be ended. It caches prices of a
+model and a cluster between questions. The first line has the conditions for all questions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLAIN: Final = Conditions()
 
 
 def reply(deed: str, question: Any, conditions: Conditions = _PLAIN) -> dict[str, Any]:
-    """Return `{"answer": ...}`, or `{"error": ...}` where a question cannot be answered."""
+    """Return `{"answer": ...}`, or `{"error": ...}` if a question cannot be answered."""
     try:
         if deed != "model" and not isinstance(question, dict):
             return {"error": "a question is a JSON object"}
@@ -38,7 +37,7 @@ def reply(deed: str, question: Any, conditions: Conditions = _PLAIN) -> dict[str
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer questions until the input ends."""
     conditions = Conditions.from_json(parse_json(sys.stdin.readline()))
     for line in sys.stdin:
         deed, question = parse_json(line)

@@ -1,1 +1,1 @@
-"""The real program rehearsed on fake ranks: no messages, no memory, any world size, one core."""
+"""Rehearses the real program on fake ranks: no messages, no memory, any world size, one core."""

@@ -1,7 +1,7 @@
-"""A fake world: one rank of many, whose tensors have no memory and whose messages go nowhere.
+"""A fake world: one rank of many, with tensors without memory and messages without receivers.
 
-Process groups are torch's "fake" backend, tensors are those of `FakeTensorMode`: shapes, dtypes and
-storages of the right size without bytes. Everything above them is the code that trains.
+Process groups are torch's "fake" backend; tensors are those of `FakeTensorMode`: shapes, dtypes and
+storages of the right size without bytes. Everything above them is the training code.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CPU: Final = torch.device("cpu")
 def fake_world(
     rank: int, size: int, recorder: FlightRecorder, device: torch.device = CPU
 ) -> Iterator[World]:
-    """Be one rank, on a device, of a world of `size` whose other ranks are not there.
+    """Become one rank, on a device, of a world of `size` whose other ranks don't exist.
 
-    Raises `MeshwrightError` in a process that is a rank already.
+    Raises `MeshwrightError` in a process that is already a rank.
     """
     if dist.is_initialized():
         raise MeshwrightError("this process is a rank already: a rehearsal needs one of its own")
@@ -105,7 +105,7 @@ def _without_modes(propagate: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Any) -> Iterator[None]:
-    """Have an attribute be what `make` returns of it, for a while."""
+    """Replace an attribute by the result of `make` for it, temporarily."""
     before = vars(owner).get(name, getattr(owner, name))
     setattr(owner, name, make(before))
     try:

@@ -1,4 +1,4 @@
-"""Tells the tracker what memory of data parallelism is for, which its structures alone know."""
+"""Tells the tracker the purpose of data-parallel memory, which only its structures know."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`MemoryTracker`: every storage of a rank from its birth to its end, and what it was for.
+"""`MemoryTracker`: the lifetime and purpose of every storage of a rank.
 
-torch's own trackers refuse a second iteration and count what DTensor only imagines. This one is a
-dispatch mode: it sees the result of every operation of the forward, the backward, the optimizer and
-torch's data parallelism. What a kernel uses inside of itself it does not see.
+torch's own trackers refuse a second iteration and count memory that DTensor never allocates. This
+one is a dispatch mode: it sees the result of every operation of the forward, the backward, the
+optimizer and torch's data parallelism. It doesn't see temporary memory inside of kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOST: Final = "host"
 
 
 class StoragePiece:
-    """A storage while it had one size: bytes, its times by the tracker's clock, what it was for."""
+    """A storage while it had one size: bytes, lifetime by the tracker's clock, purpose."""
 
     __slots__ = ("end", "kind", "size", "start")
 
@@ -55,7 +55,7 @@ class StoragePiece:
 
 
 class Phase(NamedTuple):
-    """What a rank did, and the memory at its worst and when it was over: bytes by category."""
+    """A phase of a rank, with the memory at its peak and at its end: bytes by category."""
 
     name: str
     peak: dict[str, int]
@@ -69,7 +69,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Breach:
-    """The first moment above a limit: in which phase, bytes by category, what asked for more."""
+    """The first moment above a limit: the phase, bytes by category, the failing allocation."""
 
     phase: str
     held: dict[str, int]
@@ -88,10 +88,10 @@ class Breach:
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes all storages that come and go while it is on.
+    """Records all storages that are created and freed while it is active.
 
-    `begin` says what the rank turns to, `label` what a tensor is for, which may be said late: the
-    storage was for that from its beginning.
+    `begin` starts a phase of the rank. `label` gives the purpose of a tensor, maybe later: it then
+    applies from the storage's beginning.
     """
 
     def __init__(self) -> None:
@@ -103,13 +103,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resizing: Any = None
 
     def begin(self, phase: str) -> None:
-        """Enter what the rank turns to."""
+        """Record the beginning of a phase."""
         self._clock += 1
         self._names.append(phase)
         self._begun.append(self._clock)
 
     def label(self, kind: str, tensor: Tensor | None) -> None:
-        """Say what a tensor's memory is for; the last word counts."""
+        """Set the purpose of a tensor's memory; the last one counts."""
         if tensor is None:
             return
         found = self._live.get(local_shard(tensor).untyped_storage()._cdata)
@@ -169,7 +169,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         piece.end = self._clock
 
     def phases(self) -> tuple[Phase, ...]:
-        """Return what the rank did, in order, without what lies on the host."""
+        """Return the rank's phases, in order, without host memory."""
         peaks: dict[int, dict[str, int]] = {}
         ends: dict[int, dict[str, int]] = {}
         highest = Counter[int]()
@@ -181,7 +181,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(Phase(self._names[at], peaks[at], ends[at]) for at in sorted(peaks))
 
     def breach(self, first: str, limit: float) -> Breach | None:
-        """Return the first moment, from a phase on, at which more than a limit was held."""
+        """Return the first moment, from a phase on, with more than a limit."""
         from_there = self._names.index(first)
         for phase, held, piece in self._moments():
             if phase >= from_there and piece is not None and sum(held.values()) > limit:

@@ -1,7 +1,6 @@
-"""Rehearses ranks on the stand-in for a GPU, in a process of its own: what GPUs do, to the letter.
+"""Rehearses ranks on the stand-in for a GPU, in a separate process, with the code of GPUs.
 
-Reads a JSON document of cases and edits from its input, and writes a line for each rank of a case
-as it is done.
+Reads a JSON document of cases and edits from its input, and writes a line for each finished rank.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ NAMED: Final[Mapping[str, str]] = {
 
 
 class Watched(NamedTuple):
-    """What a rank did on the stand-in: sentences on what is wrong, and the host's named waits.
+    """A rank's step on the stand-in: problems in sentences, and the host's named waits.
 
-    `messages` are differences from the program's, `syncs` waits of the host that nothing names,
-    `order` uses of memory, pinned memory too, that streams or the host do not wait for. `sent` are
-    the messages in their order: kind, label of the group, its ranks, bytes, peer, microbatch.
+    `messages` are differences from the program's, `syncs` unnamed waits of the host, `order` uses
+    of memory, also pinned, that streams or the host do not wait for. `sent` are the messages in
+    order: kind, label of the group, its ranks, bytes, peer, microbatch.
     """
 
     label: str
@@ -53,11 +52,11 @@ class Watched(NamedTuple):
 def watch(
     cases: Sequence[Mapping[str, Any]], edits: Sequence[Sequence[str]] = ()
 ) -> Iterator[Watched]:
-    """Yield what ranks do on the stand-in, in a process of its own.
+    """Yield the steps of ranks on the stand-in, in a separate process.
 
     A case has `model`, `train`, `layout` and `optimizer` as their specs' JSON documents, `packed`
-    and `ranks`. `edits` seed faults, as `standin.Edit` has them. Raises `MeshwrightError` where the
-    process ends without an answer.
+    and `ranks`. `edits` seed faults, as in `standin.Edit`. Raises `MeshwrightError` if the process
+    ends without an answer.
     """
     command = [sys.executable, "-m", "meshwright.simulate.on_standin"]
     with subprocess.Popen(
@@ -81,10 +80,10 @@ def watch(
 
 
 def out_of_order(found: Sequence[Watched]) -> tuple[str, ...]:
-    """Return where ranks begin the messages of a group, or of a pair of them, in another order.
+    """Return where ranks begin the messages of a group, or of a pair, in another order.
 
-    `found` is of ranks of one layout; ranks that were not rehearsed are not compared. A pair of
-    pipeline ranks has one order for transfers both ways; a ring has one for each direction.
+    `found` has ranks of one layout; only rehearsed ranks are compared. A pair of pipeline ranks has
+    one order for transfers both ways; a ring has one for each direction.
     """
     logs: dict[tuple[Any, ...], dict[int, list[tuple[Any, ...]]]] = {}
     for one in found:

@@ -1,4 +1,4 @@
-"""`simulated_profile`: rehearsed ranks in the one schema, and the prediction for the same ranks."""
+"""`simulated_profile`: rehearsed ranks in the common schema, and their prediction."""
 
 from __future__ import annotations
 

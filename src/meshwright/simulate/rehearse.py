@@ -1,4 +1,4 @@
-"""`rehearse`: one optimizer step of one rank, by the code that trains, and what it took."""
+"""`rehearse`: one optimizer step of one rank, by the training code, and its costs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshwright.training.update import update
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank did in a step: memory by phase, messages, FLOPs; and what it took to find out.
+    """One rank's step: memory by phase, messages, FLOPs; and the time of the rehearsal.
 
     `breach` is the first moment above the limit. `messages` and `expected`, the program's, count by
     the same names. `products` and `attention` are FLOPs, `stage_flops` both by stage. `seconds` are
@@ -64,7 +64,7 @@ class Rehearsal:
 
 
 class Begun(NamedTuple):
-    """A message as a rank begins it: of a group of ranks, or with a `peer`, -1 without one."""
+    """A message when a rank begins it: of a group of ranks, or with a `peer`, -1 without one."""
 
     kind: str
     label: str
@@ -75,7 +75,7 @@ class Begun(NamedTuple):
 
 
 class Observer(Protocol):
-    """Is told of the step that is rehearsed."""
+    """Observes the rehearsed step."""
 
     def began(self, message: Begun) -> None:
         """A message begins."""
@@ -163,10 +163,10 @@ def rehearse(
     device: torch.device = CPU,
     watched: Callable[[_Phases], AbstractContextManager[object]] = nullcontext,
 ) -> Rehearsal:
-    """Perform one step of training as one rank of a world without others, on tensors without bytes.
+    """Run one training step as one rank of a world without others, on fake tensors.
 
-    The step is one after the first: the optimizer has its states. `limit` is what tensors may take,
-    in bytes. `device` is where tensors lie; the step is `watched` by what is made of the recorder.
+    The step is one after the first: the optimizer has its states. `limit` is that of tensors, in
+    bytes. `device` is where tensors are; `watched` makes an observer of the step from the recorder.
     """
     started, memory = time.perf_counter(), MemoryTracker()
     recorder = _Phases(memory)

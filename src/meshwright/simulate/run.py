@@ -1,4 +1,4 @@
-"""`simulate`: chosen ranks of a layout rehearsed, beside what was predicted of them."""
+"""`simulate`: rehearses chosen ranks of a layout, and compares them with their prediction."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _CATEGORIES: Final = {
 
 @dataclass(frozen=True)
 class Simulated:
-    """A rehearsed rank beside the program and the prediction.
+    """A rehearsed rank with the program and the prediction.
 
-    `outside` is what a device holds beside tensors, as measured; `limit` its memory in bytes.
+    `outside` is what a device holds besides tensors, as measured; `limit` its memory in bytes.
     `timeline` is the peak of the program's own timeline; `products` and `attention` are its FLOPs.
     """
 
@@ -70,7 +70,7 @@ class Simulated:
 
     @property
     def differences(self) -> list[str]:
-        """Where messages and FLOPs are not the program's; none where all is well."""
+        """Differences of messages and FLOPs from the program's; none if all is well."""
         mine = self.rehearsal
         found = list(message_differences(mine.expected, mine.messages))
         for what, counted, said in (
@@ -116,9 +116,9 @@ class Simulation:
 
 
 def layout_of(config: Config, setting: Setting, world: int | None = None) -> Layout:
-    """Return the layout that a config asks for on its cluster, or on `world` devices.
+    """Return the layout of a config on its cluster, or on `world` devices.
 
-    Raises `ConfigError` where the layout is illegal, or has another number of ranks.
+    Raises `ConfigError` if the layout is illegal, or has another number of ranks.
     """
     cluster = setting.cluster
     devices = world or cluster.devices
@@ -134,9 +134,9 @@ def layout_of(config: Config, setting: Setting, world: int | None = None) -> Lay
 
 
 def ranks_of(text: str, layout: Layout) -> list[int]:
-    """Return the ranks that a text names: numbers, `middle`, `last`, `stages` (one of each), `all`.
+    """Return the ranks in a text: numbers, `middle`, `last`, `stages` (one of each), `all`.
 
-    Raises `ConfigError` for what is neither, and for ranks that there are not.
+    Raises `ConfigError` for anything else, and for ranks that don't exist.
     """
     mesh, world = layout.mesh, layout.world
     words = {
@@ -164,11 +164,11 @@ def simulate(
     setting: Setting | None = None,
     on_rank: Callable[[Simulated], None] = lambda one: None,
 ) -> Simulation:
-    """Rehearse one step of training on some ranks of a layout, in this process, one by one.
+    """Rehearse one training step on some ranks of a layout, in this process, one by one.
 
-    Without `layout` it is the config's on its cluster; without `ranks` one of each pipeline stage.
-    `setting` says what it is predicted for. `on_rank` is told each rank when it is done. Compiled
-    blocks are rehearsed uncompiled. Raises `ConfigError` for what cannot be run.
+    Without `layout`, it is the config's on its cluster; without `ranks`, one of each pipeline
+    stage. `setting` is the one of the prediction. `on_rank` is called with each finished rank.
+    Compiled blocks are rehearsed uncompiled. Raises `ConfigError` for what cannot run.
     """
     setting = setting or setting_of(config)
     layout = layout or layout_of(config, setting)
@@ -202,11 +202,11 @@ def _simulated(config: Config, program: Program, setting: Setting, rank: int) ->
 
 
 def as_json(found: Simulation) -> dict[str, Any]:
-    """Return all that was found out, with the prediction beside it.
+    """Return all results, with the prediction.
 
     The keys are those of a prediction; `ranks` has each rank in full, with FLOPs, differences and
-    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.profile` has what of it
-    the profiles of a step have in common.
+    where it runs out of memory. Bytes and FLOPs are of one step. `simulate.profile` has the part
+    that step profiles share.
     """
     worst = found.worst
     return {

@@ -91,7 +91,7 @@ class StreamOrder:
             memory.uses[stream] = now, where
         for tensor in writes:
             memory = self._of(tensor, stream)
-            self._ask(memory, stream, memory.written, where, "beside another write")
+            self._ask(memory, stream, memory.written, where, "during another write")
             for other, count in memory.reads.items():
                 self._ask(memory, stream, (other, count), where, "while it is read")
             memory.written, memory.reads = (stream, now), {}
@@ -133,7 +133,7 @@ class StreamOrder:
         clock = self._clocks[stream]
         for other, count, told in self._free.pop(stream, []):
             if clock.get(other, 0) < count:
-                self.faults.append(f"{told}, is given anew by {_named(stream)} at {place()}")
+                self.faults.append(f"{told}, is used again by {_named(stream)} at {place()}")
 
 
 def _named(stream: int) -> str:

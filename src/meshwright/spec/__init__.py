@@ -1,1 +1,1 @@
-"""The specs: what is trained, on what data, how and where. Never imports torch."""
+"""The specs: the model, data, training and cluster of a run. Never imports torch."""

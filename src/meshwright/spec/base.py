@@ -1,4 +1,4 @@
-"""`Spec`: what all specs are."""
+"""`Spec`: the base of all specs."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Spec(BaseModel):
 
 
 def as_tuple(value: object) -> object:
-    """Take a list of a TOML or JSON file for a tuple."""
+    """Convert a list from a TOML or JSON file to a tuple."""
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Defaults that follow from model and device: rate, batch, length, precision, tokenizer."""
+"""Defaults that depend on model and device: rate, batch, length, precision, tokenizer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _TRAINED: Final = 0.1
 
 
 def rate_for(parameters: float) -> float:
-    """Return the highest learning rate for a model trained from scratch, to two digits.
+    """Return the peak learning rate for a model trained from scratch, to two digits.
 
-    Between the sizes of the table it is interpolated in logarithms.
+    Interpolated between the sizes of the table in logarithms.
     """
     if parameters <= _RATES[0][0]:
         return _RATES[0][1]
@@ -55,7 +55,7 @@ def rate_for(parameters: float) -> float:
 def default_rate(model: ModelSpec) -> Value | None:
     """Return the default learning rate for a model; None: `OptimizerSpec`'s.
 
-    Adapters take ten times the rate of all weights, whatever their rank: "LoRA Without Regret",
+    Adapters use ten times the rate of full training, whatever their rank: "LoRA Without Regret",
     doi.org/10.64434/tml.20250929.
     """
     count = parameter_count(model)
@@ -69,7 +69,7 @@ def default_rate(model: ModelSpec) -> Value | None:
 
 
 def default_precision(device: str) -> Value:
-    """Return the default precision of a GPU, called as by the catalogue or its driver."""
+    """Return the default precision of a GPU, by its catalogue or driver name."""
     name = "fp16" if _HALF.search(device) else "bf16"
     return Value(name, f"derived: products of {device} are fastest in it")
 
@@ -77,8 +77,9 @@ def default_precision(device: str) -> Value:
 def default_training(model: ModelSpec, cluster: Values, given: Values) -> Values:
     """Return the default batch, length and precision on a cluster of the catalogue.
 
-    `given` is the [train] section, whose keys stay. Nothing for the machine at hand, which is not
-    looked at here; of our own small model the precision alone, the others are for a first look.
+    `given` is the [train] section, whose keys stay. Empty for this machine, which is not examined
+    here; for Meshwright's default model only the precision, because its other defaults are for a
+    first try.
     """
     device = str(cluster.get("preset", Value(LOCAL, "")).value)
     if device in (LOCAL, "cpu"):
@@ -100,7 +101,7 @@ def _default_batch(model: ModelSpec, given: Values) -> Values:
 
 
 def default_tokenizer(init_from: str) -> Values:
-    """Return the keys of [data] that say which tokenizer a stored model was trained with."""
+    """Return the keys of [data] that set the tokenizer of a stored model."""
     found = stored_tokenizer(Path(init_from))
     if found is None:
         return {}

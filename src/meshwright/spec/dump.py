@@ -1,4 +1,4 @@
-"""Writing a config as TOML; tomllib only reads. Values are scalars, lists and small tables."""
+"""Writes a config as TOML; tomllib only reads. Values are scalars, lists and small tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FASTEST: Final = "derived: the fastest that fits"
 
 
 def portable(config: Config) -> Config:
-    """Return a config without what holds for the machine at hand alone."""
+    """Return a config without settings that apply only to this machine."""
     changes: dict[str, Any] = {}
     if config.origins.get("cluster.calibration", "").startswith(MEASURED_HERE):
         changes["cluster"] = config.cluster.model_copy(update={"calibration": None})
@@ -40,7 +40,7 @@ def to_toml(config: Config) -> str:
 
 
 def given_toml(given: Mapping[str, Values]) -> str:
-    """Return what a config states as TOML, the origin of each value behind it."""
+    """Return the set values of a config as TOML, each with its origin as a comment."""
     lines: list[str] = []
     for section, values in given.items():
         rows = [(key, value) for key, value in values.items() if value.value is not None]
@@ -56,7 +56,7 @@ def _comment(text: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a scalar, list or small table as TOML writes it."""
+    """Return a scalar, list or small table in TOML."""
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped. TOML has no
         # surrogates, in whose pairs JSON would escape what is not ASCII.

@@ -1,7 +1,7 @@
-"""Between `ModelSpec` and the `config.json` of Hugging Face, by the tables of `spec.families`.
+"""Converts between `ModelSpec` and Hugging Face's `config.json`, by the tables of `spec.families`.
 
-An absent key means what it means to transformers. Whatever would change the model and has no place
-in `ModelSpec` is refused, never dropped. Rotary settings are read and written by `spec.hf_rotary`.
+An absent key has transformers' default. Anything that would change the model and has no place in
+`ModelSpec` is refused, never dropped. `spec.hf_rotary` handles rotary settings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotary settings between `ModelSpec` and the `config.json` of Hugging Face.
+"""Converts rotary settings between `ModelSpec` and Hugging Face's `config.json`.
 
 They have two spellings: `rope_theta`, `rope_scaling`, `rotary_pct` and `rotary_emb_base` until
 transformers 4, one `rope_parameters` since 5, which some families have by kind of layer. Both are
-read, and must agree where both stand; both are written.
+read, and must agree if both are there; both are written.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _LISTS: Final = ("short_factor", "long_factor")
 
 
 def read_rotary(config: Mapping[str, Any], family: Family, context: int) -> dict[str, Any]:
-    """Return `rope_theta`, `rotary_pct` and `rope_scaling` of all layers, or of those that see all.
+    """Return `rope_theta`, `rotary_pct` and `rope_scaling` of all layers, or of full attention.
 
-    `sliding_base` has what the others rotate by.
+    `sliding_base` has the base of the others.
     """
     tables = [(_OLD, _table(config, _OLD)), _new(config, family, FULL)]
     if family.rope_absent and config.get(_OLD) is None and config.get(_NEW) is None:
@@ -58,8 +58,8 @@ def read_rotary(config: Mapping[str, Any], family: Family, context: int) -> dict
 def sliding_base(config: Mapping[str, Any], family: Family) -> float | None:
     """Return the base of layers with a window, for `LayerSpec.rope_theta`.
 
-    None: they rotate as those that see all, by their base and scaling. In a family with kinds of
-    layers `rope_theta` and `rope_scaling` are of the others only, as in transformers 5.
+    None: they rotate like the others, with their base and scaling. In a family with kinds of
+    layers, `rope_theta` and `rope_scaling` apply only to the others, as in transformers 5.
     """
     if not family.kinds_of_layers:
         return None
@@ -79,9 +79,9 @@ def sliding_base(config: Mapping[str, Any], family: Family) -> float | None:
 
 
 def rotary_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
-    """Return the keys of a `config.json` under which both spellings have a model's rotation.
+    """Return a model's rotary settings as keys of `config.json`, in both spellings.
 
-    Raises `ConfigError` for one that transformers does not know of the family.
+    Raises `ConfigError` for settings that transformers doesn't support in the family.
     """
     scaling, settings = spec.rope_scaling, _settings(spec)
     if scaling is not None and scaling.kind not in family.scalings:
@@ -199,7 +199,7 @@ class _Scaling:
         self.name, self.kind = agree(kinds, "default")
 
     def read(self) -> RopeScaling | None:
-        """Return the scaling; None where there is none."""
+        """Return the scaling; None if there is none."""
         if self.kind == "default":
             return None
         if self.kind not in self.family.scalings:

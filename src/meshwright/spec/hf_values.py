@@ -1,4 +1,4 @@
-"""Values of a `config.json`: each of its type, or a `ConfigError` that names key and value."""
+"""Typed values of a `config.json`: raises a `ConfigError` that names key and value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def optional_size(config: Mapping[str, Any], key: str, default: int) -> int:
-    """Return a whole number of at least 1, or 0 where the key is null."""
+    """Return a whole number of at least 1, or 0 if the key is null."""
     return 0 if config.get(key, default) is None else size(config, key, default)
 
 
@@ -38,7 +38,7 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def optional(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    """Return a number, or None where the key is null."""
+    """Return a number, or None if the key is null."""
     value = config.get(key, default)
     return None if value is None else as_number(key, value)
 

@@ -1,4 +1,4 @@
-"""What kinds of values keys take, and values themselves, in the words of TOML."""
+"""Describes the kinds of values that keys accept, and values, in TOML's terms."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _KIND_ERRORS: Final = ("int_from_float", "literal_error", "too_long", "too_short
 
 
 def is_of_kind(error: ErrorDetails) -> bool:
-    """Whether one of pydantic's errors is about the kind of a value, and not its size."""
+    """Whether a pydantic error is about the kind of a value, not its size."""
     kind, is_item = error["type"], isinstance(error["loc"][-1], int)
     return kind.endswith("_type") or kind in _KIND_ERRORS or (kind == "missing" and is_item)
 
 
 def kind_of(annotation: Any) -> str:
-    """Return what a key takes: "an integer", "true, false or 'auto'", "a list of 2 numbers"."""
+    """Return what a key accepts: "an integer", "true, false or 'auto'", "a list of 2 numbers"."""
     return listed(list(_alternatives(annotation)))
 
 
@@ -53,7 +53,7 @@ def _alternatives(annotation: Any) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML has it, a string between single quotes."""
+    """Return a value in TOML, a string in single quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

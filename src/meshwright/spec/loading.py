@@ -1,4 +1,4 @@
-"""Loading a config: TOML file and overrides to a `Config`, strict, with every value's origin."""
+"""Loads a config: TOML file and overrides to a strict `Config`, with every value's origin."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ T = TypeVar("T", bound=Spec)
 def load_config(
     path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
 ) -> Config:
-    """Return the config of a TOML file with overrides `section.key=value` (or aliases) on top.
+    """Return the config of a TOML file with overrides `section.key=value` (or aliases).
 
-    Without a path the built-in defaults apply. The values of a `plan`, by section, come between
+    Without a path, the built-in defaults apply. The values of a `plan`, by section, come between
     the file and the overrides, with the origin "plan". Raises `ConfigError` naming the key, the
-    value, where it was written, the rule, and the nearest legal value.
+    value, its origin, the rule, and the nearest legal value.
     """
     return build_config(read_given(path, overrides, plan=plan))
 
@@ -110,9 +110,9 @@ def load_config(
 def read_given(
     path: str | Path | None = None, overrides: Iterable[str] = (), *, plan: Sections | None = None
 ) -> dict[str, Values]:
-    """Return what a TOML file, a plan and overrides state, each over the one before, with origins.
+    """Return the values of a TOML file, a plan and overrides (later ones win), with origins.
 
-    Raises `ConfigError` for what cannot be read and for keys that do not exist.
+    Raises `ConfigError` for unreadable files and unknown keys.
     """
     given: dict[str, Values] = {name: {} for name in SECTIONS}
     if path is not None:
@@ -130,7 +130,7 @@ def read_given(
 
 
 def build_config(given: dict[str, Values]) -> Config:
-    """Return the complete config of the values given, by section; derives what is left out."""
+    """Return the complete config of the given values by section; derives missing ones."""
     for name, spec in SECTIONS.items():
         _check_texts(name, given[name])
         _check_types(name, spec, given[name])
@@ -284,7 +284,7 @@ def _read_toml(path: Path) -> list[tuple[str, str, Value]]:
         origin = f"{path.name}:{lines.get((section, ''), lines.get(('', section), 1))}"
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{section} = {values!r} ({origin}) stands outside a section; "
+                f"{section} = {values!r} ({origin}) is outside of any section; "
                 f"sections are {', '.join(f'[{name}]' for name in SECTIONS)}"
             )
         if section not in SECTIONS:

@@ -1,7 +1,7 @@
-"""Low-rank adapters, LoRA (arXiv:2106.09685): what they are, and on which linear layers.
+"""Low-rank adapters, LoRA (arXiv:2106.09685): their settings and target layers.
 
-A layer's product becomes `x W' + scale * dropout(x) A' B'`, and of a model with adapters these
-alone are trained. Layers are named as Hugging Face and PEFT name them: `q_proj`, `down_proj`.
+A layer's product becomes `x W' + scale * dropout(x) A' B'`, and only A and B are trained. Layers
+have their Hugging Face and PEFT names: `q_proj`, `down_proj`.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Lora(Spec):
 
     @property
     def scale(self) -> float:
-        """What an adapter's product is multiplied by."""
+        """The factor of an adapter's product."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class LoraSection(Spec):
-    """The [lora] section: low-rank adapters on a model that is itself frozen; rank 0 has none.
+    """The [lora] section: low-rank adapters on a frozen model; rank 0 means none.
 
     An adapter adds `alpha / rank` times two matrices of that rank to a linear layer, with `rslora`
     `alpha` over the root of the rank; `alpha` left out is the rank. `targets` are linear layers by
@@ -103,7 +103,7 @@ class LoraSection(Spec):
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that it asks for."""
+        """The adapters that the section describes."""
         if self.rank == 0:
             return None
         return Lora(

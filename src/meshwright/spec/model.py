@@ -39,11 +39,12 @@ Family = Annotated[str, AfterValidator(_known_family)]
 
 
 class LayerSpec(Spec):
-    """What the attention of a layer sees and rotates, and what follows it.
+    """The attention window and rotation of a layer, and whether it has one MLP.
 
-    A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a base
-    of its own, which `ModelSpec.rope_scaling` leaves alone; None: the model's base and scaling.
-    Without `rotary` nothing is rotated. A `dense` layer has an MLP where others have experts.
+    A query sees its own position and the `window - 1` before it; None: all. `rope_theta` is a
+    separate base, to which `ModelSpec.rope_scaling` doesn't apply; None: the model's base and
+    scaling. Without `rotary`, nothing is rotated. A `dense` layer has an MLP where others have
+    experts.
     """
 
     window: int | None = Field(default=None, gt=0, le=LARGEST)
@@ -75,46 +76,48 @@ class ModelSpec(Spec):
     """Architecture of one model; every size is resolved.
 
     `context` is the longest sequence that the model is meant for (`max_position_embeddings`); the
-    sequence length of training is `train.seq_len`. `ffn_dim` is the width of one projection
-    (a gated MLP has three matrices of it, a plain one two). `rotary_pct` is the share of each
-    head's dimensions that is rotated. `dropout` is the share that training drops of the embedding's
-    output and of what each attention and MLP adds to the residual stream (GPT-NeoX
-    `hidden_dropout`).
+    sequence length of training is `train.seq_len`. `ffn_dim` is the width of one projection (a
+    gated MLP has three such matrices, a plain one two). `rotary_pct` is the share of each head's
+    dimensions that is rotated. `dropout` is the share that training drops of the embedding's output
+    and of what each attention and MLP adds to the residual stream (GPT-NeoX `hidden_dropout`).
 
-    `family` says under which names and keys Hugging Face folders have the model, and presets what
-    its blocks are made of: the `FEATURES` of `spec.families`. `norm` is RMSNorm or LayerNorm with a
-    bias, before each sublayer, after it (of what it adds to the stream), or both; an RMSNorm
-    multiplies by its weight, or with `norm_plus_one` by 1 + weight. `attention_bias` is of q, k and
-    v, and of o unless `output_bias` says otherwise. With `attention_sinks` the softmax of each head
-    has one more score, a parameter, that no value belongs to. `qk_norm`: an RMSNorm over each head
-    of q and k, or over all heads together, before the rotation. `embedding_scale` multiplies the
-    embedding's output, `residual_scale` what each sublayer adds to the stream, `attention_scale`
-    the scores (`head_dim ** -0.5` unless given); `logits_divisor` divides the logits. A soft cap
-    bounds scores or logits x to `cap * tanh(x / cap)`. `layer_pattern` says what layers see and
-    rotate, from the first on, and begins anew where it ends; empty: all see and rotate everything.
+    `family` determines the names and keys in Hugging Face folders, and the defaults of the blocks'
+    features: the `FEATURES` of `spec.families`. `norm` is RMSNorm or LayerNorm with a bias, before
+    each sublayer, after it (on what it adds to the stream), or both; an RMSNorm multiplies by its
+    weight, or with `norm_plus_one` by 1 + weight. `attention_bias` applies to q, k and v, and to o
+    unless `output_bias` says otherwise. With `attention_sinks`, the softmax of each head has one
+    more score, a parameter without a value. `qk_norm`: an RMSNorm over each head of q and k, or
+    over all heads together, before the rotation. `embedding_scale` multiplies the embedding's
+    output, `residual_scale` what each sublayer adds to the stream, `attention_scale` the scores
+    (`head_dim ** -0.5` unless given); `logits_divisor` divides the logits. A soft cap bounds scores
+    or logits x to `cap * tanh(x / cap)`. `layer_pattern` has the windows and rotations of the first
+    layers, and repeats; empty: all layers see and rotate everything.
 
-    With `experts` the MLP of a layer is so many gated ones, each `expert_ffn_dim` wide (None:
-    `ffn_dim`), of which a router picks `top_k` for each token: those of the largest softmax of the
-    router's scores. Their results are weighed by it, with `norm_top_k` divided by the sum of those
-    picked. `expert_bias` is of the router and of the experts' projections; `swiglu_limit` bounds
-    what these make of gate and up: `(up + 1) * gate * sigmoid(swiglu_alpha * gate)` of
-    `gate <= limit` and `-limit <= up <= limit`. A shared expert of width `shared_ffn_dim` (0: none)
-    sees every token; with `shared_gate` its result is weighed by the sigmoid of a score of its own.
-    The first `dense_layers` have an MLP.
+    With `experts`, the MLP of a layer consists of so many gated ones, each `expert_ffn_dim` wide
+    (None: `ffn_dim`), of which a router selects `top_k` for each token: those with the largest
+    softmax of the router's scores. The softmax weighs their results; with `norm_top_k`, it is
+    divided by the sum of the selected. `expert_bias` adds biases to the router and the experts'
+    projections. `swiglu_limit` makes the activation
+    `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`, with gate and up clamped to `gate <= limit`
+    and `-limit <= up <= limit`. A shared expert of width `shared_ffn_dim` (0: none) sees every
+    token; with `shared_gate`, the sigmoid of a separate score weighs its result. The first
+    `dense_layers` have an MLP.
 
-    With `router_scores` "sigmoid" experts are picked, and weighed, by the sigmoid of their scores
-    (arXiv:2412.19437, section 2.1.2). To pick them a correction is added, which is no parameter but
-    a buffer; of `expert_groups` only `top_groups` are picked from, those with the largest sum of
-    their two best. What the experts picked give is multiplied by `routed_scale`.
+    With `router_scores` "sigmoid", the sigmoid of scores selects and weighs experts
+    (arXiv:2412.19437, section 2.1.2). For the selection only, a correction is added, which is a
+    buffer, not a parameter. Experts are selected from `top_groups` of `expert_groups`, those with
+    the largest sum of their two best scores. The sum of the selected experts' results is multiplied
+    by `routed_scale`.
 
-    With `kv_lora_rank` attention is latent (arXiv:2412.19437, section 2.1.1): keys and values of
-    all heads are made of a latent vector of that size, queries of one of `q_lora_rank` (0: of the
-    stream). A head's query and key have `qk_nope_head_dim` dims of its own that are not rotated and
+    With `kv_lora_rank`, attention is latent (arXiv:2412.19437, section 2.1.1): keys and values of
+    all heads are computed from a latent vector of that size, queries from one of `q_lora_rank` (0:
+    from the stream). A head's query and key have `qk_nope_head_dim` dims that are not rotated and
     `qk_rope_head_dim` rotated ones, with a key that all heads share; together they are `head_dim`.
-    Its value has `v_head_dim`. With `rope_interleave` a rotated pair lies side by side, else half
+    Its value has `v_head_dim`. With `rope_interleave`, rotated pairs are adjacent, otherwise half
     of the rotated dims apart.
 
-    With `lora`, of the section of that name, linear layers have adapters that alone are trained.
+    With `lora`, of the section of that name, linear layers have adapters, and only these are
+    trained.
     """
 
     preset: str | None = None
@@ -194,7 +197,7 @@ class ModelSpec(Spec):
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values are made of a latent vector."""
+        """Whether keys and values are computed from a latent vector."""
         return self.kv_lora_rank > 0
 
     @property
@@ -204,26 +207,26 @@ class ModelSpec(Spec):
 
     @property
     def core_dim(self) -> int:
-        """Dimensions of queries, keys and values as attention multiplies them: zeros fill up."""
+        """Dimensions of queries, keys and values in attention; smaller ones are padded."""
         return max(self.head_dim, self.value_dim)
 
     @property
     def has_router_bias(self) -> bool:
-        """Whether layers with experts have a correction of their scores, which is a buffer."""
+        """Whether layers with experts have a correction of their scores, a buffer."""
         return self.experts > 0 and self.router_scores == "sigmoid"
 
     def layer(self, index: int) -> LayerSpec:
-        """Return what a layer sees and rotates."""
+        """Return the window and rotation of a layer."""
         pattern = self.layer_pattern
         kind = pattern[index % len(pattern)] if pattern else PLAIN_LAYER
         return _dense(kind) if index < self.dense_layers else kind
 
     def alike(self, kind: LayerSpec, **update: Any) -> ModelSpec:
-        """Return the model with layers of one kind, and with other updates."""
+        """Return the model with layers of one kind, and with other changes."""
         return self.model_copy(update={"layer_pattern": (kind,), "dense_layers": 0, **update})
 
     def has_experts(self, layer: LayerSpec) -> bool:
-        """Whether a layer has experts in place of one MLP."""
+        """Whether a layer has experts instead of one MLP."""
         return self.experts > 0 and not layer.dense
 
     @property
@@ -237,7 +240,7 @@ class ModelSpec(Spec):
         return self.dense_layers > 0 or any(layer.dense for layer in self.layer_pattern)
 
     def rotary_base(self, layer: LayerSpec) -> RotaryBase | None:
-        """Return by which base a layer rotates; None where it rotates nothing."""
+        """Return the rotary base of a layer; None if it rotates nothing."""
         if not layer.rotary or self.rotary_dim == 0:
             return None
         if layer.rope_theta is not None:
@@ -246,24 +249,24 @@ class ModelSpec(Spec):
 
     @property
     def rotary_bases(self) -> tuple[RotaryBase, ...]:
-        """The different bases by which layers rotate, in the order of their first layers."""
+        """The distinct rotary bases of layers, in the order of their first layers."""
         found = (self.rotary_base(self.layer(index)) for index in range(self.n_layers))
         return tuple(dict.fromkeys(base for base in found if base is not None))
 
     @property
     def layer_kinds(self) -> tuple[LayerSpec, ...]:
-        """The different layers that there are, in the order of their first."""
+        """The distinct kinds of layers, in the order of their first layers."""
         kinds = max(len(self.layer_pattern), 1) + self.dense_layers  # all are among the first
         return tuple(dict.fromkeys(map(self.layer, range(min(kinds, self.n_layers)))))
 
     @property
     def norms_before(self) -> bool:
-        """Whether sublayers take a norm of the stream."""
+        """Whether sublayers normalize their input from the stream."""
         return self.norm_placement != "after"
 
     @property
     def norms_after(self) -> bool:
-        """Whether what sublayers add to the stream is a norm of their results."""
+        """Whether sublayers normalize what they add to the stream."""
         return self.norm_placement != "before"
 
     @property
@@ -273,9 +276,9 @@ class ModelSpec(Spec):
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied by before attention, which divides by `sqrt(core_dim)`.
+        """The factor of queries before attention, which divides by `sqrt(core_dim)`.
 
-        Latent attention has YaRN's length in the scale, where `mscale_all_dim` sets it.
+        For latent attention, it includes YaRN's length scale, if `mscale_all_dim` sets it.
         """
         scale = 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
         if self.is_latent and self.rope_scaling is not None:
@@ -283,11 +286,7 @@ class ModelSpec(Spec):
         return scale * math.sqrt(self.core_dim / self.head_dim)
 
     def identity(self) -> dict[str, Any]:
-        """Return as JSON what identifies the model, also to steps and plans of earlier versions.
-
-        They lack the features that fields were made of later; their families fix them, so these
-        say nothing that `family` does not.
-        """
+        """Return the model's identity as JSON, without fields that its family fixes."""
         implied = LATER & FAMILIES[self.family].features.keys()
         unused = {key for key in NEWEST if getattr(self, key) == FEATURES[key]}
         return self.model_dump(mode="json", exclude={*implied, *unused})

@@ -1,11 +1,11 @@
 """The parameters of a model: name, shape and logical axes of each, without building the model.
 
-The names are those of the `nn.Module`s in `models`; a test holds the two equal. Logical axes name
-what a tensor dim means (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`, `head_dim`), so that a
+The names are those of the `nn.Module`s in `models`; a test compares them. Logical axes name the
+meaning of a tensor dim (`vocab`, `dim`, `heads`, `kv_heads`, `ffn`, `head_dim`), so that a
 parallelism can map an axis of the mesh to a dim of the tensor by its meaning. A parameter of all
-experts of a layer has the axis `experts` first; `routes` are the scores of a router, `latent` the
-vectors that latent attention makes heads of, `rank` what an adapter's two matrices have between
-them; an `addend` is added to a sum over what tensor parallelism cuts, so once.
+experts of a layer has the axis `experts` first; `routes` are a router's scores, `latent` the
+vectors from which latent attention computes heads, `rank` the inner axis of an adapter's two
+matrices; an `addend` is added once to a sum over what tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def is_product(self) -> bool:
-        """Whether tokens are multiplied by it: matrices that are not only looked up."""
+        """Whether tokens are multiplied by it; false for matrices that are only looked up."""
         is_added = self.name.endswith(".bias")
         return len(self.shape) >= 2 and not is_added and self.name != "embed.weight"
 
@@ -51,11 +51,11 @@ class Part:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it has a matrix of each expert, of which a token meets a few."""
+        """Whether it has a matrix for each expert, of which a token uses a few."""
         return self.axes[0] == "experts"
 
     def active(self, spec: ModelSpec) -> int:
-        """Return the elements that a token meets: of experts those of its `top_k`."""
+        """Return the elements that a token uses: of experts, those of its `top_k`."""
         return self.numel * spec.top_k // spec.experts if self.is_of_experts else self.numel
 
 
@@ -75,7 +75,7 @@ def parts(spec: ModelSpec) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=64)
 def names_by_layer(spec: ModelSpec) -> Mapping[int | None, tuple[str, ...]]:
-    """Return the names of the parameters of each layer; under None those that are in none."""
+    """Return the names of the parameters of each layer; None has those outside of layers."""
     found: dict[int | None, list[str]] = {None: []}
     for part in parts(spec):
         room, _, rest = part.name.partition(".")
@@ -188,9 +188,9 @@ def _linear(
 
 
 def buffers(spec: ModelSpec) -> tuple[Part, ...]:
-    """Return what the model keeps beside parameters, in the order of the module's `named_buffers`.
+    """Return the model's buffers, in the order of the module's `named_buffers`.
 
-    Training does not take gradients of it, but checkpoints and files have it.
+    They have no gradients, but checkpoints and files contain them.
     """
     if not spec.has_router_bias:
         return ()
@@ -207,10 +207,10 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
-    """Return the number of parameters that a token meets: of experts its `top_k`."""
+    """Return the number of parameters that a token uses: of experts its `top_k`."""
     return sum(part.active(spec) for part in parts(spec))
 
 
 def trained_parameter_count(spec: ModelSpec) -> int:
-    """Return the number of parameters that training changes: with adapters these alone."""
+    """Return the number of trained parameters: with adapters, only these."""
     return sum(part.numel for part in parts(spec) if part.trained)

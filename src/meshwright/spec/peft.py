@@ -1,7 +1,7 @@
-"""`adapter_config.json`: low-rank adapters as PEFT writes and reads them, without torch.
+"""`adapter_config.json`: low-rank adapters in PEFT's format, without torch.
 
-Of PEFT's settings those are known that say which layers have adapters and how these are scaled.
-What would make them something else, as magnitudes of DoRA, is refused by its key.
+Supports the PEFT settings that say which layers have adapters and how these are scaled. Settings
+for another kind of adapter, such as DoRA's magnitudes, are refused by key.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def adapter_config(
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the keys of `[lora]` that a folder of PEFT's states.
+    """Return the keys of `[lora]` that a PEFT folder sets.
 
-    Raises `CheckpointError` for a folder that is none, `ConfigError` for what is not supported.
+    Raises `CheckpointError` for another folder, `ConfigError` for what is not supported.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():

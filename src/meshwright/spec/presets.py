@@ -1,7 +1,7 @@
 """Model presets with the published sizes, each with its source in its family's file.
 
-A preset is a partial set of `ModelSpec` fields; `resolve` derives what it leaves out
-(`n_kv_heads`, `head_dim`, `ffn_dim`, `context`).
+A preset is a partial set of `ModelSpec` fields; `resolve` derives missing ones (`n_kv_heads`,
+`head_dim`, `ffn_dim`, `context`).
 """
 
 from __future__ import annotations

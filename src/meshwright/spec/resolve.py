@@ -1,7 +1,7 @@
-"""From what a user wrote to complete specs: presets, family rules and derived sizes.
+"""Resolves a user's settings to complete specs: presets, family rules and derived sizes.
 
 Every function takes and returns `Values`: the value of each key together with its origin, so that
-nothing is filled in without saying why.
+nothing is filled in without a reason.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def model_spec(**fields: Any) -> ModelSpec:
 
 
 def check_held_out(given: Mapping[str, Values]) -> None:
-    """Refuse what is decided by the held-out loss where nothing is evaluated."""
+    """Refuse settings that need the held-out loss if nothing is evaluated."""
     if given["train"].get("eval_every", Value(0, "default")).value:
         return
     for section, key in _BY_HELD_OUT:
         found = given[section].get(key, Value(0, "default"))
         if found.value:
-            rule = f"{section}.{key} = {shown(found.value)} ({found.origin}) goes by the held-out "
+            rule = f"{section}.{key} = {shown(found.value)} ({found.origin}) needs the held-out "
             legal = ["train.eval_every = 10", f"{section}.{key} = {shown(type(found.value)())}"]
             raise ConfigError(refusal(f"{rule}loss, but train.eval_every = 0", legal=legal))
 

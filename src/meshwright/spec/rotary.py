@@ -41,13 +41,12 @@ class RopeScaling(Spec):
     `original_context / low_freq_factor`, keeps those below `original_context / high_freq_factor`
     and interpolates between. `yarn` (arXiv:2309.00071) keeps those that turn more than `beta_fast`
     times in `original_context`, divides those that turn less than `beta_slow` times, and
-    interpolates between in the order of the dimensions, whose bounds `truncate` rounds outwards.
-    `longrope` (arXiv:2402.13753) divides each by a number of its own: of `long_factor` in rows of
-    more than `original_context` tokens, else of `short_factor`.
+    interpolates between in the order of the dimensions; `truncate` rounds the bounds outwards.
+    `longrope` (arXiv:2402.13753) divides each by its own number: of `long_factor` in rows of more
+    than `original_context` tokens, otherwise of `short_factor`.
 
-    The last two also multiply the rotated queries and keys by `attention_factor`, which follows
-    from `factor` where it is not given, and for `yarn` from `mscale` and `mscale_all_dim` where
-    both are.
+    The last two also multiply the rotated queries and keys by `attention_factor`. By default, it
+    follows from `factor`, and for `yarn` from `mscale` and `mscale_all_dim` if both are set.
     """
 
     kind: RopeKind
@@ -66,7 +65,7 @@ class RopeScaling(Spec):
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -82,9 +81,9 @@ class RopeScaling(Spec):
 
     @property
     def score_factor(self) -> float:
-        """What latent attention multiplies scores by: YaRN's length of `mscale_all_dim`, squared.
+        """The factor of latent attention's scores: YaRN's scale for `mscale_all_dim`, squared.
 
-        As in transformers `yarn_apply_mscale`; other attention leaves it out.
+        As in transformers' `yarn_apply_mscale`; other attention doesn't use it.
         """
         if self.mscale_all_dim is None or self.factor <= 1:
             return 1.0
@@ -129,7 +128,7 @@ class RopeScaling(Spec):
                 raise ValueError(refusal(what, legal=[f"kind = {kind}" for kind in kinds]))
 
     def check_pairs(self, pairs: int, theta: float) -> None:
-        """Raise `ValueError` where heads with so many rotated pairs, of a base, cannot have it."""
+        """Raise `ValueError` if heads with so many rotated pairs and this base cannot use it."""
         at = "model.rope_scaling"
         if self.kind == "yarn" and theta <= 1:
             what = f"model.rope_theta = {theta} must be above 1 with {at}.kind = 'yarn'"
@@ -142,7 +141,7 @@ class RopeScaling(Spec):
 
 
 class RotaryBase(NamedTuple):
-    """What layers with one rotary table have in common: a base, and whether the scaling holds."""
+    """What layers with the same rotary table share: a base, and whether the scaling applies."""
 
     theta: float
     scaled: bool

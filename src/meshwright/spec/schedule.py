@@ -10,8 +10,8 @@ from meshwright.spec.training import OptimizerSpec
 def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
     """Return the learning rate of a step, counted from 1 to `steps`.
 
-    It rises linearly to `spec.lr` at step `warmup_steps`, and has come down to
-    `lr * min_lr_ratio` at the last step, or at `schedule_steps`, after which it stays there.
+    It rises linearly to `spec.lr` at step `warmup_steps`, and reaches `lr * min_lr_ratio` at the
+    last step, or at `schedule_steps`, after which it stays there.
     """
     steps = spec.schedule_steps or steps
     if step <= spec.warmup_steps:

@@ -1,4 +1,4 @@
-"""Where the architecture of a stored model is written: in a step of ours, or a `config.json`."""
+"""Finds the architecture of a stored model: in a Meshwright step, or in a `config.json`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_step(folder: Path) -> Path | None:
 
 
 def best_step(root: Path) -> Path | None:
-    """Return the step that a folder of steps has kept as the best, where it is still there."""
+    """Return the step that a folder of steps has kept as the best, if it still exists."""
     try:
         name = (root / BEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -51,9 +51,9 @@ def best_step(root: Path) -> Path | None:
 
 
 def steps_folder(run: Path) -> Path:
-    """Return where a run saves its steps: `checkpoint.dir` of its config, else its own folder.
+    """Return where a run saves its steps: its config's `checkpoint.dir`, or its own folder.
 
-    A config that cannot be read names none.
+    Ignores a config that cannot be read.
     """
     own = None
     with suppress(OSError, ValueError):
@@ -65,10 +65,10 @@ def steps_folder(run: Path) -> Path:
 
 
 def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
-    """Return the architecture of a run, step or Hugging Face folder, and the file that states it.
+    """Return the architecture of a run, step or Hugging Face folder, and its file.
 
-    Raises `CheckpointError` for a folder that is none of them, `ConfigError` for a file that
-    describes no valid model.
+    Raises `CheckpointError` for another folder, `ConfigError` for a file that describes no valid
+    model.
     """
     step = find_step(folder)
     path = folder / HF_CONFIG if step is None else step / SPEC
@@ -84,10 +84,10 @@ def stored_spec(folder: Path) -> tuple[ModelSpec, Path]:
 
 
 def stored_tokenizer(path: Path) -> tuple[str, str | None] | None:
-    """Return the tokenizer of a run, step or Hugging Face folder, and its eos token where known.
+    """Return the tokenizer of a run, step or Hugging Face folder, and its eos token if known.
 
-    The tokenizer is a name or a path. None where the folder does not say; raises `ConfigError` for
-    a run's plan that cannot be read.
+    The tokenizer is a name or a path. None if the folder does not say; raises `ConfigError` for a
+    run's plan that cannot be read.
     """
     for folder in (path, *path.resolve().parents[:2]):
         plan, eos = folder / PLAN, None
@@ -102,7 +102,7 @@ def stored_tokenizer(path: Path) -> tuple[str, str | None] | None:
 
 
 def stored_base(path: Path) -> str | None:
-    """Return the folder whose weights a run or a step of it began with, where its config says."""
+    """Return the folder of a run's initial weights, if its config names one."""
     for folder in (path, *path.resolve().parents[:2]):
         with suppress(OSError, ValueError):
             model = parse_toml((folder / CONFIG).read_text(encoding="utf-8")).get("model")
@@ -112,7 +112,7 @@ def stored_base(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises `ConfigError` where there is none."""
+    """Return the JSON object in a file; raises `ConfigError` if there is none."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

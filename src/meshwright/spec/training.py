@@ -71,23 +71,23 @@ Offload = Literal["none", "optimizer", "params"]
 
 
 class DataSpec(Spec):
-    """What is read.
+    """The data of a run.
 
     `source`: "stdlib", "tinystories", "hf:NAME", or paths of text files, jsonl files, folders, an
     indexed store, or a Megatron `.bin`/`.idx` pair. With `weights`, one for each source, samples
-    are drawn in these proportions; left out, the sources follow each other as one corpus.
-    `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" cuts the
-    concatenated documents into samples; "documents" cuts the same way but keeps attention and
-    targets inside each document. `validation` is the share of documents held out. `text_key` is
-    the field of rows and of HF data sets. `on_error` says what a file or a row without text does:
-    "stop" ends the preparation, "skip" counts and names it. `cache` is the folder for prepared
-    stores and downloads. `separator` ends a document inside a text file (two newlines: blank
-    lines); left out, it is `<|endoftext|>` where the file has it, else a file is one document.
-    `eos` names the token of a tokenizer.json that ends a document; left out, it is found. With
-    `streaming` an "hf:NAME" is read while it is trained on, and nothing is stored; `shuffle_buffer`
-    is then how many documents are shuffled at a time. `format` "chat" takes rows as conversations
-    and trains the assistant's turns; `chat_template` is a file of a template to use in place of the
-    tokenizer's own.
+    are drawn in these proportions; without, the sources are concatenated into one corpus.
+    `tokenizer`: "bytes", "gpt2" or the path of a `tokenizer.json`. `packing`: "stream" divides the
+    concatenated documents into samples; "documents" divides them in the same way but keeps
+    attention and targets inside each document. `validation` is the share of documents held out.
+    `text_key` is the field of rows and of HF data sets. `on_error` is the reaction to a file or a
+    row without text: "stop" ends the preparation, "skip" counts and names it. `cache` is the folder
+    for prepared stores and downloads. `separator` ends a document inside a text file (two newlines:
+    blank lines); by default, it is `<|endoftext|>` if the file has it, otherwise a file is one
+    document. `eos` names the token of a tokenizer.json that ends a document; by default, it is
+    detected. With `streaming`, an "hf:NAME" is read during training, and nothing is stored;
+    `shuffle_buffer` is then how many documents are shuffled at a time. `format` "chat" reads rows
+    as conversations and trains the assistant's turns; `chat_template` is a file with a template
+    that replaces the tokenizer's own.
     """
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_tuple)] = "stdlib"
@@ -109,7 +109,7 @@ class DataSpec(Spec):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources as a tuple, also where one was given alone."""
+        """The sources as a tuple, even for a single one."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
     @model_validator(mode="after")
@@ -126,7 +126,9 @@ class DataSpec(Spec):
                 "data.weights are lists of the same length"
             )
         if min(self.weights) <= 0:
-            raise ValueError(f"{told}: each must be above 0; leave a source out to draw none of it")
+            raise ValueError(
+                f"{told}: each must be above 0; to draw nothing from a source, remove it"
+            )
         return self
 
     def _check_format(self) -> None:
@@ -209,7 +211,7 @@ class TrainSpec(Spec):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks are compiled; "auto" does nothing until it is decided."""
+        """Whether blocks are compiled; "auto" has no effect until it is resolved."""
         return self.compile is True
 
 
@@ -219,8 +221,8 @@ class OptimizerSpec(Spec):
     The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to
     `lr * min_lr_ratio` at the last step; "wsd" (warmup, stable, decay) holds it until the last
     `decay_steps`, by default a fifth of all. `schedule_steps` is the length of the schedule, if it
-    is not the run's; after it the lowest rate stays. `weight_decay` is decoupled and applies to
-    matrices only.
+    differs from the run's; after it, the lowest rate stays. `weight_decay` is decoupled and applies
+    to matrices only.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -244,11 +246,11 @@ class OptimizerSpec(Spec):
 
 
 class LayoutSection(Spec):
-    """The [layout] section as it was written; `layout.resolve_layout` makes a `Layout` of it.
+    """The [layout] section as written; `layout.resolve_layout` makes a `Layout` from it.
 
-    A degree that is left out is 1; where both data-parallel ones are, one of them takes the devices
-    that remain. `microbatch` is in sequences; left out, it is chosen. With `auto` the planner
-    chooses what is left out, the keys that are given stay.
+    A missing degree is 1; if both data-parallel degrees are missing, one of them uses the remaining
+    devices. `microbatch` is in sequences; by default, it is chosen automatically. With `auto`, the
+    planner chooses missing keys and keeps the given ones.
     """
 
     auto: bool = False
@@ -269,19 +271,18 @@ class LayoutSection(Spec):
 
 
 class ClusterSpec(Spec):
-    """The machine: "local" is the one at hand, or a device of the catalogue to plan for.
+    """The machine: "local" is this one; or a device of the catalogue to plan for.
 
-    `device` "auto" is CUDA where there is a GPU, else the CPU. `devices_per_node` left out means
-    all GPUs, or on a CPU up to two ranks that share its cores. `peak_tflops` is the dense peak of
-    one device in the training precision; without it MFU is unknown, since a peak is never guessed.
-    `memory` is how much a rank may allocate to train with, in bytes or as "2GiB"; a rank that wants
-    more ends the run. Left out, there is no limit. On a CPU it does not count the interpreter and
-    its libraries. `links` are names of the catalogue, within a node and across; left out, those
-    that usually come with the device. `calibration` is a file of `bench device`, or "shipped";
-    left out, what was measured of this machine. `port` is the rendezvous port of local ranks; left
-    out, a free one is taken. `timeout` is how many seconds a collective may take. Where no rank
-    does anything for `hang` seconds, the supervisor says which one the others wait for, and ends
-    them; 0: it never does.
+    `device` "auto" is CUDA if there is a GPU, otherwise the CPU. `devices_per_node` defaults to all
+    GPUs, or on a CPU to up to two ranks that share its cores. `peak_tflops` is the dense peak of
+    one device in the training precision; without it, MFU is unknown, because a peak is never
+    guessed. `memory` is how much a rank may allocate for training, in bytes or as "2GiB"; a rank
+    that needs more ends the run. By default, there is no limit. On a CPU, it does not count the
+    interpreter and its libraries. `links` are names of the catalogue, within a node and across; by
+    default, the usual ones for the device. `calibration` is a file of `bench device`, or "shipped";
+    by default, this machine's measurements. `port` is the rendezvous port of local ranks, by
+    default a free one. `timeout` is the limit for a collective in seconds. If no rank does anything
+    for `hang` seconds, the supervisor says which one the others wait for, and ends them; 0: never.
     """
 
     preset: str = "local"
@@ -310,7 +311,7 @@ class ClusterSpec(Spec):
     def _rules(self) -> ClusterSpec:
         if self.hang >= self.timeout:
             rule = f"cluster.hang = {self.hang:g} must be below cluster.timeout = {self.timeout:g}"
-            hint = "Once collectives time out, all ranks fail, and none can be told from the others"
+            hint = "Once collectives time out, all ranks fail, and the cause can no longer be found"
             raise ValueError(refusal(rule, legal=[f"{self.timeout / 2:g}"], hint=hint))
         return self
 
@@ -320,12 +321,13 @@ _Async: Any = create_model("_Async", __base__=Spec, **cast(Any, {"async": (bool,
 
 
 class CheckpointSpec(_Async):  # type: ignore[misc]
-    """When a run is saved: `every` n steps (0: at the end only), the newest `keep` of them.
+    """When a run is saved: every `every` steps (0: at the end only), the newest `keep` stay.
 
-    With `keep_best` also each step whose held-out loss is the lowest so far; the last one stays.
-    `async` writes beside the training. `dir` is the run folder's `checkpoints` unless given; all
-    ranks must reach it under that path. After so many `restarts` of the ranks in a row without a
-    newer step, or where none is saved without a later one, a run ends; 0: it is never restarted.
+    With `keep_best`, also each step with the lowest held-out loss so far; the last one stays.
+    `async` writes during training. `dir` is the run folder's `checkpoints` unless given; all ranks
+    must reach it under that path. A run ends after so many `restarts` of the ranks in a row without
+    a newer saved step (if no intermediate steps are saved: without a later step); 0: it is never
+    restarted.
     """
 
     every: int = Field(default=0, ge=0)
@@ -336,15 +338,15 @@ class CheckpointSpec(_Async):  # type: ignore[misc]
 
     @property
     def is_async(self) -> bool:
-        """Whether steps are written beside the training."""
+        """Whether steps are written during training."""
         return bool(getattr(self, "async"))
 
 
 class LogSpec(Spec):
-    """Where metrics go besides `events.jsonl` and the terminal, and what is recorded of steps.
+    """Where metrics go besides `events.jsonl` and the terminal, and which steps are recorded.
 
-    `trace` = n records an early step and each n-th into `ledger.json`, 0 none; `trace_memory` also
-    what an early one holds.
+    `trace` = n records an early step and every n-th into `ledger.json`, 0 none; `trace_memory` also
+    records the memory of an early one.
     """
 
     dir: str = "runs"

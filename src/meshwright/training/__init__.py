@@ -1,1 +1,1 @@
-"""The training loop and what it needs: optimizer, events, metrics, the run folder."""
+"""The training loop with its optimizer, events, metrics and run folder."""

@@ -23,7 +23,7 @@ LOSSES: Final = "held-out.json"
 class Best(NamedTuple):
     """The lowest held-out loss, in nats, and its step; `since` evaluations came after it.
 
-    Before the first finite loss the step is 0.
+    Before the first finite loss, the step is 0.
     """
 
     step: int = 0
@@ -32,7 +32,7 @@ class Best(NamedTuple):
 
     @classmethod
     def of(cls, losses: Iterable[tuple[int, float]]) -> Best:
-        """Return the best of losses by step; of some alike it is the first."""
+        """Return the best of losses by step; of equal ones, the first."""
         found = cls()
         for step, loss in losses:
             is_lower = loss < found.loss
@@ -40,21 +40,21 @@ class Best(NamedTuple):
         return found
 
     def is_final(self, evaluations: int) -> bool:
-        """Whether so many evaluations in a row (0: no number is enough) were no better."""
+        """Whether so many evaluations in a row (0: no limit) were no better."""
         return 0 < evaluations <= self.since
 
     @property
     def told(self) -> str:
-        """The words for it."""
+        """It in words."""
         lowest = f"the lowest held-out loss was {self.loss:.4f} at step {self.step}"
         text = lowest if self.step else "no held-out loss was finite"
         return f"{text}, and no lower one in {counted(self.since, 'evaluation')}"
 
 
 class HeldOut:
-    """The losses up to a step; kept in a file beside the saved steps, for a run that goes on.
+    """The losses up to a step, stored in a file next to the saved steps, for resumed runs.
 
-    A saved step cannot tell its own: it is saved before it is evaluated.
+    A saved step cannot contain its own loss, because it is saved before it is evaluated.
     """
 
     def __init__(self, job: Job, world: World, saver: Saver, step: int) -> None:
@@ -78,18 +78,18 @@ class HeldOut:
         return self.best.is_final(self._patience)
 
     def wants(self, step: int) -> bool:
-        """Whether a step is to be saved for what its loss is."""
+        """Whether a step should be saved because of its loss."""
         return self.is_over or (self._keeps_best and self.best.step == step)
 
     def keep(self, step: int) -> None:
-        """Have a step stay, where it is the best and saved; a collective."""
+        """Keep a step, if it is the best and saved; a collective."""
         if self._keeps_best and self.best.step == step:
             self._saver.keep_best(step)
 
     def add(self, step: int, loss: float) -> None:
-        """Take the loss of one more step, which may be saved already; a collective.
+        """Add the loss of one more step, which may be saved already; a collective.
 
-        Raises `CheckpointError` where the disk refuses.
+        Raises `CheckpointError` if the disk refuses.
         """
         self.losses = [*(one for one in self.losses if one[0] < step), (step, loss)]
         self.best = Best.of(self.losses)

@@ -1,8 +1,8 @@
-"""Training whose step is DeepSpeed's: the same config, batches, events and run folder.
+"""Training with DeepSpeed's step: the same config, batches, events and run folder.
 
-For those who must stay on its engine, and for comparing the two. Weights, samples, learning rates
-and the normalisation of the loss are ours; ZeRO, precision, accumulation, clipping and the update
-are DeepSpeed's, over data-parallel ranks. The extra `deepspeed` brings it.
+For users who must stay on its engine, and for comparing the two. Weights, samples, learning rates
+and the normalization of the loss are ours; ZeRO, precision, accumulation, clipping and the update
+are DeepSpeed's, over data-parallel ranks. The extra `deepspeed` installs it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def train(
 ) -> Summary:
     """Train to the last step, or to the step at which any rank was asked to stop.
 
-    Weights alone are saved, as the config says and at the end. Raises `MeshwrightError` for a run
-    that is to go on: DeepSpeed's states are not kept.
+    Saves only weights, as the config says and at the end. Raises `MeshwrightError` for a resumed
+    run, because DeepSpeed's states are not saved.
     """
     if resume:
         raise MeshwrightError('train.engine = "deepspeed" keeps no state to resume from')
@@ -98,7 +98,7 @@ def train(
 
 
 def open_engine(job: Job, world: World) -> Any:
-    """Return DeepSpeed's engine over our model with the weights that our own run begins with."""
+    """Return DeepSpeed's engine over our model, with our own initial weights."""
     config, layout = job.config, job.layout
     model = build_model(config.model, "cpu", config.train.seq_len)
     source = weights_source(job, world)
@@ -129,8 +129,9 @@ def open_engine(job: Job, world: World) -> Any:
 def update(engine: Any, batch: Batch, microbatch: int, ranks: int) -> float:
     """Do one optimizer step and return `ranks` times this rank's share of the loss, in nats.
 
-    DeepSpeed takes the mean over ranks and microbatches; each of ours is the sum over its tokens,
-    divided by the global number of targets. So what it gets is multiplied by both counts.
+    DeepSpeed averages over ranks and microbatches; each of our losses is the sum over its tokens,
+    divided by the global number of targets. So it is multiplied by both counts before it goes to
+    DeepSpeed.
     """
     count = (batch.targets != IGNORE).sum()
     if ranks > 1:
@@ -158,7 +159,7 @@ def evaluate(
 ) -> float | None:
     """Return the loss on this rank's rows of the held-out split.
 
-    None, on every rank, where any is asked to stop before the end.
+    None, on every rank, if any is asked to stop before the end.
     """
     world.recorder.phase("eval")
     batches = Interruptible(rows, world, asked_to_stop)
@@ -174,7 +175,7 @@ def evaluate(
 
 
 def save(engine: Any, job: Job, world: World, step: int) -> None:
-    """Write the weights in fp32 as a step of the run, whose other parts it does not have."""
+    """Write the weights in fp32 as a step of the run, without other state."""
     world.recorder.phase("save")
     model: Transformer = engine.module
     state = {}

@@ -1,4 +1,4 @@
-"""Events: one JSON object a line, and the places they go to."""
+"""Events: one JSON object per line, and their destinations."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Emit = Callable[[Event], None]
 
 
 class Sink(Protocol):
-    """A place that events go to."""
+    """A destination of events."""
 
     def write(self, event: Event) -> None:
-        """Take one event."""
+        """Write one event."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
 
 
 class JsonLines:
-    """`events.jsonl`: every event, a line each, at once, so that a reader can follow.
+    """`events.jsonl`: every event, one per line, at once, so that a reader can follow.
 
-    Rank 0 and the supervisor append to the same file: who writes holds its lock. What a process
-    that was killed has left of a line is cut off. Where the disk is full, lines are kept until
-    there is room; `say` is called when this begins and when it is over.
+    Rank 0 and the supervisor append to the same file: each writer holds its lock. The partial line
+    of a killed process is cut off. If the disk is full, lines are kept until there is space; `say`
+    is called when this begins and when it is over.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
@@ -53,9 +53,9 @@ class JsonLines:
                 self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, event: Event) -> None:
-        """Append one event; a number that is not finite becomes a string, as JSON has none.
+        """Append one event; a non-finite number becomes a string, as JSON has none.
 
-        Raises `OSError` where the disk refuses for another reason than that it is full.
+        Raises `OSError` if the disk refuses for another reason than being full.
         """
         was_full = bool(self._kept)
         self._kept.append(json.dumps(_finite(event)).encode() + b"\n")
@@ -67,7 +67,7 @@ class JsonLines:
             )
 
     def catch_up(self) -> None:
-        """Write the events that found no room, as far as there is some now."""
+        """Write the events that found no space, as far as there is some now."""
         if self._kept:
             self._catch_up(was_full=True)
 
@@ -113,7 +113,7 @@ class JsonLines:
         return written == len(line)
 
     def close(self) -> None:
-        """Close the file; says how many events it lacks, if there was no room to the end."""
+        """Close the file; reports how many events are missing if there was no space to the end."""
         self.catch_up()
         self._file.close()
         if self._kept:
@@ -121,7 +121,7 @@ class JsonLines:
 
 
 def note(text: str) -> None:
-    """Print a note to the log of this process, which may be on a disk without room itself."""
+    """Print a note to the log of this process, which may be on a full disk itself."""
     with contextlib.suppress(OSError):
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -173,9 +173,9 @@ class _Scalars:
 
 
 def open_sinks(log: LogSpec, folder: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """Return the sinks that a run writes to; `config` is what trackers record of it.
+    """Return a run's sinks; trackers record `config`.
 
-    Raises `ConfigError` naming the extra to install when a tracker's package is missing.
+    Raises `ConfigError` naming the extra to install if a tracker's package is missing.
     """
     sinks: list[Sink] = [JsonLines(folder / "events.jsonl")]
     if log.tensorboard:

@@ -14,11 +14,11 @@ _VOTE_S: Final = 0.5
 
 
 class Interruptible:
-    """Yields batches and has all ranks vote between some of them whether to go on.
+    """Yields batches; in between, all ranks vote whether to continue.
 
-    Every rank makes one and iterates over it alike. The ranks vote before the first batch and then
-    every half second: how many batches that is, they agree on in the vote. `is_broken_off` says,
-    once the iteration is over, whether batches were left out.
+    Every rank creates one and iterates over it alike. The ranks vote before the first batch and
+    then every half second; in the vote, they agree on the number of batches until the next one.
+    `is_broken_off` says, after the iteration, whether batches were left out.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The training loop. It reads from top to bottom; everything that it calls is named for it."""
+"""The training loop, readable from top to bottom; the names of functions say what they do."""
 
 from __future__ import annotations
 
@@ -54,12 +54,11 @@ def train(
     asked_to_stop: Callable[[], bool],
     resume: bool = False,
 ) -> Summary:
-    """Train to the last step, to where any rank was asked to stop, or to where nothing is gained.
+    """Train to the last step, to a stop request, or until early stopping ends the run.
 
-    With `resume` the run goes on from its newest good step; ranks that are started again begin anew
-    where none was saved yet. It is saved on the way as the config says, and always at the end. A
-    request to stop waits for the step under way and its save: an evaluation is left out, or broken
-    off.
+    With `resume`, the run continues from its newest valid step; restarted ranks begin again if none
+    was saved yet. The run is saved as the config says, and always at the end. A stop request waits
+    for the current step and its save: an evaluation is left out, or broken off.
     """
     config, layout, steps = job.config, job.layout, job.config.train.steps
     trained, progress, saver = open_run(job, world, dataset, emit, resume)
@@ -126,7 +125,7 @@ def ended(
     world: World,
     emit: Emit,
 ) -> Summary:
-    """Tell how a run ended, and return it: it was stopped only if that left something out."""
+    """Report how a run ended, and return it: it was stopped only if that left something out."""
     world.recorder.phase("end")
     train = job.config.train
     stopped = stopped and (step < train.steps or train.eval_every > 0)
@@ -166,7 +165,7 @@ def is_due(every: int, step: int, last: bool) -> bool:
 
 
 def is_pause(config: Config, step: int) -> bool:
-    """Whether a step is followed by what takes longer than to read it."""
+    """Whether a step is followed by something that takes longer than reading it."""
     train, save_every = config.train, config.checkpoint.every
     return any(
         is_due(n, step, last=False) for n in (train.eval_every, train.check_every, save_every)
@@ -220,9 +219,9 @@ def evaluated(
     held_out: HeldOut,
     step: int,
 ) -> bool:
-    """Tell the loss on the held-out split, the same rows each time, and take note of it.
+    """Report and record the loss on the held-out split, the same rows each time.
 
-    Returns whether it came to its end: not, on any rank, where one of them is asked to stop.
+    Returns whether it was completed: not if any rank is asked to stop.
     """
     world.recorder.phase("eval")
     started = time.perf_counter()
@@ -241,7 +240,7 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's rows of the global batches that a run evaluates, on its device.
 
-    Tells first how many there are: an evaluation may take longer than many steps.
+    First reports their number, because an evaluation may take longer than many steps.
     """
     train = job.config.train
     held_out = dataset.held_out(train.seq_len, train.batch, train.eval_batches)

@@ -14,10 +14,10 @@ GROWTH_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied with.
+    """The factor of the loss.
 
-    `is_dynamic` says whether it follows the gradients, `skips` whether a step that overflows is
-    skipped: under fp16 that is ordinary, otherwise something is wrong, and the config decides.
+    `is_dynamic`: it follows the gradients. `skips`: a step that overflows is skipped; under fp16
+    that is normal, otherwise something is wrong, and the config decides.
     """
 
     value: float = 1.0
@@ -27,7 +27,7 @@ class LossScale:
 
     @classmethod
     def of(cls, train: TrainSpec) -> LossScale:
-        """Return the scale that a run starts with: 1 unless the precision is fp16."""
+        """Return the initial scale of a run: 1 unless the precision is fp16."""
         if train.precision != "fp16":
             return cls(skips=train.nonfinite == "skip")
         if train.loss_scale is not None:
@@ -36,12 +36,12 @@ class LossScale:
 
     @classmethod
     def settled(cls, train: TrainSpec) -> LossScale:
-        """Return one that stays, for measurements: under fp16 where a run's scale comes to rest."""
+        """Return a constant scale for measurements: under fp16 the one that runs converge to."""
         found = cls.of(train)
         return cls(2.0**10, skips=True) if found.is_dynamic else found
 
     def update(self, *, overflowed: bool) -> None:
-        """Take in whether a step's gradients overflowed on any rank."""
+        """Adapt to whether a step's gradients overflowed on any rank."""
         if not self.is_dynamic:
             return
         if overflowed:

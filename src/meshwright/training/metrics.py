@@ -1,4 +1,4 @@
-"""What a step event says: speed, memory and utilisation, measured or null with the reason."""
+"""The contents of a step event: speed, memory and utilization, measured or null with the reason."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from meshwright.training.run_folder import Job
 
 
 class Lap(NamedTuple):
-    """Seconds of a step, and of these the ones that went on waiting for data."""
+    """Seconds of a step, and of these the seconds spent waiting for data."""
 
     total_s: float
     data_s: float
 
 
 class StepClock:
-    """Times steps: the whole of each, and the part that went on waiting for data.
+    """Times steps: their total, and the time spent waiting for data.
 
-    It runs from a step's start to its end, and on where another step was begun before that, so
-    that steps that overlap take together what they take.
+    It runs from a step's start to its end, or to the start of a step that begins earlier, so that
+    overlapping steps add up to their total time.
     """
 
     def __init__(self) -> None:
@@ -45,18 +45,18 @@ class StepClock:
             self._since, self._runs, self._data_s = self._started, True, 0.0
 
     def data_done(self) -> None:
-        """The batch is here."""
+        """Note that the batch is here."""
         self._data_s += time.perf_counter() - self._started
 
     def lap(self, seconds: float | None = None) -> Lap:
-        """End a step, after which the clock runs on; `seconds` of it if a device has told them."""
+        """End a step and keep running; `seconds` is its time if a device has measured it."""
         now = time.perf_counter()
         found = Lap(now - self._since if seconds is None else seconds, self._data_s)
         self._since, self._data_s = now, 0.0
         return found
 
     def rest(self) -> None:
-        """Stand still until the next start."""
+        """Pause until the next start."""
         self._runs = False
 
     def add(self, lap: Lap) -> None:
@@ -66,28 +66,28 @@ class StepClock:
         self.data_s += lap.data_s
 
     def stop(self) -> None:
-        """End a step, and stand still."""
+        """End a step, and pause."""
         self.add(self.lap())
         self.rest()
 
     def take(self) -> tuple[float, float]:
-        """Return the mean seconds of a step and the data's share, and start over."""
+        """Return the mean seconds of a step and the data's share, and reset."""
         mean, share = self.total_s / max(self.steps, 1), self.data_s / max(self.total_s, 1e-9)
         self.steps, self.total_s, self.data_s = 0, 0.0, 0.0
         return mean, share
 
 
 class DeviceLaps:
-    """Seconds between the ends of steps on a device, however late the host looks.
+    """Seconds between the ends of steps on a device, however late the host reads them.
 
-    Marks are CUDA events that take the time.
+    Marks are CUDA events with timing.
     """
 
     def __init__(self) -> None:
         self._since: torch.cuda.Event | None = None
 
     def begin(self, mark: Callable[[], torch.cuda.Event]) -> None:
-        """A step begins: it is timed from here if none was under way."""
+        """Start a step: it is timed from here if none was running."""
         if self._since is None:
             self._since = mark()
 
@@ -99,7 +99,7 @@ class DeviceLaps:
         return seconds
 
     def rest(self) -> None:
-        """No step is under way."""
+        """Note that no step is running."""
         self._since = None
 
 
@@ -121,11 +121,11 @@ def step_event(
     job: Job,
     world: World,
 ) -> dict[str, object]:
-    """Return the step event of docs/interface.md; a collective, so every rank calls it.
+    """Return a step event; a collective, so every rank calls it.
 
-    `loss_scale` is there under fp16 only. `mfu` is null where the device's peak is not stated: a
-    peak is never guessed. Raises `MeshwrightError` for a utilisation above 1, which can only mean a
-    wrong peak.
+    `loss_scale` is only there under fp16. `mfu` is null if the device's peak is not set: a peak is
+    never guessed. Raises `MeshwrightError` for a utilization above 1, which can only mean a wrong
+    peak.
     """
     train = job.config.train
     seconds, data_share = clock.take()

@@ -75,10 +75,10 @@ class _DecoupledSGD(torch.optim.SGD):
 def step_scaled(
     optimizer: torch.optim.Optimizer, norm: Tensor, loss_scale: float, clip_norm: float
 ) -> None:
-    """Update with gradients over the loss scale, clipped to a norm (0: not at all).
+    """Update with scaled gradients, clipped to a norm (0: no clipping).
 
-    `norm` fp64 `[]` is that of the unscaled gradients; where it is not finite nothing changes. The
-    optimizer gets both as `torch.amp.GradScaler` hands them over, so the host reads neither.
+    `norm` fp64 `[]` is that of the unscaled gradients; if it is not finite, nothing changes. The
+    optimizer receives both like from `torch.amp.GradScaler`, so the host reads neither.
     """
     device = optimizer.param_groups[0]["params"][0].device  # the host's, where shards are there
     norm = norm.to(device)

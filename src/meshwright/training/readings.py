@@ -1,7 +1,7 @@
-"""`Readings`: what steps have computed, read by the host and told once.
+"""`Readings`: the results of steps, read by the host and reported once.
 
-On a GPU a step's numbers are read while the next step computes: the host waits for what is there
-already, and the device never for the host. On a CPU they are there at once.
+On a GPU, a step's numbers are read while the next step computes, so the device never waits for the
+host. On a CPU, they are available at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from meshwright.training.update import Updated, overflowed
 
 
 def mark() -> torch.cuda.Event:
-    """Return an event that says when the device has come so far."""
+    """Return an event of the device's progress."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 class ArrivingNumbers:
-    """fp64 numbers on their way to the host; on CUDA an event says when they are `there`."""
+    """fp64 numbers being copied to the host; on CUDA, an event says when they are `there`."""
 
     def __init__(self, numbers: Tensor) -> None:
         """Begin to copy them, after what the device is still to compute."""
@@ -44,7 +44,7 @@ class ArrivingNumbers:
             self.there = mark()
 
     def read(self) -> list[float]:
-        """Return them once they are here."""
+        """Return them after waiting."""
         if self.there is not None:
             self.there.synchronize()
         found: list[float] = self._numbers.tolist()
@@ -65,9 +65,9 @@ class _Step:
 
 
 def lag(device: torch.device, scale: LossScale) -> int:
-    """Return how many steps may compute before one is read.
+    """Return how many further steps may start before one is read.
 
-    The scale of fp16 is that of the step before: where it follows the gradients, none may.
+    A dynamic fp16 scale depends on the previous step, so then it is none.
     """
     return 1 if device.type == "cuda" and not scale.is_dynamic else 0
 
@@ -75,7 +75,7 @@ def lag(device: torch.device, scale: LossScale) -> int:
 class Readings:
     """Reads the steps of a run in order, `lag` steps behind, and emits their events.
 
-    Every rank makes one and calls its methods alike. `loss` is the last one read, in nats.
+    Every rank creates one and makes the same calls. `loss` is the last one read, in nats.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Readings:
         self.loss = progress.loss
 
     def start(self) -> None:
-        """A step begins."""
+        """Note the beginning of a step."""
         self.clock.start()
         if self._world.device.type == "cuda":
             self._laps.begin(mark)
 
     def add(self, step: int, lr: float, done: Updated) -> None:
-        """A step has been handed to the device."""
+        """Add a step that has been enqueued on the device."""
         self._begun.append(_Step(step, lr, ArrivingNumbers(done.numbers())))
 
     def read(self, stop: bool, *, everything: bool) -> bool:
         """Read the steps that are due, or all; returns whether any rank asks to stop.
 
-        A collective. Where one does, all are read.
+        A collective. If one does, all steps are read.
         """
         stops = self._take(0 if everything else self._lag, stop)
         if stops and self._begun:
@@ -137,17 +137,17 @@ class Readings:
         return votes > 0
 
     def drain(self) -> None:
-        """Read and tell all that was begun, so that the device has nothing to do."""
+        """Read and report all steps that have begun, so that the device becomes idle."""
         if self._begun:
             self._take(0, False)
             self._rest()
             self.tell(last=False)
 
     def tell(self, *, last: bool) -> None:
-        """Emit the events of the steps that were read; of the run's last one in any case.
+        """Emit the events of the steps that were read, always including the run's last one.
 
-        Raises `MeshwrightError` on every rank where a gradient was not finite and steps are not to
-        be skipped for that.
+        Raises `MeshwrightError` on every rank for a non-finite gradient, unless such steps are
+        skipped.
         """
         scale = self._scale
         for one in self._told():

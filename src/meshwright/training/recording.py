@@ -1,4 +1,4 @@
-"""`Recording`: some steps of a run are recorded, and `ledger.json` tells of the last of them."""
+"""`Recording`: records some steps of a run, the last of them in `ledger.json`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SPANS_AFTER: Final = 3
 
 
 class Recording:
-    """What a run records, as `log.trace` and `log.trace_memory` ask for.
+    """The recordings of a run, as `log.trace` and `log.trace_memory` set them.
 
-    Every rank makes one and calls its methods alike.
+    Every rank creates one and makes the same calls.
     """
 
     def __init__(self, job: Job, world: World, trained: Trained, done: int) -> None:
@@ -51,7 +51,7 @@ class Recording:
         return bool(self._every) and (after == SPANS_AFTER or is_nth)
 
     def begin(self, step: int) -> None:
-        """A step is about to begin."""
+        """Prepare for a step."""
         recorder = self._world.recorder
         if self._holds_memory(step):
             self._profile = MemoryProfile(*self._trained)
@@ -62,7 +62,7 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether the step under way is recorded."""
+        """Whether the current step is recorded."""
         return self._world.recorder.tape is not None
 
     @property
@@ -72,7 +72,7 @@ class Recording:
         return log.trace_memory and (cluster.memory is None or self._world.device.type == "cuda")
 
     def end(self, step: int) -> None:
-        """A step is over; rank 0 writes what all have of it, if it was recorded."""
+        """End a step; rank 0 writes all ranks' recordings, if it was recorded."""
         tape, self._world.recorder.tape = self._world.recorder.tape, None
         if tape is None:
             return

@@ -1,4 +1,4 @@
-"""Whether ranks that hold copies of a weight hold the same bits."""
+"""Checks whether ranks with copies of a weight hold the same bits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PERIODS: Final = 512
 
 @torch.no_grad()
 def check_replicas(parallel: Parallel, world: World) -> None:
-    """Raise `RankFailed` on every rank where copies of a shard differ; a collective.
+    """Raise `RankFailed` on every rank if copies of a shard differ; a collective.
 
-    It names the first tensor and the ranks that differ from most.
+    The error names the first tensor and the ranks that differ from the majority.
     """
     if world.size == 1:
         return
@@ -49,7 +49,7 @@ def check_replicas(parallel: Parallel, world: World) -> None:
 
 
 def bits(shard: Tensor) -> int:
-    """Return a number that changes if any one bit of an fp32 tensor flips."""
+    """Return a number that changes if any bit of an fp32 tensor flips."""
     flat = shard.contiguous().view(-1).view(torch.int32)
     weights = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.int64)
     total = torch.zeros((), device=flat.device, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""`RoutingReport`: which experts tokens met, told by events some hundred times in a run."""
+"""`RoutingReport`: reports the tokens of each expert, in about a hundred events per run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST: Final = 100
 
 
 class RoutingReport:
-    """Sums what all ranks' routers did, and emits it as `experts` events; nothing without experts.
+    """Sums all ranks' routing, and emits it as `experts` events; nothing without experts.
 
-    Every rank makes one and calls its methods alike.
+    Every rank creates one and makes the same calls.
     """
 
     def __init__(self, job: Job, world: World, parallel: Parallel, emit: Emit, done: int) -> None:
@@ -32,7 +32,7 @@ class RoutingReport:
         self._told = done
 
     def tell(self, step: int, *, last: bool) -> None:
-        """Emit what routers did since the last event, if it is due after a step; a collective."""
+        """Emit an event for the steps since the last one, if it is due; a collective."""
         if not self._places or step == self._told or not (last or step % self._every == 0):
             return
         experts, steps = self._job.config.model.experts, step - self._told
@@ -58,9 +58,9 @@ def routing_event(
 ) -> Event:
     """Return the event of some steps; `met` are tokens by expert for each of some layers.
 
-    `excess` is by how much the busiest of `ep` ranks computes more than the mean, summed over the
-    layers, whose ranks wait for each other; `expert_excess` is the same of single experts. `dead`
-    are layer and number of experts that no token met. `routing` is the config's.
+    `excess` is how much more than the mean the busiest of `ep` ranks computes, summed over the
+    layers, whose ranks wait for each other; `expert_excess` is the same for single experts. `dead`
+    are layer and number of each expert without tokens. `routing` is the config's.
     """
     return {
         "event": "experts",

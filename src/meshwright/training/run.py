@@ -1,4 +1,4 @@
-"""A run between its steps: opening it where it begins or was left, and saving it."""
+"""A run between its steps: starts or resumes it, and saves it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from meshwright.training.run_folder import Job
 
 
 class Progress(NamedTuple):
-    """How far a run is: its last step, the loss scale of the next, and where a stream is.
+    """A run's progress: its last step, the loss scale of the next, and a stream's position.
 
-    `loss` is that of the step in nats, NaN where nothing tells.
+    `loss` is that of the step in nats, NaN if unknown.
     """
 
     step: int
@@ -49,9 +49,9 @@ class Progress(NamedTuple):
 def open_run(
     job: Job, world: World, dataset: Dataset | StreamedDataset, emit: Emit, resume: bool
 ) -> tuple[Trained, Progress, Saver]:
-    """Build this rank's part of a run, as it begins or as its newest good step left it.
+    """Build this rank's part of a run, from its beginning or from its newest valid step.
 
-    A collective. Raises `CheckpointError` where that step was written by another run.
+    A collective. Raises `CheckpointError` if another run has written that step.
     """
     config, started = job.config, time.perf_counter()
     good = _found(job, world, dataset, emit) if resume else None
@@ -117,9 +117,9 @@ def _progress(job: Job, good: Good) -> Progress:
 
 
 def weights_source(job: Job, world: World) -> Source:
-    """Return where the first weights come from: a folder with a model, or the seed.
+    """Return the source of the initial weights: a folder with a model, or the seed.
 
-    Adapters come from a folder of PEFT's, or the seed.
+    Adapters come from a PEFT folder, or the seed.
     """
     model, seed, adapters = job.config.model, job.config.train.seed, job.config.lora.init_from
     source: Source = seeded(model, seed, world.recorder.beat)
@@ -141,7 +141,7 @@ def save(
     step: int,
     loss: float,
 ) -> None:
-    """Save a step, whose loss in nats is given, or begin to; a collective."""
+    """Save a step, whose loss in nats is given, or start to; a collective."""
     world.recorder.phase("save")
     config, position = job.config, position_of(sampler, world)
     facts = {
@@ -161,9 +161,9 @@ def save(
 
 
 def position_of(sampler: object, world: World) -> dict[str, Any] | None:
-    """Return where all rows of a streamed batch are, None where the step alone tells; a collective.
+    """Return the stream position of all rows, None if the step alone determines it; a collective.
 
-    The same on every layout, so any can go on from it.
+    The same on every layout, so any can resume from it.
     """
     if not isinstance(sampler, StreamSampler):
         return None

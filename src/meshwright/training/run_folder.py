@@ -1,4 +1,4 @@
-"""The run folder: where each file of a run is, and how the folder comes to be. No torch here."""
+"""The run folder: the path of each file of a run, and the creation of the folder. No torch here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def step_profile(self) -> Path:
-        """What a step takes, predicted and measured, as `program.profile` has it."""
+        """The predicted and measured step profile, see `program.profile`."""
         return self.path / "ledger.json"
 
     @property
@@ -62,7 +62,7 @@ class RunFolder:
         return self.path / "lock"
 
     def log(self, rank: int) -> Path:
-        """What a rank printed."""
+        """The output of a rank."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     def flight_recorder(self, rank: int) -> Path:
@@ -71,7 +71,7 @@ class RunFolder:
 
     @property
     def nccl_trace(self) -> Path:
-        """NCCL's last collectives of a rank that hung on a GPU; the rank's number follows."""
+        """NCCL's last collectives of a rank that hung on a GPU, plus the rank's number."""
         return self.path / "logs" / "nccl-rank-"
 
     def failure(self, rank: int) -> Path:
@@ -80,7 +80,7 @@ class RunFolder:
 
 
 class RunTokenizer(NamedTuple):
-    """Which tokenizer the data has: its name, its eos token, its file where it has one."""
+    """The tokenizer of the data: its name, its eos token, its file if it has one."""
 
     name: str
     eos: str | None
@@ -89,10 +89,10 @@ class RunTokenizer(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank needs to know beyond its rendezvous; what `plan.json` holds.
+    """What a rank needs to know besides its rendezvous; the contents of `plan.json`.
 
-    `resume` says that the folder's run goes on; `allowed` are the parts of its identity that may
-    have changed. `run` is a random id, by which its steps know it.
+    `resume`: the folder's run is resumed; `allowed` are the parts of its identity that may have
+    changed. `run` is a random id, which its steps contain.
     """
 
     config: Config
@@ -107,15 +107,15 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the steps of the run are saved."""
+        """The folder of the run's steps."""
         own = self.config.checkpoint.dir
         return self.folder.checkpoints if own is None else Path(own)
 
 
 def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
-    """Return the run folder that a config asks for, which must not hold a run yet.
+    """Return the run folder of a config, which must not hold a run yet.
 
-    Raises `ConfigError` where it does, or where it cannot be written.
+    Raises `ConfigError` if it does, or if it cannot be written.
     """
     root = Path(config.log.dir)
     name = config.log.name
@@ -131,7 +131,7 @@ def choose_folder(config: Config, now: datetime.datetime) -> RunFolder:
 
 
 def resumed_folder(run: Path) -> RunFolder:
-    """Return the folder of a run that is to go on; raises `ConfigError` where it is none."""
+    """Return the folder of a run to resume; raises `ConfigError` if it is none."""
     folder = RunFolder(run.resolve())
     if not folder.plan.is_file() or not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder, {folder.plan} is missing")
@@ -141,7 +141,7 @@ def resumed_folder(run: Path) -> RunFolder:
 
 
 def compiled_as(config: Config, folder: RunFolder) -> Config:
-    """Return a config that leaves `train.compile` open with what a run that goes on has for it."""
+    """Return a config without `train.compile` with the value of the run that it resumes."""
     if config.train.compile != "auto":
         return config
     before = load_config(folder.config).train.compile
@@ -159,9 +159,9 @@ def _unused(root: Path, name: str) -> str:
 
 
 def check_links(path: Path) -> None:
-    """Refuse a run folder in which files are links: a run would write to what they lead to.
+    """Refuse a run folder in which files are links: a run would write to their targets.
 
-    Folders in it may be links, as to another disk.
+    Folders in it may be links, for example to another disk.
     """
     for folder in (path, RunFolder(path).log(0).parent):
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -171,9 +171,9 @@ def check_links(path: Path) -> None:
 
 
 def check_writable(what: str, path: Path, key: str) -> None:
-    """Refuse a folder in which no file can be made, with the system's reason; `key` says where.
+    """Refuse a folder that is not writable, with the system's reason and the `key`.
 
-    Missing folders are made for the check, and removed after it.
+    Missing folders are created for the check, and removed after it.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -187,7 +187,7 @@ def check_writable(what: str, path: Path, key: str) -> None:
 
 
 def create(job: Job) -> None:
-    """Write the config, its provenance and the plan, and point `latest` beside it to the run."""
+    """Write the config, its provenance and the plan, and point `latest` next to it to the run."""
     folder = job.folder
     folder.log(0).parent.mkdir(parents=True, exist_ok=True)
     _write(folder.config, to_toml(portable(job.config)))
@@ -216,9 +216,9 @@ def create(job: Job) -> None:
 
 
 def put_step(folder: RunFolder, found: StepProfile) -> None:
-    """Put what a step takes into a run's `ledger.json`, in place of another of its source.
+    """Put a step profile into a run's `ledger.json`, replacing one of the same source.
 
-    A run does not end for it: where the disk refuses, it says so and goes on.
+    A run continues without it: if the disk refuses, it prints a note.
     """
     path = folder.step_profile
     before: tuple[StepProfile, ...] = ()
@@ -276,7 +276,7 @@ def _json(value: Any) -> str:
 def tokenizer_of(path: Path) -> tuple[str, str | None]:
     """Return the tokenizer of a run, step or HF folder as a name or a path, and its eos token.
 
-    Raises `ConfigError` where the folder does not say.
+    Raises `ConfigError` if the folder does not say.
     """
     if not path.is_dir() and find_step(path) is None:
         raise ConfigError(f"{path} is not a folder")

@@ -1,4 +1,4 @@
-"""Noticing that the loss has jumped. No torch here."""
+"""Detects jumps of the loss. No torch here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FACTOR: Final = 10.0  # times what one step usually differs from the next
 
 
 class SpikeWatch:
-    """Tells a loss that is far above those of the last steps; `usual` is the median of a few."""
+    """Detects a loss far above those of the last steps; `usual` is the median of a few."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
         self.usual = float("nan")
 
     def is_spike(self, loss: float) -> bool:
-        """Take in a step's loss in nats; true where it stands out, or is no number."""
+        """Add a step's loss in nats; true if it stands out, or is not finite."""
         found = loss != loss
         if len(self._last) >= LEAST:
             losses = list(self._last)

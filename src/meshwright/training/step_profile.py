@@ -1,4 +1,4 @@
-"""The ranks' recordings of one step, put together on rank 0."""
+"""Combines the ranks' recordings of one step on rank 0."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gather_ranks(
 ) -> tuple[RankProfile, ...]:
     """Return all ranks' profiles on rank 0, nothing elsewhere; a collective.
 
-    Times of `mine` are in seconds since the step began there, at `began` by the clock of rank 0;
-    what is returned has them since it began on the first of all ranks.
+    Times of `mine` are in seconds since the step began there, at `began` by rank 0's clock; the
+    result has them since it began on the first of all ranks.
     """
     text = b""
     if is_detailed(program, world.rank):
@@ -68,7 +68,7 @@ def gather_ranks(
 
 
 def is_detailed(program: Program, rank: int) -> bool:
-    """Whether a rank tells all: where there are few, or as the first of its pipeline stage."""
+    """Whether a rank records everything: with few ranks, or as the first of its stage."""
     layout = program.layout
     at = layout.mesh.coordinates(rank)
     return layout.world <= DETAILED or not any(at[axis] for axis in at if axis != "pp")

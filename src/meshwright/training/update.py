@@ -1,6 +1,6 @@
 """One optimizer step: gradients over the global batch, clipping, the update.
 
-Nothing here waits for the device: what a step has computed stays there until someone reads it.
+Nothing here waits for the device: results of a step stay there until someone reads them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.training.optimizer import step_scaled
 
 
 class Updated(NamedTuple):
-    """What a step computed, on the device.
+    """The results of a step, on the device.
 
-    `loss` is this rank's share of the loss in nats, `norm` the gradient's before clipping, fp64.
-    Where that is not finite, nothing was updated, and `first` is the place among `Parallel.held` of
-    this rank's first gradient that is not.
+    `loss` is this rank's share of the loss in nats, `norm` the gradient's before clipping, fp64. If
+    that is not finite, nothing was updated, and `first` is the index in `Parallel.held` of this
+    rank's first non-finite gradient.
     """
 
     loss: Tensor
@@ -61,10 +61,10 @@ def update(
     clip_norm: float,
     before_update: Callable[[], None] = lambda: None,
 ) -> Updated:
-    """Compute the gradients, clip them to a global norm (0: not at all) and update the weights.
+    """Compute the gradients, clip them to a global norm (0: no clipping) and update the weights.
 
-    Where a gradient is not finite on any rank, no rank's weights and states change; `overflowed`
-    says so once the norm is read. `before_update` is called before any weight changes.
+    If a gradient is not finite on any rank, no rank's weights and states change; `overflowed` says
+    so once the norm is read. `before_update` is called before any weight changes.
     """
     found = gradients(parallel, batch, world, scale.value)
     world.recorder.phase("update")
@@ -80,11 +80,11 @@ def update(
 def overflowed(
     norm: float, first: int, parallel: Parallel, world: World, scale: LossScale
 ) -> str | None:
-    """Return the first tensor of the model whose gradient was not finite on any rank, if any was.
+    """Return the first tensor whose gradient was not finite on any rank, if any was.
 
-    `norm` and `first` are those of an `Updated`, as they were read; the scale takes note. A
-    collective where the norm, which all ranks have alike, is not finite. Under fp16 the scale falls
-    then; in any other precision every rank raises `Diverged`, unless `train.nonfinite` says
+    `norm` and `first` are those of an `Updated`, as they were read; adapts the loss scale. A
+    collective if the norm, which is the same on all ranks, is not finite. Under fp16, the scale
+    then falls; in any other precision, every rank raises `Diverged`, unless `train.nonfinite` says
     to skip.
     """
     if math.isfinite(norm):

@@ -1,1 +1,1 @@
-"""Attention over sequences that are cut over cp."""
+"""Attention over sequences that are sharded over cp."""

@@ -1,8 +1,9 @@
-"""Context parallelism: attention over a sequence that is cut between the ranks of a group.
+"""Context parallelism: attention over a sequence that is sharded over the ranks of a group.
 
-`Ring` and `Ulysses` stand in for `Attention.core`. Each rank holds the positions that `positions`
-lists, of q, k and v alike. `Ring` passes keys and values round and merges what each block gives;
-`Ulysses` trades positions for heads, and attends to the whole sequence with a share of the heads.
+`Ring` and `Ulysses` replace `Attention.core`. Each rank holds the positions that `positions` lists,
+the same for q, k and v. `Ring` passes keys and values around and merges the results of blocks;
+`Ulysses` exchanges positions for heads, and attends to the whole sequence with a share of the
+heads.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ from meshwright.program.attention import UNBOUNDED, ScoreBounds
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
     """Return the positions that a rank of a group of `cp` holds, int64 `[seq_len / cp]`, ascending.
 
-    Ring: the sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r, so that
-    all ranks have equal work under the causal mask. Llama 3 (arXiv:2407.21783), section 3.3.2.
-    Ulysses: the r-th of cp chunks.
-    Raises `ConfigError` where the sequence does not cut evenly.
+    Ring: the sequence is divided into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r, so
+    that all ranks have equal work under the causal mask. Llama 3 (arXiv:2407.21783), section 3.3.2.
+    Ulysses: the r-th of cp chunks. Raises `ConfigError` if the sequence doesn't divide evenly.
     """
     pieces = 2 * cp if kind == "ring" else cp
     if seq_len % pieces:
@@ -60,9 +60,9 @@ def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int
 class Ring:
     """Causal attention over a sequence in ring order, as `positions` gives it.
 
-    arXiv:2310.01889, with the balanced order of arXiv:2311.09431 and Llama 3, section 3.3.2. It
-    keeps nothing between calls. `block` is for tests; without it the device's fastest serves.
-    `recorder` is where this rank enters what it waits for.
+    arXiv:2310.01889, with the balanced order of arXiv:2311.09431 and Llama 3, section 3.3.2. It has
+    no state between calls. `block` is for tests; by default, the device's fastest block is used.
+    `recorder` is the flight recorder of this rank's waits.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Ring:
 class Ulysses:
     """Causal attention over a sequence in natural order, by an all-to-all before and after.
 
-    The heads of keys and values must divide among the ranks. arXiv:2309.14509. `core` attends to
-    the whole sequence, with what it gets of documents: without one, segments.
+    The key/value heads must divide among the ranks. arXiv:2309.14509. `core` attends to the whole
+    sequence, with document bounds; without a `core`, segments are used.
     """
 
     def __init__(self, group: dist.ProcessGroup, core: Core | None = None) -> None:

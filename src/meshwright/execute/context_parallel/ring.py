@@ -1,7 +1,7 @@
-"""What a rank does for a ring: passes keys and values on, and merges what each block gives.
+"""A rank's part in a ring: passes keys and values on, and merges the results of blocks.
 
-`attend_round` and `differentiate_round` are the two halves of `context.Ring`. Compiled code has
-them as one operator each: the compiler takes no transfer between two ranks.
+`attend_round` and `differentiate_round` are the two halves of `context.Ring`. In compiled code,
+each of them is one operator, because the compiler doesn't support transfers between two ranks.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class RingPlace:
         return (self.rank - step) % self.size
 
     def pass_on(self, sent: Tensor, tag: int) -> Callable[[], Tensor]:
-        """Start to send a contiguous tensor to the next rank and to get the last one's.
+        """Start to send a contiguous tensor to the next rank and receive from the previous one.
 
-        Returns what waits for it; `sent` must not change before. The tag keeps messages apart that
-        are under way at once.
+        Returns a function that waits; `sent` must not change before. The tag separates messages
+        that are in flight at the same time.
         """
         if self.size == 1:
             return lambda: sent
@@ -101,7 +101,7 @@ class RingWork:
         return cls(place, scores, choose(q, False, scores.cap), choose(q, True, scores.cap))
 
     def pieces(self, step: int, q: Tensor, segments: Tensor | None) -> Iterator[_Piece]:
-        """Yield what this rank's queries see of the keys that are here in a step.
+        """Yield the pieces of this rank's queries with the keys that are here in a step.
 
         `segments` is in ring order, `[batch or 1, cp, length]`.
         """
@@ -168,7 +168,7 @@ class _Piece(NamedTuple):
 
 
 def in_ring_order(segments: Tensor, cp: int) -> Tensor:
-    """Return segments `[batch, seq]` as `[batch, cp, seq / cp]`, each rank's in one row."""
+    """Return segments `[batch, seq]` as `[batch, cp, seq / cp]`, one row per rank."""
     chunks = segments.reshape(segments.shape[0], 2 * cp, -1)
     return torch.cat((chunks[:, :cp], chunks[:, cp:].flip(1)), dim=2)
 
@@ -281,7 +281,7 @@ def _places() -> WeakValueDictionary[str, RingPlace]:
 
 
 def enrol(place: RingPlace) -> str:
-    """Have operators find a place in a ring; returns the name that they know it by."""
+    """Register a place in a ring for operators; returns its name."""
     _places()[place.group.group_name] = place
     return place.group.group_name
 
@@ -289,7 +289,7 @@ def enrol(place: RingPlace) -> str:
 def compiled_ring(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scores: ScoreBounds, ring: str
 ) -> Tensor:
-    """Return the attention as one operator, differentiable; arguments as for `context.Ring`."""
+    """Return the attention as one differentiable operator; arguments as for `context.Ring`."""
     out: Tensor = torch.ops.meshwright.ring_attention(
         q, k, v, segments, scores.window, scores.cap, ring
     )[0]

@@ -1,1 +1,1 @@
-"""Weights gathered, gradients summed and updates shared between copies of the model."""
+"""Gathers weights, sums gradients and divides updates among copies of the model."""

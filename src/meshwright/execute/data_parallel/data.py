@@ -1,8 +1,8 @@
 """Data parallelism and mixed precision: replicas, and ZeRO's three stages.
 
-ZeRO, arXiv:1910.02054, section 5: stage 1 shards the optimizer's state, 2 also gradients, 3 also
-parameters. What is gathered from FSDP2's shards, and how long it stays, makes the stage. Where
-weights stay whole and ranks sum by themselves, `Replicas` does without FSDP2.
+ZeRO, arXiv:1910.02054, section 5: stage 1 shards the optimizer states, 2 also gradients, 3 also
+parameters. The stage determines what is gathered from FSDP2's shards, and how long it stays. If
+ranks keep weights whole and sum gradients themselves, `Replicas` replaces FSDP2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy: master weights and the optimizer are fp32, products as asked for."""
+    """Return FSDP2's policy: fp32 master weights and optimizer, products as configured."""
     if train.precision == "fp32":
         return MixedPrecisionPolicy()
     dtype = DTYPES[train.precision]
@@ -43,7 +43,7 @@ def mixed_precision(train: TrainSpec) -> MixedPrecisionPolicy:
 
 
 def round_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have weights that are not trained in the dtype of products alone: they have no masters."""
+    """Keep untrained weights only in the dtype of products, without master weights."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad and parameter.dtype != dtype:
@@ -51,7 +51,7 @@ def round_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def needs_wrapping(layout: Layout, train: TrainSpec) -> bool:
-    """Whether weights or gradients meet those of others, or products need another dtype."""
+    """Whether weights or gradients are communicated, or products need another dtype."""
     return layout.dp * layout.cp > 1 or layout.zero > 0 or train.precision != "fp32"
 
 
@@ -69,14 +69,14 @@ def distribute_data(
     head: nn.Module | None = None,
     keeps_frozen: bool = False,
 ) -> None:
-    """Replicate or shard a model over data: its ends, block by block, and then the rest.
+    """Replicate or shard a model over data: its ends, each block, and then the rest.
 
-    `replicas` and `shards` name the axes of the mesh, and of that on which experts lie where they
-    are shared out. An `embed` of its own is gathered for its forward alone. The loss gathers a
-    `head`, see `HeadUnit`, which is prefetched for the backward. With `keeps_frozen`
-    weights that are not trained have the dtype of products, and may stay whole. Gradients are
-    summed, not averaged: the loss is already divided by the global number of target tokens, which
-    stays right for uneven batches.
+    `replicas` and `shards` name the axes of the mesh, and of the experts' mesh where experts are
+    divided over ranks. A separate `embed` unit is gathered only for its forward. The loss gathers a
+    `head`, see `HeadUnit`, which is prefetched for the backward. With `keeps_frozen`, untrained
+    weights have the dtype of products, and may stay whole. Gradients are summed, not averaged: the
+    loss is already divided by the global number of target tokens, which stays right for uneven
+    batches.
     """
     if not needs_wrapping(layout, train):
         return
@@ -139,10 +139,10 @@ def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]])
 
 
 class HeadUnit:
-    """The head as a unit of FSDP2 that the loss gathers, whose gradient it hands over.
+    """The head as a separate FSDP2 unit: the loss gathers it and gives it its gradient.
 
-    No forward has a use for its weights, as the loss is made in the backward, and FSDP2 gathers for
-    a forward what it is to gather for its backward.
+    No forward uses its weights, because the loss is computed in the backward. FSDP2 by itself
+    gathers for a backward only what it has gathered for a forward.
     """
 
     def __init__(self, head: Any) -> None:
@@ -150,17 +150,17 @@ class HeadUnit:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the loss is to hand over a gradient."""
+        """Whether the loss has to provide a gradient."""
         return bool(self._head.weight.requires_grad)
 
     def gather(self) -> nn.Parameter:
-        """Return the weights `[vocab, dim]`, over tp this rank's, once they are there."""
+        """Return the weights `[vocab, dim]`, this rank's tp shard of them, after waiting."""
         self._head.unshard()
         weight: nn.Parameter = self._head.weight
         return weight
 
     def leave(self, gradient: Tensor | None) -> None:
-        """Add a gradient to the weights', and have FSDP2 reduce and reshard as after a backward."""
+        """Add to the weights' gradient, and let FSDP2 reduce and reshard as after a backward."""
         if gradient is not None:
             defer(self._head.weight, lambda: gradient)
         for group in _param_groups(_state(self._head)):
@@ -168,7 +168,7 @@ class HeadUnit:
 
 
 def head_unit(model: nn.Module) -> HeadUnit | None:
-    """Return the head of a model where it is a unit of its own."""
+    """Return the head of a model if it is a separate unit, otherwise None."""
     head = getattr(model, "head", None)
     return HeadUnit(head) if isinstance(head, FSDPModule) else None
 
@@ -183,9 +183,9 @@ def _whole(model: nn.Module, layout: Layout) -> set[nn.Parameter] | None:
 def replicate_in_place(
     model: nn.Module, layout: Layout, train: TrainSpec, groups: Groups
 ) -> dict[str, nn.Parameter]:
-    """Sum the gradients of a model over data without FSDP2; returns what is trained, by name.
+    """Sum gradients over data without FSDP2; returns trained parameters by name.
 
-    The parameters must have their memory already, and are replaced where products need others.
+    The parameters must be allocated, and are replaced if products need another dtype.
     """
     if not needs_wrapping(layout, train):
         return dict(model.named_parameters())
@@ -199,7 +199,7 @@ def replicate_in_place(
 
 
 def replicas_of(model: nn.Module) -> Replicas | None:
-    """Return what sums a model's gradients over replicas, where it is not FSDP2."""
+    """Return the `Replicas` of a model, or None if FSDP2 sums its gradients."""
     found = getattr(model, "replicas", None)
     return found if isinstance(found, Replicas) else None
 
@@ -217,11 +217,11 @@ def wrapped(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool = False) -> None:
-    """Say what the next backward does with gradients and gathered parameters.
+    """Configure the next backward: reduction of gradients, gathered parameters.
 
-    The last one before the update reduces the gradients and drops the gathered parameters. Those
-    before it do so as the ZeRO stage says: 0 and 1 accumulate whole gradients, 2 and 3 reduce each
-    time; 3 alone drops its parameters each time. Where weight gradients are deferred, reduction
+    The last backward before the update reduces the gradients and drops the gathered parameters. For
+    earlier ones, it depends on the ZeRO stage: 0 and 1 accumulate whole gradients, 2 and 3 reduce
+    each time; only 3 drops its parameters each time. If weight gradients are deferred, reduction
     waits for `finish_backward`.
     """
     replicas = replicas_of(model)
@@ -238,14 +238,14 @@ def prepare_backward(model: nn.Module, zero: int, *, is_last: bool, defers: bool
 
 
 def end_backward(model: nn.Module) -> None:
-    """Let go of what a backward has left of gathered parameters."""
+    """Release the gathered parameters that a backward has left."""
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.end()
 
 
 def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
-    """Take in weight gradients that were computed outside of autograd, and reduce where due."""
+    """Add weight gradients that were computed outside of autograd, and reduce if due."""
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.begin(is_last=is_last, defers=False)
@@ -268,9 +268,9 @@ def finish_backward(model: nn.Module, zero: int, *, is_last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the master weights back after a forward that no backward follows.
+    """Restore the master weights after a forward without a backward.
 
-    FSDP2 does it in the backward; without one, `named_parameters` would go on to give the compute
+    FSDP2 does it in the backward. Without one, `named_parameters` would keep returning the compute
     copies, which are bf16 under mixed precision and have no gradients.
     """
     replicas = replicas_of(model)

@@ -1,8 +1,8 @@
-"""`Exchange`: gradients of a unit, whose rows travel to the ranks that they belong to; `gather`:
-rows of weights, which travel to all others.
+"""`Exchange` sends the rows of a unit's gradients to their owners; `gather` sends rows of weights.
 
-What a reduce-scatter is without sums on the way: each rank receives the others' gradients of its
-own rows, and adds them up in fp32. It sends half of what a sum for all does, and copies no more.
+An exchange is a reduce-scatter without sums on the way: each rank receives the others' gradients of
+its own rows, and adds them up in fp32. It sends half as much as an all-reduce, with no more copies.
+`gather` sends each rank's rows to all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAG: Final = 2**16
 
 
 class Exchange:
-    """Gradients of some weights on their way; once it has begun, the whole ones are gone."""
+    """Gradients of some weights in flight; once it has begun, the whole gradients are freed."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Exchange:
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """The memory of what is sent and of what is received."""
+        """The send and receive buffers."""
         return self._sent, self._got
 
     def settle(self) -> None:
-        """Wait for what comes from others and add it up."""
+        """Wait for the others' rows and add them up."""
         if self._pending is not None:
             self._pending.wait()
         rooms = _views(self._got, self._shapes)
@@ -85,9 +85,9 @@ class Exchange:
 def gather(
     weights: Sequence[Weight], link: Link, rank: int, recorder: FlightRecorder
 ) -> list[Pending]:
-    """Have each rank's rows of weights on their way, from where they lie to where they belong.
+    """Start to send each rank's rows of weights to all others, in place.
 
-    An all-gather without copies, which gloo's makes of all that it gathers. `rank` is this one's
+    An all-gather without copies; gloo's copies everything that it gathers. `rank` is this one's
     place in the group.
     """
     group = link.required

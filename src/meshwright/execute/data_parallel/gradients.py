@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward and the update, over every axis of the mesh."""
+"""Gradients between the backward and the update: sums and norms over every axis of the mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW: Final = 1024
 class HeldParameter(NamedTuple):
     """A parameter that this rank holds a shard of.
 
-    `copies` is how many ranks hold the same shard, 0 where another entry already counts for it: the
+    `copies` is how many ranks hold the same shard, 0 if another entry already counts for it: the
     second copy of a tied matrix.
     """
 
@@ -65,7 +65,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def complete(held: Sequence[HeldParameter], groups: Groups, sums: Iterable[GradientSum]) -> None:
-    """Finish the sums that data parallelism does not: over tp, and between tied copies."""
+    """Complete the sums that data parallelism doesn't: over tp, and between tied copies."""
     links = {"tp": groups.tp, "ends": groups.ends}
     for one in sums:
         of = [h.gradient for h in held if h.name in one.names]
@@ -89,10 +89,10 @@ def _sum_together(tensors: list[Tensor], link: Link) -> None:
 
 
 class Norm(NamedTuple):
-    """The gradient's norm, on the device: nothing has waited for it.
+    """The gradient's norm, on the device; the host has not waited for it.
 
-    `total` is the whole model's 2-norm, fp64. `first` is the place in `held` of this rank's first
-    gradient that is not finite, their number where there is none.
+    `total` is the whole model's 2-norm, fp64. `first` is the index in `held` of this rank's first
+    non-finite gradient, or the number of gradients if there is none.
     """
 
     total: Tensor
@@ -100,9 +100,9 @@ class Norm(NamedTuple):
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, fp64 `[tensors]`, right to 1e-6 at any length.
+    """Return the 2-norm of each tensor, fp64 `[tensors]`, accurate to 1e-6 for any length.
 
-    The tensors are of one device.
+    All tensors must be on the same device.
     """
     dtype = reduce(torch.promote_types, (one.dtype for one in tensors), torch.float32)
     if tensors[0].is_cuda:  # which adds up as a tree
@@ -131,8 +131,8 @@ def _norm_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def global_norm(held: list[HeldParameter], world_size: int, device: torch.device) -> Norm:
     """Return the 2-norm of the whole model's gradient, each element counted once.
 
-    A shard that several ranks hold counts for its share on each of them, so that one sum over the
-    world is right for every layout.
+    A shard that several ranks hold counts with its share on each of them, so one sum over the world
+    is right for every layout.
     """
     there = [at for at, one in enumerate(held) if one.gradient is not None]
     gradients = [gradient for one in held if (gradient := one.gradient) is not None]

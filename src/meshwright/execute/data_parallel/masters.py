@@ -1,7 +1,8 @@
-"""Weights as the products take them, and this rank's share of each as the optimizer trains it.
+"""Weights in the form that products use, and the rows of them that this rank's optimizer trains.
 
-Mixed precision, arXiv:1710.03740, section 3.1: products take a copy in half precision, updates go
-to fp32. ZeRO-1, arXiv:1910.02054, section 5.1: of these a rank has the rows that it updates.
+Mixed precision, arXiv:1710.03740, section 3.1: products use a copy in half precision, updates
+change the fp32 weights. ZeRO-1, arXiv:1910.02054, section 5.1: a rank has only the rows of these
+that it updates.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from meshwright.execute.data_parallel.gradients import local_shard
 class Weight:
     """A parameter of a module: `used` by its products, `master` trained by the optimizer.
 
-    `used` has the dtype of products and is whole but for tp, `master` has this rank's rows in fp32.
-    They are the same memory where rows and dtype allow it. A gradient comes in `used.grad` and is
-    left in `master.grad`, by `hand_on` or `add`. `rows` are those of each rank.
+    `used` has the dtype of products and is sharded by tp only; `master` has this rank's rows in
+    fp32. They share memory if rows and dtype allow it. A gradient arrives in `used.grad`; `hand_on`
+    or `add` moves it to `master.grad`. `rows` are those of each rank.
     """
 
     def __init__(
@@ -83,25 +84,25 @@ class Weight:
 
     @property
     def memory(self) -> Tensor:
-        """The memory of what products use, whole but for tp."""
+        """The memory that products use, sharded by tp only."""
         return self._memory
 
     def rows_used(self, rank: int) -> Tensor:
-        """Return the memory of the rows of a rank as products use them."""
+        """Return the memory of a rank's rows as products use them."""
         return self._memory[self.rows[rank]]
 
     def make_room(self) -> None:
-        """Have memory for what is gathered."""
+        """Allocate the memory for a gather."""
         storage = self._memory.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._size)
 
     def reshard(self) -> None:
-        """Let go of the memory of what has been gathered."""
+        """Free the gathered memory."""
         self._memory.untyped_storage().resize_(0)
 
     def round(self) -> None:
-        """Bring what products use of this rank's rows up to date with the master."""
+        """Update this rank's rows in `used` from the master."""
         if self.is_copy:
             self.rows_used(self._rank).copy_(local_shard(self.master.detach()))
 
@@ -120,22 +121,22 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that is there, whole but for tp."""
+        """The current gradient, sharded by tp only."""
         if self._sum is not None or self.used.grad is None:
             return self._sum
         return local_shard(self.used.grad)
 
     def rows_of_gradient(self, rank: int) -> Tensor:
-        """Return the rows of the gradient that belong to a rank; there must be one."""
+        """Return a rank's rows of the gradient, which must exist."""
         assert self.gradient is not None
         return self.gradient[self.rows[rank]]
 
     def clear(self) -> None:
-        """Let go of the gradient of all rows."""
+        """Free the gradient of all rows."""
         self.used.grad = self._sum = None
 
     def add(self, rows: Tensor) -> None:
-        """Add to the gradient of the master, where it has this rank's rows alone."""
+        """Add to the gradient of the master, if it has only this rank's rows."""
         found = self.shard_gradient
         if found is None:
             self.master.grad = self._cut(rows.to(self.master.dtype, copy=True))
@@ -144,11 +145,11 @@ class Weight:
 
     @property
     def shard_gradient(self) -> Tensor | None:
-        """What has been added up for the master's rows."""
+        """The accumulated gradient of the master's rows."""
         return None if self.master.grad is None else local_shard(self.master.grad)
 
     def hand_on(self) -> None:
-        """Leave the gradient of all rows with the master, where that has all of them."""
+        """Move the gradient of all rows to the master, if it has all rows."""
         found = self.gradient
         if found is None or self.used is self.master:
             return
@@ -166,7 +167,8 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 def take_over(model: nn.Module, make: Callable[[str, nn.Parameter], Weight]) -> dict[str, Weight]:
     """Replace the parameters of a model by those that products use; returns them by name.
 
-    `make` is given a parameter's name and itself. One that several modules share stays one.
+    `make` is called with a parameter's name and the parameter. One that several modules share stays
+    shared.
     """
     weights: dict[nn.Parameter, Weight] = {}
     for path, module in model.named_modules():

@@ -9,12 +9,12 @@ from meshwright.execute.data_parallel.gradients import HeldParameter
 
 
 class Shards:
-    """Leaves that share the memory of this rank's shards, or mirror them on the host.
+    """Leaf tensors that share the memory of this rank's shards, or mirror them on the host.
 
-    The optimizer never meets a DTensor: its update is elementwise, so a shard is all that it needs,
-    and plain tensors of different meshes fit in one fused call. On the host (ZeRO-Offload,
-    arXiv:2101.06840, section 4) the mirrors and the optimizer's state are all that stays there:
-    gradients come and updated weights go each step.
+    The optimizer never sees a DTensor: its update is elementwise, so it needs only shards, and
+    plain tensors of different meshes can share one fused call. With offload (ZeRO-Offload,
+    arXiv:2101.06840, section 4), the mirrors and the optimizer states stay on the host; each step
+    copies gradients to it and updated weights back.
     """
 
     def __init__(self, held: list[HeldParameter], *, on_host: bool) -> None:
@@ -29,7 +29,7 @@ class Shards:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Hand this step's gradients to the leaves."""
+        """Give this step's gradients to the leaf tensors."""
         for held, leaf in zip(self.held, self.leaves, strict=True):
             gradient = held.gradient
             if not self.on_host:
@@ -42,13 +42,13 @@ class Shards:
 
     @torch.no_grad()
     def give(self) -> None:
-        """Bring updated weights back to the parameters."""
+        """Copy updated weights back to the parameters."""
         if self.on_host:
             for held, leaf in zip(self.held, self.leaves, strict=True):
                 held.shard.copy_(leaf, non_blocking=True)
 
     def clear(self) -> None:
-        """Let go of all gradients."""
+        """Release all gradients."""
         for held, leaf in zip(self.held, self.leaves, strict=True):
             held.parameter.grad = leaf.grad = None
 

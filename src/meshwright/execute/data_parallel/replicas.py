@@ -1,8 +1,9 @@
 """Data parallelism without FSDP2: replicas and mixed precision anywhere, ZeRO on CPUs.
 
-Each unit's gradients are summed as soon as the last of them is there, beside the backward of the
-blocks before it (arXiv:2006.15704, section 3.2.3): where they are, or under ZeRO by an exchange of
-rows, after which a rank has the sums of its own. ZeRO-3 has a block's weights while it computes.
+Each unit's gradients are reduced as soon as the last of them exists, overlapping with the backward
+of earlier blocks (arXiv:2006.15704, section 3.2.3): in place, or under ZeRO by an exchange of rows,
+after which a rank has the sums of its own rows. ZeRO-3 holds a block's weights only while it
+computes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from meshwright.program.shards import EXPERTS, unit_of
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that share some weights, by the axes `shard` and `tp` of `mesh`, and have copies.
+    """The ranks that share some weights, by the axes `shard` and `tp` of `mesh`, or hold copies.
 
-    `rank` is this one's place in `shards`. Gradients are summed along `sums`: `shards`, and then
-    `replicas`, which have the same rows; where ZeRO cuts nothing `replicas` alone. None where
-    nobody is to be told.
+    `rank` is this one's index in `shards`. Gradients are summed along `sums`: `shards`, and then
+    `replicas`, which have the same rows; without ZeRO sharding, only `replicas`. None if nothing
+    has to be sent.
     """
 
     mesh: DeviceMesh
@@ -42,23 +43,22 @@ class Peers:
 
     @classmethod
     def of(cls, parameters: DeviceMesh, shards: Link, replicas: Link, rank: int) -> Peers:
-        """Return the peers along some links, where a rank is at a place of `shards`."""
+        """Return the peers along some links, for a rank's index in `shards`."""
         sums = shards if shards.size > 1 else replicas
         return cls(parameters["shard", "tp"], shards, rank, sums, replicas)
 
     @property
     def cuts(self) -> bool:
-        """Whether ZeRO gives each of them rows of its own."""
+        """Whether ZeRO gives each of them its own rows."""
         return self.shards.size > 1
 
 
 class Unit:
     """Weights that are gathered and summed together, with the same peers.
 
-    `is_current` says that products have what the masters are, or will when it has arrived. `left`
-    is how many gradients the backward has not brought yet. `has_met` says that the sums of this
-    rank's rows are on their way to those of its replicas. One that `reshards` is freed when nothing
-    computes with it.
+    `is_current`: products have the masters' values, or will when the gather is done. `left` is how
+    many gradients the backward still has to compute. `has_met`: the sums of this rank's rows have
+    been sent to its replicas. A unit that `reshards` is freed when nothing computes with it.
     """
 
     def __init__(self, weights: Sequence[Weight], peers: Peers, *, reshards: bool) -> None:
@@ -76,12 +76,12 @@ class Unit:
         self.arriving = ()
 
     def drop(self) -> None:
-        """Let go of what has been gathered, where it does not stay for the step."""
+        """Free the gathered weights, unless they stay for the step."""
         if self.reshards and self.is_current:
             self.expire()
 
     def expire(self) -> None:
-        """Take note that weights may have changed."""
+        """Note that weights may have changed."""
         self.arrive()
         self.is_current = False
         for weight in self.weights:
@@ -90,9 +90,9 @@ class Unit:
 
 
 class Replicas:
-    """Sums the gradients of a model over data, unit by unit, and gathers what ZeRO has updated.
+    """Sums the gradients of a model over data, unit by unit, and gathers updated weights.
 
-    `weights` are by name, `units` in the order in which a forward needs them.
+    `weights` are by name, `units` in forward order.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Replicas:
             unit.arrive()
 
     def end(self) -> None:
-        """Take note that a backward is over."""
+        """Note that a backward is over."""
         for unit in self.units:
             unit.drop()
 
@@ -219,20 +219,20 @@ class Replicas:
                 unit.arriving = gather(cut, peers.shards, peers.rank, self._recorder)
 
     def expire(self) -> None:
-        """Take note that weights may have changed."""
+        """Note that weights may have changed."""
         for unit in self.units:
             unit.expire()
 
     def look_ahead(self) -> None:
-        """Begin to gather what a backward needs first."""
+        """Start to gather the weights that a backward needs first."""
         blocks = [turn for turn in self._turns if any(unit.reshards for unit in turn)]
         for unit in blocks[-1] if blocks else ():
             self._gather(unit)
 
     def begin(self, *, is_last: bool, defers: bool) -> None:
-        """Take note of the backward to come: the last one before the update, or one of two halves.
+        """Prepare the next backward: the last one before the update, or one of two halves.
 
-        ZeRO-2 sums the gradients of each, all others those of the last one alone.
+        ZeRO-2 reduces the gradients of each backward, other stages only after the last one.
         """
         self._is_last = is_last and not defers
         self._due = (is_last or self._zero >= 2) and not defers
@@ -256,7 +256,7 @@ class Replicas:
             self._sum(unit)
 
     def take(self) -> None:
-        """Take in gradients that were computed outside of autograd, and sum them where due."""
+        """Add gradients that were computed outside of autograd, and reduce if due."""
         for weight in self.weights.values():
             weight.widen(self._summed)
         for unit in reversed(self.units):
@@ -303,9 +303,9 @@ class Replicas:
         self._works.append((Pending(self._recorder, work), gradients))
 
     def finish(self) -> None:
-        """Sum what no hook has told of, wait, and leave the gradients with the masters.
+        """Reduce the rest, wait, and move the gradients to the masters.
 
-        Every replica calls it once for each update, after its last backward.
+        Every replica calls it once per update, after its last backward.
         """
         for unit in self.units:
             if unit.left:
@@ -338,7 +338,7 @@ def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
 def around_forward(
     module: nn.Module, before: Callable[[], None], after: Callable[[Tensor], None] | None
 ) -> None:
-    """Have something done before and after a module's forwards, outside of what is compiled."""
+    """Run functions before and after a module's forwards, outside of compiled code."""
     compiled: Any = module._compiled_call_impl
     if compiled is None:
         module.register_forward_pre_hook(lambda *_: before())

@@ -1,1 +1,1 @@
-"""Tokens sent to the ranks of their experts."""
+"""Sends tokens to the ranks of their experts."""

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks of data share out the experts, and tokens travel to those they meet.
+"""Expert parallelism: data-parallel ranks divide the experts, and tokens are sent to their experts.
 
 GShard, arXiv:2006.16668, section 3.2, without capacities: no token is dropped. An all-to-all tells
 the others how many tokens come for each of their experts; others take the tokens and their shares
@@ -38,11 +38,11 @@ class _Trade:
     _on_the_way: list[tuple[Pending, Tensor, Tensor]] = field(default_factory=list)
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the rows that arrive for those that leave."""
+        """Return the received rows for the sent ones."""
         return _traded(rows, self.leaving, self.arriving, self.link)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return the rows that come back for those that have arrived."""
+        """Return the rows that come back for the received ones."""
         return _traded(rows, self.arriving, self.leaving, self.link)
 
     def begin_there(self, rows: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Experts over the ranks of tp: each has a part of every expert's width, and sees all tokens.
+"""Experts over tp ranks: each rank has a part of every expert's width, and sees all tokens.
 
 The router and the shared expert are inside the same region: one message brings the stream in and
-one takes the sum of all out, as with an MLP. What a rank makes of the router's gradient is a part
-of a sum over tp, since it has seen a part of each expert's result. The bias of what experts give is
-added on the first rank.
+one takes the sum of all out, as with an MLP. A rank's router gradient is a partial sum over tp,
+because it has only a part of each expert's result. The first rank adds the output bias of experts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from meshwright.models.experts import ExpertMLP, Make, Matrices
 
 
 def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral) -> None:
-    """Have the parameters of experts cut over tp, and their gradients made later where asked."""
+    """Shard the parameters of experts over tp, and defer their gradients if requested."""
     for module in mlp.modules():
         if isinstance(module, Matrices):
             module.local, module.made = local, partial(_made, deferral)

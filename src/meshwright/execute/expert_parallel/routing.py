@@ -1,4 +1,4 @@
-"""The routers of a rank's stages: what training asks of them, and which experts tokens met."""
+"""The routers of a rank's stages: their losses and corrections, and token counts by expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Routers = dict[int, Router]
 
 
 def routers(model: Transformer) -> Routers:
-    """Return the routers of a model or a stage, by the number of their layer."""
+    """Return the routers of a model or a stage, by layer number."""
     return {
         int(name): block.mlp.router
         for name, block in zip(model.layers, model.blocks, strict=True)
@@ -27,7 +27,7 @@ def routers(model: Transformer) -> Routers:
 
 
 def balance_routers(model: Transformer, program: Program, groups: Groups) -> None:
-    """Have a stage's routers do what training asks of them."""
+    """Configure a stage's routers as training requires."""
     train = program.train
     for router in routers(model).values():
         one = router.balance
@@ -41,9 +41,9 @@ def balance_routers(model: Transformer, program: Program, groups: Groups) -> Non
 def prepare_routers(
     found: Routers, groups: Groups, scale: float, device: torch.device, experts: int
 ) -> None:
-    """Prepare the backward of a batch: `scale` is one over its sequences, times the loss scale.
+    """Prepare a batch's backward: `scale` is 1 / its sequences, times the loss scale.
 
-    All ranks of tp see the same tokens: one of them adds the gradients, and counts what is told.
+    All tp ranks see the same tokens: only one of them adds these gradients and reports counts.
     """
     counts = groups.tp.rank == 0
     for router in found.values():
@@ -57,7 +57,7 @@ def prepare_routers(
 
 
 def sum_counts(found: Routers, data: Link) -> None:
-    """Sum the tokens of a step over the ranks that see different ones; a collective along them."""
+    """Sum a step's token counts over the ranks with different tokens; a collective."""
     counts = [one.balance.lately for one in found.values() if one.balance.lately is not None]
     if data.size > 1 and counts:
         together = _summed(data, torch.stack(counts))
@@ -66,17 +66,17 @@ def sum_counts(found: Routers, data: Link) -> None:
 
 
 def correct_routers(found: Routers, norm: Tensor) -> None:
-    """Move the routers' corrections after a step, unless its gradient's norm is not finite."""
+    """Update the routers' corrections after a step, unless its gradient is not finite."""
     for one in found.values():
         if one.balance.rate and isinstance(one, SigmoidRouter):
             one.correct(torch.isfinite(norm).to(one.correction))
 
 
 def take_counts(found: Routers, layers: Mapping[int, int], experts: int) -> list[float]:
-    """Return this rank's tokens by layer and expert and its losses since the last call; waits.
+    """Return this rank's token counts and losses since the last call; waits for the device.
 
-    `layers` are the places of the model's layers with experts. The last two numbers are the
-    losses, the others `[layers, experts]` in order. All are sums over ranks' shares.
+    `layers` are the indices of the model's layers with experts. The last two numbers are the
+    losses, the others are counts `[layers, experts]` in order. All are sums over ranks' shares.
     """
     numbers = [0.0] * (len(layers) * experts + 2)
     for layer, router in found.items():

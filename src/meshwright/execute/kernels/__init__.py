@@ -1,1 +1,1 @@
-"""How the products and the attention of a block are computed."""
+"""Kernels for the products and the attention of a block."""

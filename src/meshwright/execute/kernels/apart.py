@@ -1,9 +1,9 @@
-"""What a compiled block leaves out, since no graph can have it.
+"""What a compiled block leaves out because no graph can contain it.
 
-A gradient that waits for its time: a compiled backward returns all of its together. A router, which
-notes in its backward whom tokens met, by a scale that is another in each microbatch. And experts
-where the host has to know how many tokens each gets: to send them to other ranks, or to multiply
-them group by group where no kernel takes all groups at once.
+Deferred gradients: a compiled backward returns all of its gradients together. Routers: their
+backward counts tokens, with a scale that changes in each microbatch. Experts, if the host has to
+know how many tokens each receives: to send them to other ranks, or to multiply them group by group
+where no kernel multiplies all groups at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ disable: Any = torch.compiler.disable
 
 
 def set_apart(block: Block, program: Program, *, splits: bool) -> nn.Module:
-    """Have what a graph can't have run outside of graphs; returns the module to compile.
+    """Exclude what a graph can't contain from compilation; returns the module to compile.
 
-    That is the block. Where it recomputes and something was set apart, it is its attention:
-    what recomputes is compiled as a whole or not at all. `splits` as in `Deferral`, whose linear
-    layers stay outside by themselves.
+    This is the block. If it recomputes and something was excluded, it is only its attention,
+    because a recomputed region is compiled as a whole or not at all. `splits` as in `Deferral`,
+    whose linear layers exclude themselves.
     """
     outside = splits
     if isinstance(block.mlp, ExpertMLP):

@@ -1,13 +1,13 @@
 """Attention of a block of queries over a block of keys, with the log-sum-exp that merges blocks.
 
-PyTorch's public attention does not return the log-sum-exp; the operations below it do. Which one
-serves depends on the device, the dtype and the mask; `plain` serves everywhere.
+PyTorch's public attention doesn't return the log-sum-exp; its internal operators do. The choice of
+operator depends on the device, the dtype and the mask; `plain` works everywhere.
 
-In all of them q is `[batch, heads, queries, head_dim]`, k and v `[batch, kv_heads, keys, head_dim]`
-with heads a multiple of kv_heads, and the log-sum-exp `[batch, heads, queries]` in fp32 at least. A
-mask is bool `[batch or 1, 1, queries, keys]`, true where a query may look. `causal` means that
-query i sees no key after i, of as many keys as queries; a mask must say so too, and then `causal`
-only spares work.
+In all of them, q is `[batch, heads, queries, head_dim]`, k and v
+`[batch, kv_heads, keys, head_dim]` with heads a multiple of kv_heads, and the log-sum-exp
+`[batch, heads, queries]` in fp32 at least. A mask is bool `[batch or 1, 1, queries, keys]`, true
+where a query may look. `causal` means that query i sees no key after i, of as many keys as queries;
+a mask must say so too, and then `causal` only saves work.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class BlockAttention(NamedTuple):
     `forward(q, k, v, mask, causal)` returns the result, as q, and the log-sum-exp.
     `backward(grad, q, k, v, out, lse, mask, causal)` returns the gradients of q, k and v through
     this block, where `out` and `lse` are those of the softmax over all blocks: the probabilities
-    are `exp(score - lse)`, so each block's share needs nothing from the others. arXiv:2205.14135,
-    algorithm 4.
+    are `exp(score - lse)`, so each block needs nothing from the others. arXiv:2205.14135, algorithm
+    4.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Any, bool], tuple[Tensor, Tensor]]
@@ -62,9 +62,9 @@ class BlockAttention(NamedTuple):
 
 
 def choose(q: Tensor, masked: bool, cap: float | None = None) -> BlockAttention:
-    """Return the fastest block that serves q's device and dtype, with a mask or without.
+    """Return the fastest block for q's device and dtype, with a mask or without.
 
-    A cap on the scores is served by plain operations alone.
+    Only plain operations support a cap on the scores.
     """
     if cap is not None:
         return plain(cap)
@@ -77,7 +77,7 @@ def choose(q: Tensor, masked: bool, cap: float | None = None) -> BlockAttention:
 
 
 def cpu_flash() -> BlockAttention:
-    """Return the block of PyTorch's CPU kernel: all float dtypes, and masks but in fp16."""
+    """Return the block of PyTorch's CPU kernel: all float dtypes; masks except in fp16."""
     return BlockAttention(_cpu_forward, _cpu_backward)
 
 
@@ -103,7 +103,7 @@ def plain(cap: float | None = None) -> BlockAttention:
 def visible(piece: Piece, window: int | None, device: torch.device) -> Tensor:
     """Return the mask of a piece by its positions, bool `[1, 1, queries, keys]`.
 
-    A query sees its own position and those before it, in a window itself and the `window - 1`
+    A query sees its own position and those before it; in a window, itself and the `window - 1`
     before.
     """
     queries = torch.arange(piece.ahead, piece.ahead + piece.rows, device=device)
@@ -115,7 +115,7 @@ def visible(piece: Piece, window: int | None, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32, or fp64 where the dtype is that: what sums and the softmax are kept in."""
+    """Return fp32, or fp64 for fp64: the dtype of sums and the softmax."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -159,7 +159,7 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def has_cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashAttention on CUDA serves a device, a dtype and heads of some size."""
+    """Whether FlashAttention on CUDA supports a device, a dtype and a head size."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)

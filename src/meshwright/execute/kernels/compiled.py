@@ -1,4 +1,4 @@
-"""Compiled blocks: torch's compiler, which leaves fp32 products on a CPU to their own route."""
+"""Compiled blocks: torch's compiler, with fp32 products on a CPU on their own route."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compile_block(
     backend: Any = "inductor",
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Have a block compiled by its first forward, its fp32 products computed as `products` says.
+    """Compile a block at its first forward, with fp32 products by the route `products`.
 
     The hooks of data parallelism stay outside. `splits` as in `Deferral`: gradients that wait go to
     the parameters themselves. `backend` is a word or function of `torch.compile`, `more` options.
@@ -89,7 +89,7 @@ class _KeepsProducts(CustomGraphPass):
                 node.meta["should_fallback"] = True
 
     def uuid(self) -> str:
-        """Return what names this pass in the compiler's cache."""
+        """Return the identifier of this pass in the compiler's cache."""
         return "meshwright keeps products 1"
 
 

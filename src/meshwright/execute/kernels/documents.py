@@ -1,12 +1,12 @@
 """Attention inside each document of rows that hold several, without a mask.
 
-A mask `[batch, 1, seq, seq]` costs memory by the square of the length in each layer, the whole
-square of scores instead of the half below the diagonal, and the fastest kernels. Here each document
-is a causal sequence of its own: one call of the kernel for each on a CPU, or a few where a window
-is shorter or scores are capped, and one call for all of them on a GPU.
+A mask `[batch, 1, seq, seq]` needs memory quadratic in the length in each layer, computes the whole
+square of scores instead of the half below the diagonal, and rules out the fastest kernels. Here,
+each document is a causal sequence. A CPU makes one kernel call per document, or a few if a window
+is shorter or scores are capped; a GPU makes one call for all documents.
 
-Where documents begin and end is `bounds`, int32 `[batch, n + 1]`, ascending: document i of a row
-lies from `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with empty ones.
+`bounds` has the beginnings and ends of documents, int32 `[batch, n + 1]`, ascending: document i of
+a row spans `bounds[row, i]` to `bounds[row, i + 1]`, and rows with fewer end with empty ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SINKS: Final = "Tensor? sinks=None"
 def bounds_of(segments: Tensor) -> Tensor:
     """Return the bounds of documents in rows of a CPU tensor, int `[batch, seq]`.
 
-    Neighbours with equal numbers are of one document.
+    Adjacent tokens with equal numbers belong to one document.
     """
     rows, seq = segments.shape
     begins = torch.ones(rows, seq, dtype=torch.bool)
@@ -61,9 +61,9 @@ def bounds_of(segments: Tensor) -> Tensor:
 def takes_bounds(
     device: torch.device, dtype: torch.dtype, head_dim: int, scores: ScoreBounds = UNBOUNDED
 ) -> bool:
-    """Whether attention on a device goes by documents; otherwise it needs a mask.
+    """Whether attention on a device uses document bounds; otherwise it needs a mask.
 
-    The kernel of a GPU does not cap scores, and knows no sinks.
+    The GPU kernel supports neither soft caps nor sinks.
     """
     is_known = scores.cap is None and not scores.sinks
     return device.type == "cpu" or (is_known and has_cuda_flash(device, dtype, head_dim))

@@ -1,8 +1,8 @@
-"""Linear layers whose three products are in float8, by torchao; the extra `fp8` brings it.
+"""Linear layers whose three products are in float8, by torchao, which the extra `fp8` installs.
 
-Each operand is scaled by its own largest value, anew each time: inputs and weights in e4m3,
-gradients in e5m2. arXiv:2209.05433, section 3. What flows between layers, the head and the masters
-stay as `train.precision` has them.
+Each operand is scaled by its current largest value: inputs and weights in e4m3, gradients in e5m2.
+arXiv:2209.05433, section 3. Activations between layers, the head and master weights keep
+`train.precision`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ CAPABILITY: Final = (8, 9)  # Ada; Hopper is 9.0
 
 
 def take_float8(blocks: Iterable[nn.Module], target: Target) -> None:
-    """Have the linear layers of blocks compute in float8, in place: parameters keep their names.
+    """Make the linear layers of blocks compute in float8, in place; names stay the same.
 
-    On a CPU operands are rounded the same way, and the products are plain ones. Raises
-    `MeshwrightError` where the GPU has no such products.
+    On a CPU, operands are rounded in the same way, and multiplied by plain products. Raises
+    `MeshwrightError` if the GPU has no float8 products.
     """
     if not target.on_cpu and torch.cuda.is_available():
         found = torch.cuda.get_device_capability()

@@ -1,10 +1,10 @@
-"""fp32 products: on a CPU through oneDNN, where it is faster than the library that torch takes.
+"""fp32 products: on a CPU through oneDNN, where it is faster than torch's own library.
 
-torch computes them with MKL, which takes a slower path on processors that are not Intel's: on AMD's
-it was measured at 0.87 of what oneDNN does (Zen 4) down to less than half (Zen 5). Both compute in
-true fp32. The kernels of `aten::mm` and `aten::addmm`, in place too, are replaced, below autograd:
-linear layers, their backwards, recomputation and what counts FLOPs see the operators that they
-know. GPUs compute them in TF32, as long as nobody asks for torch's own way.
+torch computes them with MKL, which takes a slower path on processors of other vendors: on AMD's, it
+reached 0.87 of oneDNN's speed (Zen 4), down to less than half (Zen 5). Both compute in true fp32.
+The kernels of `aten::mm` and `aten::addmm`, also in place, are replaced below autograd, so linear
+layers, their backwards, recomputation and FLOP counters still see the usual operators. GPUs compute
+them in TF32, unless the config asks for torch's own way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.spec.training import TrainSpec
 
 
 def take_route(matmul: Matmul, device: torch.device) -> Route:
-    """Have this process compute the fp32 products of a device so, from now on."""
+    """From now on, compute fp32 products of a device in this process by this route."""
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if takes_tf32(matmul) else "highest")
         return Route()
@@ -35,7 +35,7 @@ def take_route(matmul: Matmul, device: torch.device) -> Route:
 def target_of(
     train: TrainSpec, device: torch.device, *, packed: bool = False, fsdp2: bool = False
 ) -> Target:
-    """Return what a program is for that this process performs; `packed`, `fsdp2` as in `Target`."""
+    """Return the target of programs that run in this process; `packed`, `fsdp2` as in `Target`."""
     if device.type != "cpu":
         return Target("gpu", packed=packed, tf32=takes_tf32(train.matmul))
     products = route(train.matmul, processor()) if has_onednn() else Route()
@@ -82,7 +82,7 @@ class _Router:
     def addmm_(
         self, total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
-        """Make `total` be `beta * total + alpha * a @ b`; returns it."""
+        """Set `total` to `beta * total + alpha * a @ b` and return it."""
         fits = total.shape == (*a.shape[:1], *b.shape[1:]) and total.dtype == torch.float32
         if beta == alpha == 1 and fits and self._takes(a, b):
             each = Route.piece(a.shape[0], a.shape[1], b.shape[1])

@@ -1,4 +1,4 @@
-"""Recomputing activations in the backward: whole blocks, or all but the dear operations."""
+"""Recomputes activations in the backward: whole blocks, or all but the expensive operations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> None:
-    """Make a block recompute its forward in the backward: not, all of it, or all but products.
+    """Make a block recompute its forward in the backward: nothing, all, or all but products.
 
     The method is replaced on the instance, so that parameters keep their names and the hooks of
     data parallelism stay outside of it. Dropout needs no generator state: it is counter-based.

@@ -1,1 +1,1 @@
-"""The machine a rank runs on: its processor, its network interfaces and where ranks meet."""
+"""The machine of a rank: its processor, its network interfaces and the rendezvous."""

@@ -1,4 +1,4 @@
-"""The machine that a rank is on, and the interface that it talks through. No torch here."""
+"""The machine that a rank is on, and its network interface. No torch here."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def boot_id() -> str:
-    """Return the number that Linux drew when this machine booted; empty on other systems."""
+    """Return the random id of this machine's boot under Linux; empty on other systems."""
     return _BOOT.read_text().strip() if _BOOT.is_file() else ""
 
 
 def machine_id() -> int:
-    """Return a number of 32 bits that tells machines apart, 0 where it is not known."""
+    """Return a 32-bit number that identifies the machine, 0 if unknown."""
     boot = boot_id()
     return zlib.crc32(boot.encode()) if boot else 0
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another; nothing is sent.
+    """Return this machine's address on the route to another; sends nothing.
 
-    Where there is no way, it is empty.
+    Empty if there is no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -45,7 +45,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address leads a machine to itself, without asking anyone."""
+    """Whether a name or an address is this machine's loopback, without asking a server."""
     if host.startswith(("localhost", "ip6-localhost")):
         return True
     try:
@@ -55,13 +55,12 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int, *, is_alone: bool) -> tuple[socket.socket, str]:
-    """Return a socket that listens at a host that is this machine, and the address to reach it.
+    """Return a socket that listens at a host that is this machine, and its address.
 
-    It listens on the one interface that the host's address belongs to. Where the name leads to
-    loopback here, as Debian's hosts file has a machine's own name, loopback does only for ranks
-    that are all on this machine (`is_alone`); for others it listens on all interfaces, and so it
-    does where the address is not one of this machine's, as behind a translation of addresses.
-    Raises `OSError` where the port is taken.
+    It listens only on the interface that has the host's address. If the name resolves to loopback,
+    as Debian's hosts file does with a machine's own name, loopback is enough only if all ranks are
+    on this machine (`is_alone`); otherwise, it listens on all interfaces. It also does if this
+    machine doesn't have the address, as behind NAT. Raises `OSError` if the port is taken.
     """
     addresses = _addresses(host, port)
     if is_alone or not any(is_loopback(address) for _, address in addresses):
@@ -86,7 +85,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one; nothing where it is not Linux."""
+    """Return the IPv4 address of each interface that has one; empty if not Linux."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -100,10 +99,10 @@ def interfaces() -> dict[str, str]:
 
 
 def asked_for(environ: Mapping[str, str]) -> str | None:
-    """Return the interface that the environment asks for; raises `ConfigError` for one not here.
+    """Return the interface that the environment selects; raises `ConfigError` if it's missing.
 
-    NCCL takes `=eth0` for exactly that name, `eth` for all that begin so and `^eth` for others,
-    gloo one name or several: only a plain name is compared with what is here.
+    NCCL accepts `=eth0` for exactly that name, `eth` as a prefix and `^eth` to exclude, gloo one or
+    several names: only a plain name is compared with the interfaces here.
     """
     known = [name for _, name in socket.if_nameindex()]
     for variable in VARIABLES:
@@ -120,9 +119,9 @@ def asked_for(environ: Mapping[str, str]) -> str | None:
 def own_address(towards: str, others: Sequence[str], port: int) -> str:
     """Return the address at which others reach this machine.
 
-    `towards` is its address on the way to where ranks meet. The machine that is there finds itself
-    on loopback where its hosts file has its own name there; then the way to the first of the
-    `others` that is not on loopback counts.
+    `towards` is its address on the route to the rendezvous. The machine at the rendezvous may find
+    itself on loopback, because its hosts file has its own name there; then the route to the first
+    of the `others` that is not on loopback counts.
     """
     if towards and not is_loopback(towards):
         return towards
@@ -131,6 +130,6 @@ def own_address(towards: str, others: Sequence[str], port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address; all of 127.0.0.0/8 is loopback's."""
+    """Return the name of the interface with an address; 127.0.0.0/8 is loopback's."""
     found = {has: name for name, has in interfaces().items()}
     return found.get("127.0.0.1" if is_loopback(address) else address)

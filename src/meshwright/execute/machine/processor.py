@@ -1,4 +1,4 @@
-"""The processor at hand. No torch here."""
+"""The processor of this machine. No torch here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TELLING: Final = (
 
 
 def processor_facts(file: Path = _FILE) -> dict[str, str]:
-    """Return what Linux says of the first processor, by its keys; nothing on other systems."""
+    """Return Linux's description of the first processor; empty on other systems."""
     found: dict[str, str] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -28,7 +28,7 @@ def processor_facts(file: Path = _FILE) -> dict[str, str]:
 
 
 def processor(file: Path = _FILE) -> Processor:
-    """Return this machine's processor, or a nameless one where the system doesn't tell."""
+    """Return this machine's processor, or a nameless one if the system doesn't say."""
     found = processor_facts(file)
     family = found.get("cpu family", "")
     return Processor(found.get("vendor_id", ""), int(family) if family.isdecimal() else 0)

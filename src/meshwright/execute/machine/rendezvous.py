@@ -1,7 +1,7 @@
-"""Where a rank meets the others, read from the environment. No torch here.
+"""The rendezvous of a rank, read from the environment. No torch here.
 
-Of torchrun and of our own supervisor it is what they put there for their ranks; Slurm's `srun` says
-as much in other words, so that `srun meshwright train run.toml` needs no wrapper.
+torchrun and our own supervisor set these variables for their ranks. Slurm's `srun` sets its own
+equivalents, so that `srun meshwright train run.toml` needs no wrapper.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ class Rendezvous:
     """Where a rank meets the others.
 
     `listen_fd` is a socket that already listens on loopback, for the rank that hosts the store:
-    `TCPStore` given an address would listen on every interface. Without it the store is the one
-    that `MASTER_ADDR` names, as under torchrun. `attempt` counts the restarts of the ranks, `job`
-    is torchrun's id of them all, or Slurm's. `agent` tells the torchrun process of this node from
-    any other: the folder that it has made for its logs. `secret` is what a rank proves to know
-    before it is counted; `is_given` says that a launcher keeps the store, and rank 0 joins it as
-    all others do.
+    `TCPStore` with an address would listen on every interface. Without it, `MASTER_ADDR` names the
+    store, as under torchrun. `attempt` counts the restarts of the ranks, `job` is torchrun's or
+    Slurm's job id. `agent` identifies the torchrun process of this node: the folder of its logs. A
+    rank proves that it knows `secret` before it may join; `is_given`: a launcher hosts the store,
+    and rank 0 joins it like all others.
     """
 
     rank: int
@@ -54,7 +53,7 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Rendezvous | None:
-        """Return what torchrun, `srun`, a wrapper or our supervisor says there, if one does."""
+        """Return the rendezvous set by torchrun, `srun`, a wrapper or our supervisor, if any."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environ for name in needed):
             return _of_slurm(environ)
@@ -128,7 +127,7 @@ def _tasks_of(text: str) -> Iterator[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as Slurm writes it: `gpu[007-009,12],login`."""
+    """Return the first host of a Slurm host list: `gpu[007-009,12],login`."""
     first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     assert first is not None, nodes
     rest = re.match(r"[^\]]*\]([^,\[]*)", nodes[first.end() :]) if first[2] else None
@@ -141,9 +140,9 @@ def loopback_interface() -> str:
 
 
 class Seat(NamedTuple):
-    """Where a rank was started: its node's name and boot, its place among the ranks there.
+    """Where a rank was started: its node's name and boot, its index among the ranks there.
 
-    `address` is the node's on the way to where ranks meet.
+    `address` is the node's on the route to the rendezvous.
     """
 
     node: str
@@ -156,21 +155,21 @@ class Seat(NamedTuple):
 def own_seat(at: Rendezvous, environ: Mapping[str, str]) -> Seat:
     """Return the seat of this process.
 
-    A node is what the scheduler or the system calls it. Several may have the same name, as
-    "localhost": the number that Linux draws when it boots tells them apart.
+    The scheduler's or the system's name identifies a node, together with Linux's random boot id,
+    because several nodes may have the same name, such as "localhost".
     """
     name = environ.get("SLURMD_NODENAME") or socket.gethostname()
     return Seat(name, boot_id(), at.local_rank, at.local_size, address_towards(at.host, at.port))
 
 
 def seated(seats: Sequence[Seat]) -> list[int]:
-    """Return the number that each rank gets, by the one it was started with.
+    """Return each rank's new number, by the number that it was started with.
 
-    Meshes and plans take it that the ranks of a node are numbered in a row: that is what keeps
-    their inner axes on a node's own links. Launchers may deal ranks out in turns (Slurm's
-    `--distribution=cyclic`), so they are numbered again, node by node, a node by its first rank;
-    rank 0 stays rank 0. Raises `ConfigError` where nodes have different numbers of ranks, or not
-    as many as their launcher says, or where machines would meet on loopback.
+    Meshes and plans assume that the ranks of a node are consecutive, so that inner axes use a
+    node's own links. Launchers may distribute ranks cyclically (Slurm's `--distribution=cyclic`),
+    so they are renumbered node by node, nodes in the order of their first rank; rank 0 stays rank
+    0. Raises `ConfigError` if nodes have different numbers of ranks, or other than their launcher
+    says, or if machines would meet on loopback.
     """
     _check_reachable(seats)
     launched: dict[tuple[str, str, int], list[int]] = defaultdict(list)

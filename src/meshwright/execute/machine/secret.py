@@ -1,4 +1,4 @@
-"""The secret of a job: what a rank proves that it knows before it is counted. No torch here."""
+"""The secret of a job: a rank proves that it knows it before it may join. No torch here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST: Final = 4096
 
 @dataclass(frozen=True)
 class Secret:
-    """What all ranks of a job know and nobody else; false where the job has none."""
+    """What all ranks of a job know and nobody else; false if the job has none."""
 
     key: bytes = field(default=b"", repr=False)
 
@@ -30,8 +30,8 @@ class Secret:
     def from_environment(cls, environ: Mapping[str, str]) -> Secret:
         """Return the secret in `MESHWRIGHT_SECRET`, or in the file `MESHWRIGHT_SECRET_FILE` names.
 
-        Raises `ConfigError` for one that is too short, and for a file that others can read. A
-        variable that is empty is not set; a file that is empty is refused: it was meant to protect.
+        Raises `ConfigError` if it is too short, or if others can read the file. An empty variable
+        counts as unset; an empty file is refused, because it was meant to protect.
         """
         key, where = os.fsencode(environ.get(VARIABLE, "")), VARIABLE
         if not key and environ.get(FILE_VARIABLE):
@@ -49,15 +49,15 @@ class Secret:
         return bool(self.key)
 
     def tag(self, *parts: str) -> str:
-        """Return what only those who know the secret can tell of some texts: 64 hex digits."""
+        """Return the HMAC of some texts, 64 hex digits: computing it requires the secret."""
         return hmac.new(self.key, json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
     def sign(self, text: str, *parts: str) -> str:
-        """Return a text with its tag, which also holds for `parts`; as it is without a secret."""
+        """Return a text with its tag, which also covers `parts`; unchanged without a secret."""
         return f"{self.tag(text, *parts)}{text}" if self else text
 
     def opened(self, signed: str, *parts: str) -> str | None:
-        """Return the text that `sign` was given with the same parts; None where it was not."""
+        """Return the text that was signed with the same parts; None if the tag is wrong."""
         if not self:
             return signed
         tag, text = signed[:64], signed[64:]

@@ -1,1 +1,1 @@
-"""What is measured of a step: clocks, messages, spans."""
+"""Measures a step: clocks, messages, spans."""

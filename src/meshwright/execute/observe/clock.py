@@ -1,4 +1,4 @@
-"""Clocks of a recorded step: of a GPU's stream, and how far the clocks of machines are apart."""
+"""Clocks of a recorded step: of a GPU's stream, and the offsets between machines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DeviceClock:
-    """Events on the stream that computes: when the GPU has come to where the host stamps.
+    """Events on the compute stream: when the GPU reached each of the host's stamps.
 
-    Other streams are not stamped: their work lies beside that of the one that computes. Made while
-    the stream is idle, so that its first event is now.
+    Other streams are not stamped: their work overlaps with that of the compute stream. Created
+    while the stream is idle, so that its first event is now.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,26 +39,26 @@ class DeviceClock:
         return event
 
     def stamp(self) -> torch.cuda.Event | None:
-        """Return an event of this moment; None where another stream is the current one."""
+        """Return an event of this moment; None if another stream is current."""
         if torch.cuda.current_stream(self._device) != self._stream:
             return None
         self._last = self._event()
         return self._last
 
     def seconds(self, stamp: Any) -> float:
-        """Return when the GPU came to a stamp, by the host's clock; waits for the last of all."""
+        """Return when the GPU reached a stamp, by the host's clock; waits for the last."""
         self._last.synchronize()
         elapsed_ms: float = self._first.elapsed_time(stamp)
         return self._began + elapsed_ms / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock that tells when a device is where."""
+    """Return the clock of a device's progress."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def machine_name() -> str:
-    """Return what processes have in common that share a monotonic clock: one start of a kernel."""
+    """Return the id of a kernel's boot: processes that have it share a monotonic clock."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -70,11 +70,11 @@ def clock_offset(
     now: Callable[[], float] = time.monotonic,
     machine: Callable[[], str] = machine_name,
 ) -> float:
-    """Return the seconds to add to this rank's monotonic clock for that of rank 0; a collective.
+    """Return the seconds from this rank's monotonic clock to rank 0's; a collective.
 
-    One rank of each other machine asks rank 0 for the time, again and again: what it says is taken
-    to be of the middle of the fastest exchange, so it is wrong by half of that one at most
-    (Cristian, Distributed Computing 3, 1989).
+    One rank of each other machine repeatedly asks rank 0 for the time. The answer is assumed to be
+    from the middle of the fastest exchange, so the error is at most half of it (Cristian,
+    Distributed Computing 3, 1989).
     """
     if world.size == 1:
         return 0.0

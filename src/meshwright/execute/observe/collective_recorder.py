@@ -1,8 +1,8 @@
-"""`CollectiveRecorder` enters every collective of this process into its flight recorder.
+"""`CollectiveRecorder` records every collective of this process in its flight recorder.
 
-It stands before torch's own kernels of the c10d operations, which all of them go through: ours,
-those of FSDP2 and DTensor, functional ones. Its place in the dispatcher is BackendSelect, which no
-guard of autograd's or of a dispatch mode's leaves out. Other operations are not slowed down.
+It runs before torch's own kernels of the c10d operations, which all collectives use: ours, those of
+FSDP2 and DTensor, functional ones. It is registered at BackendSelect, which no guard of autograd or
+of a dispatch mode skips. Other operations are not slowed down.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Kernel = Callable[..., Any]
 
 
 class CollectiveRecorder:
-    """A context in which this process's collectives are entered into a flight recorder.
+    """A context that records this process's collectives in a flight recorder.
 
-    What the rank waits for at once is entered as waited for, and as ended when it is there. What it
-    waits for later, `flight_recorder.Pending` enters. On a GPU the host hands it over and goes on:
-    a thread looks when the device has come to it, so that a hang shows what is open there.
+    Blocking collectives are recorded as waited for, and as ended on return.
+    `flight_recorder.Pending` records later waits. On a GPU, the host only enqueues them: a thread
+    checks when the device has reached them, so that a hang shows which are open.
     """
 
     def __init__(self, recorder: FlightRecorder, device: torch.device | None = None) -> None:

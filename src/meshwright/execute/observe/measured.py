@@ -1,4 +1,4 @@
-"""From a tape to a `RankProfile`: spans, messages and seconds by cause of a step that was recorded.
+"""From a tape to a `RankProfile`: spans, messages and seconds by cause of a recorded step.
 
 No torch here.
 """
@@ -68,10 +68,10 @@ class Recorded:
 
 
 def recorded(tape: Tape, label: Callable[[int], str], *, pp: int, dp: int) -> Recorded:
-    """Return what a tape has of a step; `label` tells the axis of a group by its number.
+    """Return a tape's record of a step; `label` maps a group's number to its axis.
 
-    A wait for all of the world is one for other stages where there are some, else one for other
-    replicas, of which there are `dp`: it stands at the end of the backward, where they meet.
+    A wait for the whole world counts as waiting for other stages if there are any, otherwise for
+    other replicas, of which there are `dp`: it is at the end of the backward, where they meet.
     """
     began = tape.clock.seconds(tape.began)
 
@@ -199,7 +199,7 @@ def _without(places: Sequence[tuple[float, float]], waits: Sequence[tuple[float,
 
 
 class MeasuredMoment(NamedTuple):
-    """What a rank held in a turn after a share of its time: bytes by `program.profile.MEMORY`."""
+    """Memory at a point of a turn, as a share of its time: bytes by `program.profile.MEMORY`."""
 
     turn: int
     share: float
@@ -209,9 +209,9 @@ class MeasuredMoment(NamedTuple):
 def memory_points(
     turns: Sequence[Turn], moments: Sequence[MeasuredMoment], times: Sequence[float] | None
 ) -> tuple[MemoryPoint, ...]:
-    """Return what was held in a step as points of one with the same turns.
+    """Return measured memory as points of a step with the same turns.
 
-    `times` are when its turns began, then its end; None where its turns are others.
+    `times` are the beginnings of its turns, then its end; None if its turns differ.
     """
     found = []
     for moment in moments:
@@ -227,5 +227,5 @@ def memory_points(
 
 
 def name_of(turn: Turn) -> str:
-    """Return a turn as a profile of a step names it: `F 0 1`, `input`."""
+    """Return the name of a turn in a step profile: `F 0 1`, `input`."""
     return PHASES.get(turn.name, str(turn))

@@ -1,4 +1,4 @@
-"""A base for modes that change torch operators while a user's own model computes."""
+"""A base for modes that intercept torch operators while a user's own model computes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class Following(TorchFunctionMode):
-    """A torch function mode that is active during the outermost forward of the modules it follows.
+    """A torch function mode that is active during the outermost forward of followed modules.
 
-    A module that is computed again in the backward is one of its own then.
+    A module that is recomputed in the backward counts as an outermost one.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Following(TorchFunctionMode):
         self._depth = 0
 
     def follow(self, module: nn.Module) -> None:
-        """Be active whenever a module computes."""
+        """Activate this mode whenever a module computes."""
         forward = module.forward
 
         @functools.wraps(forward)

@@ -1,7 +1,7 @@
-"""Context parallelism of a foreign model: its attention sees the whole sequence.
+"""Context parallelism of a user's model: its attention sees the whole sequence.
 
-Each rank computes with its share of the tokens, and `F.scaled_dot_product_attention` is carried out
-by `Ring` or `Ulysses`. What these cannot do is refused where it is asked for.
+Each rank computes with its share of the tokens, and `Ring` or `Ulysses` computes
+`F.scaled_dot_product_attention`. Calls that they don't support are refused.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Call(NamedTuple):
 
 
 class Watch(Protocol):
-    """What sees a call of attention before it is carried out, and may replace it."""
+    """A function that sees a call of attention before it runs, and may replace it."""
 
     def __call__(self, call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
         """Return the attention of a call."""
 
 
 class OwnAttention(Following):
-    """Carries out the attention of the modules that it follows over the ranks of cp.
+    """Computes the attention of followed modules over the ranks of cp.
 
-    `watch`, while it is there, decides how a call is carried out.
+    `watch`, if set, decides how a call is computed.
     """
 
     def __init__(self, layout: Layout, link: Link) -> None:
@@ -65,7 +65,7 @@ class OwnAttention(Following):
         self.watch: Watch | None = None
 
     def follow_all(self, model: nn.Module) -> None:
-        """Follow each module: recomputation may run any alone. Raises for torch's own."""
+        """Follow each module, since recomputation may run any alone; raises for torch's own."""
         for name, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 raise ConfigError(

@@ -1,9 +1,9 @@
-"""The first forward under cp: a user's model must compute the same on cut rows as on whole ones.
+"""The first forward under cp: a user's model must compute the same on divided and whole rows.
 
-Attention is not all that looks along a row. A model may number its tokens by itself, convolve over
-them, shift its labels, or attend by code of its own; with a row cut, each of these is wrong without
-a word. So before the first forward some tokens of its batch are computed both ways, and what goes
-into each attention, what comes out of it and what the model returns are compared with each other.
+Attention is not the only operation along a row. A model may number its tokens itself, use
+convolutions, shift its labels, or have attention code of its own; with divided rows, each of these
+silently gives wrong results. So before the first forward, some tokens of its batch are computed
+both ways, and the inputs and outputs of each attention and the model's output are compared.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _UNCALLED = (
 
 
 def check_first(model: nn.Module, attention: OwnAttention, layout: Layout, link: Link) -> None:
-    """Have a model's first forward checked; it raises `ConfigError` on every rank where it fails.
+    """Check a model's first forward; it raises `ConfigError` on every rank if it fails.
 
-    A collective over the world, as the forward is.
+    A collective over the world, like the forward.
     """
     is_under_way = False
 
@@ -243,12 +243,12 @@ class _BothWays:
             if off > self._bound:
                 more = "" if self._calls else _UNCALLED
                 raise ConfigError(
-                    f"the model is another with its rows cut over cp = {self._link.size}: {what} "
+                    f"the model differs with its rows cut over cp = {self._link.size}: {what} "
                     f"differs by {off:.2g} of its size from that of whole rows. {more}Something "
-                    "beside causal attention looks along the row: positions that the model numbers "
-                    "by itself, in place of those it is given; a convolution or a recurrence; "
-                    "labels that it shifts, whose loss belongs outside of it, from targets cut as "
-                    f"the inputs are. {_HOW}"
+                    "besides causal attention mixes tokens of a row: positions that the model "
+                    "numbers itself instead of those it is given; a convolution or a recurrence; "
+                    "labels that it shifts (compute the loss outside of the model, from targets "
+                    f"that are cut like the inputs). {_HOW}"
                 )
 
 

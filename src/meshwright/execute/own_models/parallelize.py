@@ -1,4 +1,4 @@
-"""Parallelising a model that is not ours, for a training loop that is not ours."""
+"""Parallelizes a user's own model, for a user's own training loop."""
 
 from __future__ import annotations
 
@@ -53,16 +53,17 @@ def parallelize(
 ) -> nn.Module:
     """Distribute a model in place over data, tensor and context parallelism, and return it.
 
-    `mesh` is what `make_mesh` gives. Every rank passes the same weights. `plan` names linear and
-    embedding layers by pattern (`*` is a number or a name) and cuts them: "column", "row", "vocab"
-    (rows of an embedding) or "column_gathered" (whole outputs, as logits); left out, a transformers
-    model tells its own. `train` gives the precision. Gradients are sums over data: divide the loss
-    by the global number of targets. Heads are left to the model, whose code must read them off the
-    projections; a whole weight that meets the features of one rank, as a norm of each head's
-    queries does, gets the gradient of all. Under cp the model gets this rank's `positions` of
-    each row, `F.scaled_dot_product_attention` sees whole rows, and the first forward is
-    compared with that of a whole row. Raises `ConfigError` for what the layout or the model
-    does not allow, in the first backward where only that can tell.
+    `mesh` is the result of `make_mesh`. Every rank passes the same weights. `plan` names linear and
+    embedding layers by pattern (`*` is a number or a name) and how to shard them: "column", "row",
+    "vocab" (rows of an embedding) or "column_gathered" (whole outputs, such as logits); by default,
+    a transformers model provides its own plan. `train` sets the precision. Gradients are summed
+    over data: divide the loss by the global number of targets. The model's code must derive the
+    number of heads from the size of the projections. If a whole weight is used with one rank's
+    features, such as a norm of each head's queries, its gradient is summed over all tp ranks. Under
+    cp, the model receives this rank's `positions` of each row, `F.scaled_dot_product_attention`
+    sees whole rows, and the first forward is compared with that of a whole row. Raises
+    `ConfigError` for anything that the layout or the model does not allow, in the first backward if
+    only that can show it.
     """
     _check(layout, mesh)
     _refuse_adapters(model, layout)
@@ -87,15 +88,15 @@ def parallelize(
 
 
 def make_mesh(layout: Layout, device: str = "cpu") -> DeviceMesh:
-    """Return torch's mesh of a layout, all five axes named; a collective over the world."""
+    """Return torch's mesh of a layout with all five axes named; a collective over the world."""
     return init_device_mesh(device, layout.mesh.shape, mesh_dim_names=AXES)
 
 
 def positions(layout: Layout, seq_len: int) -> Tensor:
     """Return the positions of each row that this rank computes, int64 `[seq_len / cp]`, ascending.
 
-    They cut inputs, targets and what numbers the tokens alike; without cp they are all. Raises
-    `ConfigError` where rows of `seq_len` tokens do not cut.
+    Use them to index inputs, targets and position ids; without cp, they are all positions. Raises
+    `ConfigError` if rows of `seq_len` tokens don't divide evenly.
     """
     return cut_positions(
         layout.cp_kind, seq_len, layout.cp, layout.mesh.coordinates(dist.get_rank())["cp"]
@@ -122,9 +123,9 @@ def _link(mesh: DeviceMesh) -> Link:
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Clip the gradient of a parallelised model to a global norm; returns the norm before.
+    """Clip the gradient of a parallelized model to a global norm; returns the norm before.
 
-    Every element counts once, however the parameters are cut; a collective over all ranks.
+    Every element counts once, however the parameters are sharded; a collective over all ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     shards = [local_shard(gradient) for gradient in gradients]
@@ -153,7 +154,7 @@ def _copies(gradient: Tensor, world: int) -> int:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers: the largest list of modules of one class, else the model."""
+    """Return the repeated layers: the longest list of modules of one class, else the model."""
     lists = [
         list(module.children())
         for module in model.modules()
@@ -206,7 +207,7 @@ def _check(layout: Layout, mesh: DeviceMesh) -> None:
             )
         )
     if layout.sp:
-        raise ConfigError("layout.sp needs a model whose norms know of it, as our own have")
+        raise ConfigError("layout.sp needs norms that support it, as in Meshwright's own models")
 
 
 def _plan_of(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:

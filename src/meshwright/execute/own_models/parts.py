@@ -1,10 +1,10 @@
-"""What meets a part: whole tensors of a foreign model beside activations that tp has cut.
+"""Whole tensors of a user's model that are used with activations sharded by tp.
 
-Between a column- and a row-parallel layer each rank has its own heads or features. A whole tensor
-that meets them there, such as the weight of a norm of each head's queries, gets the gradient of
-this rank's part alone: the gradient of the whole is the sum over ranks (the operator f of
-Megatron-LM, arXiv:1909.08053, section 3). Our own models have these places in their tables; in a
-model of anyone's they are found while it computes.
+Between a column- and a row-parallel layer, each rank has its own heads or features. A whole tensor
+that is used there, such as the weight of a norm of each head's queries, receives only this rank's
+part of its gradient; the whole gradient is the sum over ranks (the operator f of Megatron-LM,
+arXiv:1909.08053, section 3). Our own models have tables of these places; in a user's model, they
+are found while it computes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def is_part(value: Any) -> bool:
 
 
 def mark(values: Any, *, part: bool) -> None:
-    """Say of all tensors in some nested values that they are parts, or that they are whole."""
+    """Mark all tensors in some nested values as parts, or as whole."""
     for value in tree_iter(values):
         if isinstance(value, Tensor) and (part or is_part(value)):
             setattr(value, _MARK, part)
 
 
 class PartFollower(Following):
-    """Follows parts through the operators of a forward, and sums the gradients of what they meet.
+    """Follows parts through the operators of a forward, and sums gradients of whole tensors.
 
     `begins` are the layers whose outputs are parts, `ends` those whose outputs are whole again.
-    These know themselves what they sum: what happens inside of them is not followed.
+    These do their own sums: operators inside of them are not followed.
     """
 
     def __init__(self, link: Link, begins: Iterable[nn.Module], ends: Iterable[nn.Module]) -> None:
@@ -133,10 +133,10 @@ class _SumOfParts(torch.autograd.Function):
 
 
 class GradientAgreement:
-    """Holds whole parameters' first gradients to be the same on all ranks of tp.
+    """Checks that whole parameters' first gradients are the same on all tp ranks.
 
-    Each rank computes them from the same whole activations, so that a difference beyond rounding
-    is a sum that is missing.
+    Each rank computes them from the same whole activations, so a difference beyond rounding means a
+    missing sum.
     """
 
     def __init__(self, model: nn.Module, link: Link, layers: Iterable[nn.Module]) -> None:

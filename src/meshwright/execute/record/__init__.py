@@ -1,1 +1,1 @@
-"""The flight recorder: what a rank is doing, readable from outside."""
+"""The flight recorder: a rank's current activity, readable from outside."""

@@ -1,4 +1,4 @@
-"""What a rank is doing, in a small mapped file that others can read while the rank hangs.
+"""A rank's activity in a small mapped file that others can read while the rank hangs.
 
 A record is a store to memory: no system call, no lock, nothing that could wait. The file outlives
 the rank, however it ended. No torch here;
@@ -49,10 +49,11 @@ _PHASE_OF: Final = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward"}
 
 
 class FlightRecorder:
-    """The flight recorder of this process; in memory of its own unless `open` maps a file.
+    """The flight recorder of this process; in private memory until `open` maps a file.
 
-    `on_phase` is called with each phase and the step as it begins, for tests to act there. A `tape`
-    keeps what is entered while it is there. `clock` gives the seconds that are entered.
+    `on_phase` is called with each phase and step as it begins, so that tests can act there. A
+    `tape` keeps everything that is recorded while it is set. `clock` gives the recorded times in
+    seconds.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class FlightRecorder:
         on_phase: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> FlightRecorder:
-        """Begin the recorder of a rank in a new file.
+        """Start the recorder of a rank in a new file.
 
-        Where the disk is full, the file of an earlier attempt is taken, which has its room. Raises
-        `OSError` where there is none, or the disk refuses for another reason.
+        If the disk is full, reuses the file of an earlier attempt, which has its space. Raises
+        `OSError` if there is none, or if the disk refuses for another reason.
         """
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)  # of a rank that was killed, or a link
@@ -119,7 +120,7 @@ class FlightRecorder:
         return f"step {self._step}, {PHASES[self._phase]}"
 
     def step(self, step: int) -> None:
-        """Enter that a step begins."""
+        """Record the beginning of a step."""
         now = self._clock()
         if self._step_began:
             self._stepped_s += now - self._step_began
@@ -127,24 +128,24 @@ class FlightRecorder:
         self._enter("data")
 
     def phase(self, name: str) -> None:
-        """Enter what the rank turns to, one of `PHASES`."""
+        """Record the beginning of a phase, one of `PHASES`."""
         self._enter(name)
 
     def beat(self) -> None:
-        """Enter that the rank is at work where nothing else tells."""
+        """Record that the rank is at work where nothing else shows it."""
         self._move()
 
     def saving(self, place: str, step: int) -> None:
-        """Enter that a save goes on, perhaps beside the training, and tell `on_phase` where it is.
+        """Record progress of a save, maybe in parallel with training, and call `on_phase`.
 
-        `place` is empty where it has only written some more.
+        `place` is empty if the save has only written some more.
         """
         self._move()
         if place and self._on_phase is not None:
             self._on_phase(f"save.{place}", step)
 
     def action(self, kind: str, stage: int, microbatch: int) -> None:
-        """Enter an action of the pipeline; a forward or a backward is its phase, too, in a step."""
+        """Record an action of the pipeline; a forward or a backward is also its phase."""
         place = (ACTIONS.index(kind), stage, microbatch)
         is_step = PHASES[self._phase] != "eval"
         self._enter(_PHASE_OF.get(kind, "backward") if is_step else "eval", place)
@@ -169,9 +170,9 @@ class FlightRecorder:
         )
 
     def group(self, name: str, ranks: Sequence[int], label: str = "") -> int:
-        """Return the number of a process group, by torch's name; `label` is what people read.
+        """Return the number of a process group, by torch's name; `label` is for people.
 
-        A group that is known keeps its number, and its label unless there is a new one.
+        A known group keeps its number, and its label unless there is a new one.
         """
         at = next((i for i, known in enumerate(self._groups) if known.name == name), None)
         if at is None:
@@ -191,9 +192,9 @@ class FlightRecorder:
     def begin(
         self, kind: str, group: int, size: int, peer: int = -1, *, waits: bool = False
     ) -> int:
-        """Enter that a collective or a transfer of some bytes begins; returns its entry.
+        """Record that a collective or a transfer of some bytes begins; returns its entry.
 
-        `waits` says that the rank does nothing else before it ends.
+        `waits`: the rank does nothing else before it ends.
         """
         code = KINDS.index(kind)
         number = self._number = next(self._numbers)
@@ -217,15 +218,15 @@ class FlightRecorder:
         return number
 
     def label(self, group: int) -> str:
-        """Return what a group is for, by its number: an axis, or its ranks."""
+        """Return the purpose of a group, by its number: an axis, or its ranks."""
         return self._groups[group].label
 
     def begun_last(self, count: int) -> tuple[int, ...]:
-        """Return the entries that this thread began last; none where nothing enters them."""
+        """Return the entries that this thread began last; empty if nothing records them."""
         return tuple(self._mine.entries)[-count:] if hasattr(self._mine, "entries") else ()
 
     def wait(self, *entries: int) -> None:
-        """Enter that the rank waits for what it began."""
+        """Record that the rank waits for something that it began."""
         now = self._clock()
         for entry in entries:
             self._stamp(entry, "waiting", now)
@@ -234,9 +235,9 @@ class FlightRecorder:
             self.tape.wait(*entries)
 
     def end(self, *entries: int) -> None:
-        """Enter that something has ended, or that the rank no longer waits for it.
+        """Record that something has ended, or that the rank no longer waits for it.
 
-        With a `mark` it has been handed to the device: `look` enters that it has ended there.
+        With a `mark`, it was enqueued on the device: `look` records its end there.
         """
         now, field = self._clock(), "ended"
         if self.mark is not None and entries:
@@ -246,9 +247,10 @@ class FlightRecorder:
         self._waited(entries, now - since)
 
     def look(self) -> None:
-        """Enter what has ended on the device meanwhile; from any thread, also while the rank hangs.
+        """Record what has ended on the device; from any thread, also while the rank hangs.
 
-        A device comes to its marks in order. This is nothing that the rank does, so no entry moves.
+        A device reaches its marks in order. This is no activity of the rank, so the entry count
+        stays.
         """
         for entry, there in self._on_device.copy().items():
             if not there():
@@ -257,7 +259,7 @@ class FlightRecorder:
             self._on_device.pop(entry, None)
 
     def go_on(self, *entries: int) -> None:
-        """Enter that the rank no longer waits for something that has not ended."""
+        """Record that the rank no longer waits for something that has not ended."""
         now = self._clock()
         since = min((self._stamp(entry, "waiting", 0.0) or now for entry in entries), default=now)
         self._waited(entries, now - since)
@@ -288,7 +290,7 @@ class FlightRecorder:
 
 
 class Pending:
-    """Sends and receives on their way, entered into a recorder as waited for and as ended."""
+    """Sends and receives in flight, recorded as waited for and as ended."""
 
     def __init__(self, recorder: FlightRecorder, *works: Any) -> None:
         """Take the works that this thread began last."""
@@ -296,7 +298,7 @@ class Pending:
         self._entries = recorder.begun_last(len(works))
 
     def wait(self) -> None:
-        """Wait until all have arrived, or left."""
+        """Wait until all have been received, or sent."""
         self._recorder.wait(*self._entries)
         for work in self._works:
             work.wait()

@@ -1,4 +1,4 @@
-"""The file of a rank's recorder: its format, and how another process reads it. No torch here."""
+"""The file of a rank's flight recorder: its format, and a reader for other processes. No torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _MOST_RANKS: Final = 2**20
 
 
 class Group(NamedTuple):
-    """A process group: torch's name for it, the axis or what else it is for, its ranks."""
+    """A process group: torch's name for it, its axis or other purpose, its ranks."""
 
     name: str
     label: str
@@ -78,7 +78,7 @@ class Group(NamedTuple):
 class Record(NamedTuple):
     """A collective, or a send or receive, whose `peer` is the rank at the other end.
 
-    Times are of the monotonic clock, which a machine's processes share; 0 where not yet.
+    Times are of the monotonic clock, which a machine's processes share; 0 if it has not happened.
     `sequence` counts from 1: the collectives of a group, or the transfers to or from one peer.
     """
 
@@ -101,7 +101,7 @@ class Record(NamedTuple):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the rank can do nothing before it ends."""
+        """Whether the rank can do nothing else before it ends."""
         return self.waiting > 0 and not self.ended
 
     def __str__(self) -> str:
@@ -114,11 +114,11 @@ class Record(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A flight recorder as it was at one moment.
+    """The contents of a flight recorder at one moment.
 
-    `machine` is the rank's: its process and its times mean something there alone. `moves` counts
-    the entries, `at` is when the last one was made. `waited_s` of the `stepped_s` seconds in
-    finished steps went on waiting for other ranks and for what they send.
+    `machine` is the rank's: its process id and times are meaningful only there. `moves` counts the
+    entries, `at` is the time of the last one. In finished steps, the rank spent `waited_s` of
+    `stepped_s` seconds waiting for other ranks and their messages.
     """
 
     attempt: int
@@ -141,7 +141,7 @@ class Reading(NamedTuple):
     machine: int = 0
 
     def begun(self, group: Group) -> int:
-        """Return how many collectives of a group have begun here; -1 where it is not known."""
+        """Return how many collectives of a group have begun here; -1 if unknown."""
         for known, count in zip(self.groups, self.counts, strict=False):
             if known.name == group.name and known.ranks == group.ranks:
                 return count
@@ -160,7 +160,7 @@ class Reading(NamedTuple):
 
 
 class RankPace(NamedTuple):
-    """The step of a rank, and of the seconds of all steps before it those in which it waited."""
+    """A rank's step, and the seconds of all steps before it: total, and spent waiting."""
 
     step: int
     waited_s: float
@@ -179,11 +179,11 @@ class FlightRecorderFile:
 
     @property
     def moves(self) -> int:
-        """How many entries there are: it stands still when the rank does."""
+        """The number of entries, which stands still when the rank does."""
         return int(struct.unpack_from("=Q", self._memory, NOW_AT)[0])
 
     def pace(self) -> RankPace:
-        """Return how far the rank is, and what it has waited for until then."""
+        """Return the rank's progress, and its waiting time until then."""
         fields = NOW.unpack_from(self._memory, NOW_AT)
         return RankPace(fields[2], fields[-2], fields[-1])
 
@@ -223,7 +223,7 @@ class FlightRecorderFile:
 
 
 def read_flight_recorder(path: Path) -> Reading | None:
-    """Return what a rank's flight recorder holds; None where there is none."""
+    """Return the contents of a rank's flight recorder; None without one."""
     try:
         return FlightRecorderFile(path).read()
     except (OSError, ValueError, LookupError, TypeError, OverflowError, struct.error):
@@ -231,9 +231,9 @@ def read_flight_recorder(path: Path) -> Reading | None:
 
 
 def forget(path: Path) -> None:
-    """Have a recorder's file tell nothing any more; it keeps its room for the next attempt's.
+    """Clear a recorder's file; it keeps its disk space for the next attempt.
 
-    What is no such file is removed.
+    Removes a file of another kind.
     """
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as file:
@@ -246,7 +246,7 @@ def forget(path: Path) -> None:
 
 
 def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ranks as runs `[first, last, stride]`: a group of thousands must fit as well."""
+    """Return ranks as runs `[first, last, stride]`, so that thousands of ranks fit."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and (len(run := runs[-1]) < 3 or rank - run[1] == run[2]) and rank > run[1]:

@@ -1,7 +1,7 @@
-"""`Tape`: all that a rank tells its flight recorder in the course of one step, with the times.
+"""`Tape`: everything that a rank records in its flight recorder during one step, with the times.
 
-A flight recorder holds where its rank is now; a tape that is put into it keeps what has been. No
-torch here: what a time is, the tape's clock says.
+A flight recorder holds the current activity; a tape that is attached to it keeps the history. No
+torch here: the tape's clock defines times.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Clock(Protocol):
-    """What stamps moments, cheaply, and reads the stamps once all is over."""
+    """Stamps moments cheaply, and converts the stamps to times afterwards."""
 
     def stamp(self) -> Any:
-        """Return this moment, or None where it is none of the stream that computes."""
+        """Return this moment, or None if it isn't on the compute stream."""
 
     def seconds(self, stamp: Any) -> float:
         """Return a stamp in seconds of the host's monotonic clock."""
@@ -33,7 +33,7 @@ class HostClock:
 
 
 class Turn(NamedTuple):
-    """What the rank turned to: an action of its table or a phase of the step, and when."""
+    """An action of the rank's table or a phase of the step, and when it began."""
 
     name: str
     stage: int
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """That the rank waited for some messages, by their entries in the flight recorder."""
+    """A wait of the rank for some messages, by their entries in the flight recorder."""
 
     entries: tuple[int, ...]
     since: Any
@@ -62,7 +62,7 @@ class Wait(NamedTuple):
 
 
 class Tape:
-    """What a rank did in a step: the turns it took, what it sent, and what it waited for."""
+    """A rank's step: its turns, its messages, and its waits."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         """Begin to listen, by the host's clock unless another one is given."""
@@ -74,26 +74,26 @@ class Tape:
         self.began = self.ended = self.clock.stamp()
 
     def turn(self, name: str, stage: int, microbatch: int) -> None:
-        """The rank turns to something."""
+        """Record that the rank begins something."""
         self.turns.append(Turn(name, stage, microbatch, self.clock.stamp()))
 
     def begin(self, entry: int, kind: str, group: int, size: int, *, waits: bool) -> None:
-        """A message of some bytes begins; `waits` says that the rank waits for it at once."""
+        """Record that a message of some bytes begins; `waits`: the rank waits for it at once."""
         self.sent[entry] = Sent(kind, group, size, len(self.turns) - 1)
         if waits:
             self.wait(entry)
 
     def wait(self, *entries: int) -> None:
-        """The rank begins to wait."""
+        """Record that the rank begins to wait."""
         self._open[entries] = self.clock.stamp()
 
     def end(self, *entries: int) -> None:
-        """It waits no longer, if it did."""
+        """Record that it no longer waits, if it did."""
         since = self._open.pop(entries, None)
         until = self.clock.stamp() if since is not None else None
         if until is not None:
             self.waits.append(Wait(entries, since, until))
 
     def stop(self) -> None:
-        """The step is over."""
+        """Record the end of the step."""
         self.ended = self.clock.stamp()

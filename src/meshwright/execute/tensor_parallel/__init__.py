@@ -1,1 +1,1 @@
-"""Layers cut over tp, and what is sent where their regions begin and end."""
+"""Layers sharded over tp, and the messages at the borders of their regions."""

@@ -1,12 +1,12 @@
 """Tensor parallelism of a model with low-rank adapters, whose own weights are frozen.
 
-An adapter is cut as its layer is: where that has some of the outputs, B has their rows and A is
-whole; where it has some of the inputs, A has their columns and B is whole. B multiplies before the
-region is left, so that one sum is of both products, and nothing else is sent. What is whole meets a
-part of the outputs or the inputs: its gradient is a part of a sum over tp.
+An adapter is sharded like its layer: for a column-parallel layer, B is sharded by rows and A is
+whole; for a row-parallel one, A is sharded by columns and B is whole. B multiplies before the end
+of the region, so one all-reduce sums both products, and nothing else is sent. The gradient of a
+whole matrix is a partial sum over tp, because the other side of its product is sharded.
 
-Frozen weights have no gradients to compute while those of inputs travel: layers enter a region
-together, and autograd does the rest.
+With frozen weights, there are no weight gradients to overlap with the all-reduce of input
+gradients: layers enter a region together, and autograd does the rest.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _cut_frozen_experts(mlp: ExpertMLP, tp_region: TPRegion) -> None:
 
 
 def entering(tp_region: TPRegion) -> Project:
-    """Return what replaces `models.attention.each`: layers of one input, which enters once."""
+    """Return a replacement of `models.attention.each`: layers of one input, which enters once."""
 
     def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:
         inside = tp_region.enter(x)
@@ -83,7 +83,7 @@ class FrozenInside(nn.Linear):
 
 
 class FrozenRow(nn.Linear):
-    """A linear layer whose inputs are cut: partial sums leave the region summed, then the bias."""
+    """A row-parallel linear layer: sums the partial results at its end, then adds the bias."""
 
     tp_region: TPRegion
 

@@ -1,9 +1,9 @@
 """Linear layers of one input, with their three products in an order of our own.
 
-The gradient of the input travels over tp while those of the weights are computed, as in
-Megatron-Core's linear layers. And weight gradients can wait for longer: a zero-bubble schedule
-computes the gradients of a stage's inputs first, which the stage before it waits for, and those
-of its weights when it would idle. arXiv:2401.10241, section 2.
+The input gradient is reduced over tp while weight gradients are computed, as in Megatron-Core's
+linear layers. Weight gradients can also wait longer: a zero-bubble schedule first computes the
+input gradients of a stage, which the previous stage waits for, and the weight gradients when the
+rank would be idle. arXiv:2401.10241, section 2.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ALONE = TPRegion(Link(None, (0,), 0), sp=False)
 
 
 class Deferral:
-    """Where weight gradients wait; `pending` is None while they are to be computed at once.
+    """The queue of deferred weight gradients; `pending` is None if they are computed at once.
 
-    `splits` says that they ever wait. What computes them is then no part of a compiled block: a
-    compiled backward returns all its gradients together, and none could wait.
+    `splits`: they are sometimes deferred. Their code is then not part of a compiled block, because
+    a compiled backward returns all its gradients together.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Deferral:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter as a plain tensor, through which gradients flow."""
+    """Return this rank's shard of a parameter as a differentiable plain tensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -139,7 +139,7 @@ def _begin(owner: Tensor, grad: Tensor) -> None:
 
 @torch.no_grad()
 def defer(owner: Tensor, make: Callable[[], Tensor]) -> None:
-    """Make a gradient and add it to a parameter's, as autograd would have done."""
+    """Compute a gradient and add it to a parameter's, as autograd would have done."""
     if owner.grad is None:
         _begin(owner, make())
     else:
@@ -153,9 +153,9 @@ def linears(
     deferral: Deferral,
     tp_region: TPRegion = ALONE,
 ) -> tuple[Tensor, ...]:
-    """Return `x @ weight.T + bias` of some layers, once the stream `x` has entered the region.
+    """Return `x @ weight.T + bias` of some layers, after the stream `x` has entered the region.
 
-    x `[batch, seq or its share, in]`, and of any shape `[..., in]` without a region; weights
+    x `[batch, seq or its share, in]`, or of any shape `[..., in]` without a region; weights
     `[out, in]` are parameters or DTensors.
     """
     apply = _linears_apart if deferral.splits else _linears
@@ -182,5 +182,5 @@ _linears_apart: Any = torch.compiler.disable(_linears)  # type: ignore[no-untype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
-    """Return `x @ weight.T + bias`, with nothing to enter; see `linears`."""
+    """Return `x @ weight.T + bias`, without a region; see `linears`."""
     return linears(x, (weight,), (bias,), deferral)[0]

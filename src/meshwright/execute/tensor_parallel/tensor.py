@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism: the linear layers and the embedding over tp ranks.
 
 Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence. The
-parameters are DTensors cut over tp; what flows between the modules are plain local tensors, which
-enter and leave by a `tp_region`.
+parameters are DTensors sharded over tp; activations are plain local tensors, which enter and leave
+through a `tp_region`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshwright.models.ops import factor, widened
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer whose outputs are cut: each rank computes its own, from the whole input.
+    """A column-parallel linear layer: each rank computes its outputs from the whole input.
 
-    Also any linear layer whose weight gradient may be deferred: without tp it is a plain one.
+    Also any linear layer whose weight gradient may be deferred; without tp, it is a plain one.
     """
 
     tp_region: TPRegion
@@ -36,7 +36,7 @@ class ColumnLinear(nn.Linear):
 
     @classmethod
     def take_over(cls, module: nn.Linear, tp_region: TPRegion, deferral: Deferral) -> None:
-        """Make a linear layer one of this class, in place: its parameters keep their names."""
+        """Turn a linear layer into this class, in place: its parameters keep their names."""
         module.__class__ = below(type(module), cls)
         assert isinstance(module, ColumnLinear)
         module.tp_region, module.deferral = tp_region, deferral
@@ -47,7 +47,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(ColumnLinear):
-    """A linear layer whose inputs are cut: partial sums leave the region summed, then the bias."""
+    """A row-parallel linear layer: sums the partial results at its end, then adds the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[batch, seq or its share, out]` of `[batch, seq, in / ranks]`."""
@@ -56,13 +56,13 @@ class RowLinear(ColumnLinear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """An embedding whose rows are cut: tokens of other ranks look up zero, and the sum leaves."""
+    """A vocabulary-parallel embedding: tokens of other ranks give zero, then a sum."""
 
     tp_region: TPRegion
 
     @classmethod
     def take_over(cls, module: nn.Embedding, tp_region: TPRegion) -> None:
-        """Make an embedding one of this class, in place."""
+        """Turn an embedding into this class, in place."""
         module.__class__ = below(type(module), cls)
         assert isinstance(module, VocabEmbedding)
         module.tp_region = tp_region
@@ -81,9 +81,9 @@ class VocabEmbedding(nn.Embedding):
 
 
 def below(kind: Any, cut: Any) -> Any:
-    """Return a class of layers that are of a kind, over the cut layer in place of torch's own.
+    """Return a class of layers like `kind`, based on the sharded layer instead of torch's own.
 
-    What a foreign class adds to the forward of torch's layer, such as a scale, goes on to do so.
+    Additions of a user's class to the forward of torch's layer, such as a scale, still apply.
     """
     if kind in cut.__mro__ or issubclass(kind, cut):
         return cut
@@ -91,7 +91,7 @@ def below(kind: Any, cut: Any) -> Any:
 
 
 def over_all_heads(link: Link) -> NormPair:
-    """Return what replaces `models.norms.norm_pair` where each rank of a link has some heads."""
+    """Return a replacement of `models.norms.norm_pair` for ranks with some of the heads."""
 
     def norm(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor]:
         weights = local(q_norm.weight), local(k_norm.weight)
@@ -104,10 +104,10 @@ def over_all_heads(link: Link) -> NormPair:
 
 
 def cut_latent(attention: LatentAttention, deferral: Deferral) -> None:
-    """Have latent attention make this rank's heads of latent vectors, which every rank makes whole.
+    """Let latent attention compute this rank's heads from whole latent vectors.
 
-    The stream enters where those are made; what a rank makes of their gradients, and of the shared
-    key's, is a part of a sum over its heads.
+    The stream enters the region where the latent vectors are computed. A rank's gradients of these,
+    and of the shared key, are partial sums over its heads.
     """
     inner = [attention.kv_b, *([] if attention.q_a is None else [attention.q_b])]
     for module in inner:
@@ -166,9 +166,9 @@ class _NormOverRanks(torch.autograd.Function):
 
 
 def together(tp_region: TPRegion, deferral: Deferral) -> Project:
-    """Return what replaces `models.attention.each`: layers of one input, which enters once.
+    """Return a replacement of `models.attention.each`: layers of one input, which enters once.
 
-    Their modules are not called, so that hooks on these do not see it.
+    Their modules are not called, so hooks on them don't fire.
     """
 
     def project(x: Tensor, layers: Sequence[nn.Linear], context: Context) -> Sequence[Tensor]:

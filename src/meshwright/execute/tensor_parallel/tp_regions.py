@@ -1,7 +1,7 @@
-"""Tensor-parallel regions: how activations enter and leave the part of a block cut over tp.
+"""Tensor-parallel regions: how activations enter and leave the sharded part of a block.
 
-Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence. What
-need not be waited for at once is begun, and gives an `Arrival`.
+Megatron-LM, arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2 for the sequence.
+Asynchronous messages return an `Arrival`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def all_reduce(x: Tensor, link: Link, op: str = "sum") -> Tensor:
 
 
 def begin_sum(x: Tensor, link: Link) -> Arrival:
-    """Begin to sum over the ranks of a link, in the tensor's own memory where it is contiguous."""
+    """Start an all-reduce over the ranks of a link, in place if the tensor is contiguous."""
     ops = operators(x, is_shared=link.is_shared)
     # The compiler takes no operator that returns its argument, and finds the memory by itself.
     begin = ops.all_reduce if torch.compiler.is_compiling() else ops.all_reduce_
@@ -39,7 +39,7 @@ def begin_sum(x: Tensor, link: Link) -> Arrival:
 
 
 def begin_gather(x: Tensor, link: Link) -> Arrival:
-    """Begin to make `[batch, seq, ...]` of the shards `[batch, seq / ranks, ...]`."""
+    """Start to gather `[batch, seq, ...]` from the shards `[batch, seq / ranks, ...]`."""
     ops = operators(x, is_shared=link.is_shared)
     parts = ops.all_gather_into_tensor(x.contiguous(), link.size, link.name)
 
@@ -95,10 +95,10 @@ def _apart(out: Tensor, x: Tensor) -> Tensor:
 
 
 class TPRegion:
-    """A tensor-parallel region: what enters and leaves it over the ranks of a link.
+    """A tensor-parallel region: the messages at its borders, over the ranks of a link.
 
-    What is sent is what the program says, see `program.crossings`. Without tp the link is this
-    rank alone. `gathers_again`: what was gathered is gathered again for the backward, not kept.
+    The program decides the messages, see `program.crossings`. Without tp, the link is this rank
+    alone. `gathers_again`: gathered inputs are gathered again for the backward, not saved.
     """
 
     def __init__(self, link: Link, sp: bool, *, gathers_again: bool = False) -> None:
@@ -108,40 +108,41 @@ class TPRegion:
 
     @property
     def gathers(self) -> bool:
-        """Whether what enters is gathered: the stream is cut along the sequence."""
+        """Whether the input is gathered: the stream is sharded along the sequence."""
         return self._crossings.entry.forward == "all_gather"
 
     def entering(self, x: Tensor) -> Arrival:
-        """Begin to make what column-parallel layers take of the stream."""
+        """Start to compute the input of column-parallel layers from the stream."""
         return _begin(self._crossings.entry.forward, x, self.link)
 
     def returning(self, grad: Tensor) -> Arrival:
-        """Begin to make the stream's gradient of this rank's part of what the layers took.
+        """Start to compute the stream's gradient from this rank's part of the input gradient.
 
-        It is made in the memory of the part, where it can be.
+        Uses the memory of the part, if possible.
         """
         return _begin(self._crossings.entry.backward, grad, self.link)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what is inside of the region, of the stream; differentiable.
+        """Return the stream inside of the region; differentiable.
 
-        For what is no linear layer: those enter by themselves, and send while they multiply.
+        For anything but linear layers, which enter by themselves and overlap messages with
+        products.
         """
         found: Tensor = _Entry.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the stream of the partial sums of row-parallel layers; differentiable."""
+        """Return the stream from the partial sums of row-parallel layers; differentiable."""
         found: Tensor = _Exit.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
     def leaving(self, x: Tensor) -> Tensor:
-        """Return the stream of this rank's partial sums, which stay as they are."""
+        """Return the stream from this rank's partial sums, without overwriting them."""
         kind = self._crossings.exit.forward
         return all_reduce(x, self.link) if kind == "all_reduce" else _begin(kind, x, self.link)()
 
     def left(self, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's partial sums, of the stream's."""
+        """Return the gradient of this rank's partial sums from that of the stream."""
         return _begin(self._crossings.exit.backward, grad, self.link)()
 
 

@@ -1,1 +1,1 @@
-"""Process groups and what carries messages between ranks."""
+"""Process groups, and the transport of messages between ranks."""

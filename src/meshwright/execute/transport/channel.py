@@ -1,8 +1,8 @@
 """Shared-memory channels: messages between the ranks of one machine through memory they share.
 
-gloo sends through sockets, in a thread of its own that takes the core from the products beside it.
-In a channel a rank leaves its part in its own room and goes on, and reads the parts of all when it
-needs the result: nothing has to run meanwhile, and each byte is copied once.
+gloo sends through sockets, in a thread that competes with the computation for its core. In a
+channel, a rank writes its part to its own room and continues, and reads the parts of all when it
+needs the result: no thread has to run meanwhile, and each byte is copied once.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class _Due(NamedTuple):
 class Channel:
     """The rooms of some ranks, of which this one is `rank`.
 
-    Every rank leaves equally many parts, which are read in that order. Where a rank waits for the
-    others inside of `leave`, `recorder` is told.
-    Only for processors that let others see writes in their order, as x86 does.
+    Every rank writes equally many parts, which are read in that order. `recorder` records waits for
+    other ranks inside of `leave`. Only for processors on which writes become visible in order, such
+    as x86.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Channel:
         weakref.finalize(self, os.close, file)
 
     def leave(self, part: Tensor, finish: Finish, entries: Sequence[int] = ()) -> int:
-        """Leave this rank's part, as large as the others'; returns the message's number.
+        """Write this rank's part, as large as the others'; returns the message's number.
 
-        `finish` is called with the parts of all, in the part's shape, once `collect` wants it, or
-        before: what is due takes half of a room at most. So a rank waits here for no more than that
-        the others come to where it is, whatever they do between. The recorder is told of that by
-        the `entries` of the message which it is for.
+        `finish` is called with the parts of all, in the part's shape, when `collect` needs it, or
+        earlier: pending messages use at most half of a room. So a rank waits here only until the
+        others reach the same point, whatever they do in between. The recorder records the wait
+        under the `entries` of the message.
         """
         number, size = self._next, part.numel() * part.itemsize
         assert size <= LARGEST, "a larger message goes another way"
@@ -110,10 +110,10 @@ class Channel:
         return number
 
     def collect(self, number: int) -> None:
-        """Finish what was left up to a number, where it is not yet; waits for the others' parts.
+        """Finish all messages up to a number; waits for the others' parts.
 
-        Who calls it tells the recorder. Raises `torch.distributed.DistError` where a rank has ended
-        or is too late.
+        The caller records the wait. Raises `torch.distributed.DistError` if a rank has ended or is
+        too late.
         """
         while self._due and self._due[0].number <= number:
             self._collect_first(())
@@ -211,10 +211,10 @@ def bytes_of(size: int) -> int:
 def open_channel(
     group: dist.ProcessGroup, timeout_s: float, recorder: FlightRecorder
 ) -> Channel | None:
-    """Return a channel for a gloo group, or None on all its ranks where one can't have it.
+    """Return a channel for a gloo group, or None on all its ranks if one isn't possible.
 
-    A collective. The file has no name in any folder, so that nothing stays of it, however the ranks
-    end: the first of them makes it, and the others open it as that process has it.
+    A collective. The file has no name in any folder, so nothing remains of it, however the ranks
+    end: the first of them creates it, and the others open it through that process.
     """
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     name = f"meshwright-{uuid.uuid4().hex}"

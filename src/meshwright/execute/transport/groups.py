@@ -24,7 +24,7 @@ from meshwright.program.schedule import stage_ranks
 
 @dataclass(frozen=True)
 class Link:
-    """The ranks along one axis or some, and this rank's place among them; `size` 1 has no group.
+    """The ranks along one axis or several, and this rank's index among them; `size` 1 has no group.
 
     `in_pieces`: what is sent in compiled code goes on beside its products, see `async_tp`.
     `channel` is the group's through the memory of the machine that they all are on, if it has one.
@@ -54,18 +54,18 @@ class Link:
 
     @property
     def required(self) -> dist.ProcessGroup:
-        """The group, where there is known to be one."""
+        """The group, where one must exist."""
         assert self.group is not None
         return self.group
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """What the parameters of experts communicate through where ranks share out the experts.
+    """The groups and mesh of experts' parameters, if ranks divide the experts.
 
-    `parameters` is torch's mesh with the axes `pp, replicate, shard, ep, tp`, on which they lie.
-    `ep` are ranks that have all experts between them; `shard` and `replicate` are as those of
-    `Groups`, of the ranks that have the same experts.
+    `parameters` is torch's mesh with the axes `pp, replicate, shard, ep, tp`, on which they are
+    placed. `ep` are ranks that have all experts between them; `shard` and `replicate` are like
+    those of `Groups`, for the ranks that have the same experts.
     """
 
     parameters: DeviceMesh
@@ -76,14 +76,13 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class Groups:
-    """All that a rank communicates through.
+    """All groups that a rank communicates through.
 
-    `parameters` is torch's mesh with the axes `pp, replicate, shard, tp` on which the parameters
-    lie: `shard` joins dp_shard and cp, or `replicate` joins dp_replicate and cp without ZeRO, since
-    ranks of one context group hold gradients of the same weights. `data` are the ranks that see
-    different tokens. `ends` are the first and the last pipeline rank, which share tied weights.
-    `experts` is None where each rank has all experts. `recorder` is where this rank enters what it
-    does.
+    `parameters` is torch's mesh with the axes `pp, replicate, shard, tp` on which parameters are
+    placed: `shard` joins dp_shard and cp; without ZeRO, `replicate` joins dp_replicate and cp,
+    because ranks of one context group hold gradients of the same weights. `data` are the ranks that
+    see different tokens. `ends` are the first and the last pipeline rank, which share tied weights.
+    `experts` is None if each rank has all experts. `recorder` is this rank's flight recorder.
     """
 
     at: Mapping[str, int]
@@ -102,8 +101,8 @@ class Groups:
 def open_groups(layout: Layout, world: World, timeout_s: float = 600.0) -> Groups:
     """Return the groups of a layout; a collective, which every rank of the world must call.
 
-    A group that an earlier layout opened is used again: each has threads and connections of its
-    own, which add up where many layouts follow one another.
+    Reuses groups of earlier layouts: each has threads and connections, which add up over many
+    layouts.
     """
     mesh, opener = layout.mesh, _Opener(world, datetime.timedelta(seconds=timeout_s))
     shape = (
@@ -195,21 +194,21 @@ def _label(groups: Groups) -> None:
 
 
 def pairs_of(ranks_of_stage: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks that send to one another, sorted, the lower rank first."""
+    """Return the pairs of pipeline ranks that send to each other, sorted, the lower rank first."""
     found = {(min(pair), max(pair)) for pair in pairwise(ranks_of_stage)}
     return sorted(pair for pair in found if pair[0] != pair[1])
 
 
 def warm(groups: Groups, layout: Layout, device: torch.device) -> None:
-    """Make the communicators of all groups and pairs before they are needed; a collective.
+    """Create the communicators of all groups and pairs before they are needed; a collective.
 
-    NCCL makes one at its first use, and holds up the host until all its ranks have come to theirs:
-    one for each group, and for each pair of ranks that send to one another alone. In a step the
-    ranks of a pipeline come to their pairs in different orders, and some would wait for ever. Here
-    all come to them in one order, and a broken link shows before the first step.
+    NCCL creates one at its first use, and blocks the host until all its ranks have arrived: one for
+    each group, and one for each pair of ranks that send to each other. In a step, the ranks of a
+    pipeline reach their pairs in different orders, and some would wait forever. Here, all reach
+    them in the same order, and a broken link shows before the first step.
 
-    A group divides the world, so that its rank's turn comes after the same groups everywhere; pairs
-    are met in their sorted order, of which the first that is not made yet never waits.
+    Each group is one of several that partition the world, so every rank uses the same groups first.
+    Pairs are used in sorted order; the first pair that doesn't exist yet never waits.
     """
     one = torch.zeros(1, device=device)
     for group in _collective(groups):

@@ -1,8 +1,8 @@
 """Collectives through a `Channel`, as operators like torch's functional ones.
 
 `torch.ops.meshwright_channel` has some of `torch.ops._c10d_functional`, with their arguments and
-meaning: what begins gives a tensor that is filled once `wait_tensor` returns. As operators they are
-seen by what records messages and by what chooses the results that recomputation keeps.
+meaning: an operator returns a tensor that is filled once `wait_tensor` returns. Because they are
+operators, message recorders and selective recomputation see them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class _Process:
 
 
 def share(group: dist.ProcessGroup, recorder: FlightRecorder, timeout_s: float) -> Open | None:
-    """Return the channel of a gloo group, a new one where it has none. A collective.
+    """Return the channel of a gloo group, a new one if it has none. A collective.
 
-    None on all its ranks where it can't have one. A channel lasts as long as what is returned is
-    kept: those of layouts that nobody trains any more would add up.
+    None on all its ranks if a channel isn't possible. A channel lasts as long as the returned
+    object: those of unused layouts would add up.
     """
     known, name = _process().channels, group.group_name
     one = known.get(name)
@@ -81,9 +81,9 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
 
 
 def operators(message: Tensor, *, is_shared: bool) -> Any:
-    """Return the operators that a message goes by: a channel's or torch's functional ones.
+    """Return the operators that send a message: a channel's or torch's functional ones.
 
-    Every rank must ask with as large a message. Code that is being compiled has torch's.
+    The message size must be the same on every rank. Code that is being compiled uses torch's.
     """
     size = message.numel() * message.element_size()
     if is_shared and 0 < size <= LARGEST and not torch.compiler.is_compiling():

@@ -1,8 +1,8 @@
-"""What really happens on a rank: `Wire` records what it sends, `WorkCounter` what it multiplies.
+"""What really happens on a rank: `Wire` records its messages, `WorkCounter` counts its FLOPs.
 
 Both are dispatch modes, so they see every operation that reaches the kernels, in the forward, the
-backward and a recomputed forward, and those that torch's own data parallelism issues. An operation
-that runs inside of another one's kernel is the outer one.
+backward and a recomputed forward, and those that torch's own data parallelism issues. For an
+operation inside of another one's kernel, they see the outer one.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _WAITS: Final = ("_c10d_functional::wait_tensor", f"{shared.SPACE}::wait_tensor"
 
 
 class WireMessage(NamedTuple):
-    """A message as this rank sees it: kind, axis, bytes as in `program.collectives.Collective`.
+    """A message of this rank: kind, axis, bytes as in `program.collectives.Collective`.
 
-    Along `ep`, where a router decides what travels, the bytes are 0.
-    Anything torch sends that has no kind there is recorded by the name of its operation.
+    Along `ep`, where the router decides the size, the bytes are 0. Other operations of torch that
+    send are recorded by name.
     """
 
     kind: str
@@ -72,8 +72,8 @@ class WireMessage(NamedTuple):
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the messages of all ordinary and functional collectives and of sends and receives.
 
-    `messages` counts them. Groups of one rank send nothing and are left out: torch's data
-    parallelism reduces over one, too.
+    `messages` counts them. Groups of one rank send nothing and are left out, although torch's data
+    parallelism reduces over them, too.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -82,10 +82,10 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._axes = _named(groups)
 
     def axis(self, name: str) -> str:
-        """Return the axis by which messages along this one are recorded.
+        """Return the axis under which messages along this one are recorded.
 
-        Axes of one rank share a group, which sends nothing: then the first of them in the order of
-        `_AXES` is meant.
+        Axes of one rank share a group, which sends nothing; it counts as the first of them in
+        `_AXES`.
         """
         group = self._axes.get(name)
         return name if group is None else self._first(group)
@@ -125,7 +125,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def expected_messages(program: Program, rank: int, wire: Wire) -> Counter[WireMessage]:
-    """Return what a program says that a rank sends in a step, by the axes as `wire` names them."""
+    """Return a rank's messages in a step by the program, with axes as `wire` names them."""
     found: Counter[WireMessage] = Counter()
     for one in collectives(program, rank):
         found[_message(one.kind, wire.axis(one.axis), one.bytes)] += one.count
@@ -139,7 +139,7 @@ def _message(kind: str, axis: str, size: int) -> WireMessage:
 def message_differences(
     expected: Counter[WireMessage], observed: Counter[WireMessage]
 ) -> Iterator[str]:
-    """Yield in words where messages differ from those that were expected."""
+    """Yield descriptions of differences between actual and expected messages."""
     for message in sorted(expected | observed):
         if expected[message] != observed[message]:
             yield (
@@ -202,12 +202,11 @@ _FORWARD, _BACKWARD = 2, 5
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of this rank's matrix products, `2 m n k` each, and those of its attention.
+    """Counts the FLOPs of this rank's matrix products, `2 m n k` each, and of its attention.
 
-    Attention's are two products forward and five backward over the pairs of query and key: half of
-    them where the kernel is told that it is causal, what a window leaves where it is told of that,
-    all of them else. Rows of several documents count as if each were one, which is the most that it
-    can be.
+    Attention has two products forward and five backward over the pairs of query and key: half of
+    the pairs if the kernel is causal, fewer if it knows a window, otherwise all. Rows of several
+    documents count as if each were one document, which is an upper bound.
     """
 
     def __init__(self) -> None:

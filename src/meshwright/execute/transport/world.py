@@ -1,4 +1,4 @@
-"""Joining the other ranks: process groups, the device of this rank, and small collectives."""
+"""Joins the other ranks: process groups, the device of this rank, and small collectives."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class World:
         return [cast(list[float], row.tolist()) for row in found]
 
     def from_rank_0(self, key: str, make: Callable[[], str]) -> str:
-        """Return the text that rank 0 makes; where making it fails there, every rank raises.
+        """Return the text that rank 0 computes; if that fails, every rank raises.
 
         Raises `MeshwrightError` with rank 0's message on the other ranks.
         """
@@ -98,9 +98,9 @@ def join(
 ) -> World:
     """Join the process group and return the world; gloo serves the host, NCCL the GPUs.
 
-    Ranks that others have started are numbered node by node, so `World.rank` may not be the one
-    they were started with. Raises `torch.distributed.DistError` when the ranks do not meet within
-    `timeout_s`, and `ConfigError` or `MeshwrightError` where nodes differ in their ranks.
+    Ranks of other launchers are renumbered node by node, so `World.rank` may differ from the number
+    they were started with. Raises `torch.distributed.DistError` if the ranks do not meet within
+    `timeout_s`, and `ConfigError` or `MeshwrightError` if nodes have different numbers of ranks.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     own = torch.device("cpu")
@@ -123,8 +123,8 @@ def join(
 class Meeting:
     """Ranks that know of each other and have a store, but no process group yet.
 
-    `rank` is this one's number from here on, `interface` the one that it talks through, `address`
-    its own there; `is_chosen` where nobody has asked for that interface.
+    `rank` is this one's number from here on, `interface` its network interface, `address` its own
+    address there; `is_chosen` if the environment did not select that interface.
     """
 
     rank: int
@@ -136,11 +136,11 @@ class Meeting:
 
 
 def meet(at: Rendezvous, timeout_s: float) -> Meeting:
-    """Meet the other ranks in a store, and find this one's number and its interface.
+    """Meet the other ranks in a store, and find this one's number and interface.
 
-    Where the job has a secret, only ranks that know it are counted, and what they store after
-    that lies under keys that nobody can guess. Raises as `join` does, and `MeshwrightError` where
-    ranks do not prove that they know it.
+    If the job has a secret, only ranks that know it may join, and their keys in the store are
+    derived from it, so nobody can guess them. Raises like `join`, and `MeshwrightError` if ranks do
+    not prove that they know the secret.
     """
     asked = asked_for(os.environ)
     store = _store(at, datetime.timedelta(seconds=timeout_s))
@@ -169,11 +169,11 @@ def meet(at: Rendezvous, timeout_s: float) -> Meeting:
 
 
 def roll_call(store: Store, at: Rendezvous, text: str) -> tuple[list[str], Store]:
-    """Return every rank's text once each has proved to know the secret, and the store from then on.
+    """Return every rank's text after all have proved to know the secret, and the new store.
 
-    Rank 0 asks with a number of its own, each rank answers with its text and a number, and rank 0
-    sends back all answers: each is signed, so that neither an answer nor rank 0 itself can be
-    made up, or repeated from another time. Raises `MeshwrightError` naming who does not prove it.
+    Rank 0 publishes a random number, each rank answers with its text and a number of its own, and
+    rank 0 sends back all answers. Each message is signed, so nobody can forge or replay an answer
+    or rank 0's messages. Raises `MeshwrightError` naming the ranks that do not prove it.
     """
     secret, drawn = at.secret, secrets.token_hex(16)
     hidden = dist.PrefixStore(secret.tag("keys", str(at.attempt)), store)  # type: ignore[attr-defined]
@@ -218,7 +218,7 @@ def _awaited(store: Store, key: str, ranks: Sequence[int]) -> str:
 
 
 def shared(store: Store, at: World | Rendezvous, key: str, text: str) -> list[str]:
-    """Return every rank's text, by the rank it has in `at`; rank 0 puts them together."""
+    """Return every rank's text, by its index in `at`; rank 0 collects them."""
     store.set(f"{key}/{at.rank}", text)
 
     def gather() -> str:
@@ -293,7 +293,7 @@ def _from_rank_0(store: Store, at: World | Rendezvous, key: str, make: Callable[
 
 
 def part(store: Store, at: World | Rendezvous) -> None:
-    """Leave a store that ranks have met in: the one that it is in leaves last."""
+    """Leave the store in which ranks have met; the rank that hosts it leaves last."""
     if at.rank == 0:
         _wait_for_readers(store, "end", at.size)
     else:
@@ -314,7 +314,7 @@ def leave() -> None:
 
 
 def exchange(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Return every rank's text, by rank, over a gloo group; without a group this one's alone."""
+    """Return every rank's text over a gloo group, by rank; without a group, only its own."""
     if group is None:
         return [text]
     mine = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)

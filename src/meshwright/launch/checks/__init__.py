@@ -1,1 +1,1 @@
-"""What is refused or pointed out before a run starts."""
+"""Checks before a run starts: refusals and notes."""

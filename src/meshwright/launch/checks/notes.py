@@ -1,4 +1,4 @@
-"""Notes before a run starts: it can run, but may not be what was meant."""
+"""Notes before a run starts: it can run, but may not do what was intended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_STEPS = {
 
 
 def config_notes(config: Config) -> Iterator[str]:
-    """Yield notes on a config that hold on any machine."""
+    """Yield notes on a config that apply on any machine."""
     rate, where = config.optimizer.lr, config.origins.get("optimizer.lr", "")
     if where.startswith("derived"):
         yield f"optimizer.lr = {rate:g}, {where}"
@@ -47,7 +47,7 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vo
 
 
 def preset_note(config: Config) -> str | None:
-    """Return a note if given sizes make the model another one than its preset."""
+    """Return a note if the given sizes differ from those of the preset."""
     of_preset = ("preset ", "derived", "default", "data.tokenizer")
     origins = {key: config.origins[f"model.{key}"] for key in _SIZES}
     given = [
@@ -61,7 +61,7 @@ def preset_note(config: Config) -> str | None:
 
 
 def tokenizer_note(config: Config) -> str | None:
-    """Return a note if a stored model gets another tokenizer than its own."""
+    """Return a note if a stored model gets a tokenizer other than its own."""
     init_from, given = config.model.init_from, config.data.tokenizer
     own = None if init_from is None else stored_tokenizer(Path(init_from))
     if own is None or given == own[0]:
@@ -109,7 +109,7 @@ def layout_notes(config: Config, layout: Layout, machine: Machine) -> Iterator[s
 
 
 def resume_notes(job: Job) -> Iterator[str]:
-    """Yield what changes in how a run trains from where it goes on."""
+    """Yield notes on changes to training from the step at which a run resumes."""
     try:
         before = load_config(job.folder.config)
         done = int(steps(job.checkpoints)[-1].name.rpartition("-")[2])

@@ -1,4 +1,4 @@
-"""A run that goes on from its newest step: whether that is its own, and what is left of it."""
+"""Resuming a run from its newest step: whether the step is its own, and which steps are valid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshwright.training.run_folder import Job, RunFolder, read_job
 
 
 class Resume(NamedTuple):
-    """A run to go on with, and the parts of its identity that may have changed."""
+    """A run to resume, and the parts of its identity that may have changed."""
 
     run: Path
     allowed: tuple[str, ...] = ()
 
 
 def resumed(job: Job, dataset: Dataset | StreamedDataset, resume: Resume) -> Job:
-    """Return the job of a run that goes on; refuses what its newest step was not written by."""
+    """Return the job of a resumed run; refuses a step that another run has written."""
     check_parts(resume.allowed)
     found = steps(job.checkpoints)
     if not found:

@@ -1,4 +1,4 @@
-"""Refusals before a process starts: another device, too little memory, no tokenizer."""
+"""Refusals before a process starts: a missing device, too little memory, no tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN: Final = 24 * MIB
 
 
 def check_extras(config: Config) -> None:
-    """Refuse a tracker whose package is not installed."""
+    """Refuse an experiment tracker whose package is not installed."""
     wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb}
     wanted["trackio"] = config.log.trackio
     for name, value in wanted.items():
@@ -36,7 +36,7 @@ def check_extras(config: Config) -> None:
 
 
 def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -> None:
-    """Refuse GPUs that this torch cannot use, and a cluster that this machine is known not to be.
+    """Refuse GPUs that this torch cannot use, and a cluster that isn't this machine.
 
     The cluster is one of the catalogue.
     """
@@ -61,7 +61,7 @@ def check_device(config: Config, machine: Machine, environ: Mapping[str, str]) -
 
 
 def check_tokenizer(config: Config) -> None:
-    """Refuse to train a stored model on a tokenizer that nobody has named."""
+    """Refuse to train a stored model if nobody has named its tokenizer."""
     init_from, data = config.model.init_from, config.data
     if init_from is None or config.origins.get("data.tokenizer") != "default":
         return
@@ -74,10 +74,10 @@ def check_tokenizer(config: Config) -> None:
 
 
 def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
-    """Refuse a `cluster.memory` on a CPU in which no step of a layout can be done.
+    """Refuse a `cluster.memory` on a CPU that is too small for any step of a layout.
 
-    What is counted is what the ranks hold all the time, and what their threads take. Whether the
-    activations fit too, the step shows, and its rank says what helps.
+    Counts what the ranks always hold and the memory of their threads. Whether the activations fit
+    shows only in a step; then the rank's error says what helps.
     """
     limit = config.cluster.memory
     if limit is None or machine.device != "cpu":
@@ -101,9 +101,9 @@ def check_limit(config: Config, layout: Layout, machine: Machine) -> None:
 
 
 def check_memory(config: Config, layout: Layout, machine: Machine) -> str:
-    """Return a line on the predicted memory; raises `ConfigError` if it exceeds what is free.
+    """Return a line on predicted memory; raises `ConfigError` if it exceeds what is free.
 
-    Only tensors are counted: where these do not fit, nothing does.
+    Only tensors are counted: if these do not fit, nothing does.
     """
     try:
         setting = setting_on(config, machine, layout)

@@ -1,6 +1,6 @@
-"""`JobSpec`: what a job runs, on what, for how long; its scripts and manifests are made of it.
+"""`JobSpec`: what a job runs, where, and for how long; its scripts and manifests use it.
 
-No torch here: a job is written on a laptop.
+No torch here, so that a job can be written on a laptop.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ class Expression(str):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: `words` are what follows `meshwright train`, `per_node` the ranks of each node.
+    """A job: `words` are the arguments of `meshwright train`, `per_node` the ranks per node.
 
-    `accelerator` is the device in the words of clouds ("H100"), None on CPUs. `time_limit_s` is
-    what the scheduler grants, `grace_s` how long before its end ranks are asked to save and stop.
-    `setup` runs before, on each node; `image` is a container's. `log_dir` is where runs are,
-    `steps_dir` where this one saves its steps, None in its folder.
-    `files` has the texts of the files that the words name, by path: a Kubernetes job carries them.
-    `volume` is the PersistentVolumeClaim, or the bucket, that keeps data and runs, `wheel` the file
-    of Meshwright's package, `identity` a random id of this job, `secret` what its ranks prove to
-    know.
+    `accelerator` is the device by its cloud name ("H100"), None on CPUs. `time_limit_s` is what the
+    scheduler grants; `grace_s` before its end, ranks are asked to save and stop. `setup` runs
+    before, on each node; `image` is a container's. `log_dir` is the folder of runs, `steps_dir`
+    that of this run's steps, None for its own folder. `files` has the texts of the files that the
+    words name, by path: a Kubernetes job carries them. `volume` is the PersistentVolumeClaim, or
+    the bucket, that keeps data and runs, `wheel` the file of Meshwright's package, `identity` a
+    random id of this job. Ranks prove that they know `secret`.
     """
 
     name: str
@@ -115,31 +114,32 @@ class JobSpec:
 
     @property
     def python(self) -> str:
-        """The Python of a node: this one, as nodes share files, or the one that `setup` brings."""
+        """The Python of a node: this one on shared file systems, or the one of `setup`."""
         return sys.executable if self.setup is None else "python"
 
     @property
     def run_folder(self) -> str:
-        """Where a job that names its run has it."""
+        """The run folder of a job that names its run."""
         return str(PurePosixPath(self.log_dir) / self.name)
 
     @property
     def checkpoints(self) -> str:
-        """Where a job that names its run saves its steps."""
+        """The folder of steps of a job that names its run."""
         return self.steps_dir or str(PurePosixPath(self.run_folder) / "checkpoints")
 
     @property
     def elastic(self) -> list[str]:
-        """The command torchrun, which gives ranks as long to save as the job has.
+        """The torchrun command, with the job's grace period for saving.
 
-        By itself it kills them 30 seconds after SIGTERM; torch 2.11 knows no other time.
+        By default, torchrun kills its ranks 30 seconds after SIGTERM; torch 2.11 has no option for
+        it.
         """
         return ["env", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}", "torchrun"]
 
     def torchrun(self, endpoint: str) -> list[str]:
-        """Return a node's command; ranks meet at an endpoint, under an id of this job alone.
+        """Return a node's command; ranks meet at an endpoint, under this job's own id.
 
-        Otherwise a second job of the same name would join what is left of the first.
+        Otherwise, a second job of the same name would join the rest of the first one.
         """
         return [
             *self.elastic,
@@ -164,7 +164,7 @@ def local(job: JobSpec) -> str:
 
 
 def torchrun(job: JobSpec) -> str:
-    """Return a command for each node; ranks meet on the first, restarts are torchrun's."""
+    """Return a command for each node; ranks meet on the first, and torchrun restarts them."""
     hosts = job.hosts or tuple(f"NODE{number}" for number in range(job.nodes))
     first = hosts[0] if job.nodes > 1 else "localhost"
     lines = [] if job.nodes == 1 or job.hosts else ["# NODE0 and so on stand for the nodes' names"]
@@ -182,16 +182,16 @@ def shell(words: Sequence[str]) -> str:
 
 
 def environment(job: JobSpec) -> Mapping[str, str]:
-    """Return what ranks want in the environment: one thread each on CPUs that ranks share."""
+    """Return the environment variables of ranks: one thread each if CPU ranks share cores."""
     if job.device == "cuda":
         return {}
     return {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": ALLOCATOR}
 
 
 def parse_time(text: str) -> int:
-    """Read a length of time, as `90m`, `24h`, `2d` or `12:30:00`, in seconds.
+    """Return a duration such as `90m`, `24h`, `2d` or `12:30:00` in seconds.
 
-    Raises `ConfigError` for everything else.
+    Raises `ConfigError` for anything else.
     """
     found = re.fullmatch(r"(\d+)([smhd])", text)
     if found:

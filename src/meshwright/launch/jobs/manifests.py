@@ -28,7 +28,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes scripts as blocks, and what occurs twice twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Never refer to what was written before."""
+        """Never write YAML aliases."""
         return True
 
 
@@ -77,7 +77,7 @@ def _run_or_resume(job: JobSpec, command: Sequence[str], node: str) -> str:
 
 
 def skypilot(job: JobSpec) -> str:
-    """Return the YAML of a SkyPilot task: `sky launch`, or `sky jobs launch` where nodes may go."""
+    """Return the YAML of a SkyPilot task: `sky launch`, or `sky jobs launch` on spot nodes."""
     _check_skypilot(job)
     resources: dict[str, Any] = {}
     if job.device == "cuda":
@@ -136,10 +136,9 @@ def _check_inside(paths: Iterable[str], what: str, hint: str) -> None:
 
 
 def jobset(job: JobSpec) -> str:
-    """Return a JobSet: a pod for each node, which meet on the first one by its name.
+    """Return a JobSet: a pod for each node; ranks meet on the first one by its name.
 
-    A ConfigMap with the files that the command names precedes it, and a Secret where ranks prove
-    to know one.
+    A ConfigMap with the files that the command names precedes it, and a Secret if the job has one.
     """
     job = _carrying(job)
     first = f"{job.name}-node-0-0.{job.name}:{PORT}"
@@ -168,7 +167,7 @@ def jobset(job: JobSpec) -> str:
 
 
 def pytorchjob(job: JobSpec) -> str:
-    """Return a PyTorchJob: Kubeflow's operator tells torchrun where to meet (`PET_...`).
+    """Return a PyTorchJob: Kubeflow's operator sets torchrun's rendezvous (`PET_...`).
 
     A ConfigMap with the files that the command names and a Secret precede it.
     """

@@ -1,7 +1,7 @@
-"""A job inside a Ray placement group: a bundle for each node, in which one actor starts its ranks.
+"""A job inside a Ray placement group: a bundle per node, with an actor that starts its ranks.
 
-Ranks are those of `meshwright train` under torchrun, in the same environment. No torch here, and
-Ray only where a job is submitted.
+Ranks are those of `meshwright train` under torchrun, with the same environment. No torch here, and
+Ray only if a job is submitted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PASSED: Final = ("NCCL_", "GLOO_", "TORCH_", "PYTHONPATH", "FAULT")
 
 
 def ray_job(job: JobSpec) -> str:
-    """Return the command that hands a job to a Ray cluster, from where it is written."""
+    """Return the command that submits a job to a Ray cluster, from its folder."""
     inside = shell(["meshwright", "launch", "ray", *job.words, *_options(job), "--submit"])
     line = f"cd {shlex.quote(str(Path.cwd()))} && {inside}"
     return shell(["ray", "job", "submit", "--no-wait", "--", "sh", "-c", line]) + "\n"
@@ -54,7 +54,7 @@ def _options(job: JobSpec) -> list[str]:
 
 
 def bundles(job: JobSpec) -> list[dict[str, float]]:
-    """Return what each node has to have; Ray keeps a bundle on one node."""
+    """Return the resources of each node; Ray keeps a bundle on one node."""
     one = {"CPU": float(job.per_node * (job.cores or 1))}
     if job.device == "cuda":
         one["GPU"] = float(job.per_node)
@@ -62,14 +62,17 @@ def bundles(job: JobSpec) -> list[dict[str, float]]:
 
 
 def strategy(job: JobSpec) -> str:
-    """Return Ray's word for how bundles lie: on one node, or as near each other as they can."""
+    """Return Ray's placement strategy: one bundle per node, or bundles close to each other."""
     return "STRICT_PACK" if job.nodes == 1 else "PACK"
 
 
 def environments(
     job: JobSpec, node: int, endpoint: tuple[str, int], attempt: int, identity: str
 ) -> list[dict[str, str]]:
-    """Return what torchrun would tell the ranks of a node; they meet at an endpoint."""
+    """Return the variables that torchrun would set for a node's ranks.
+
+    They meet at an endpoint.
+    """
     common = {
         **environment(job),
         "GROUP_RANK": str(node),
@@ -88,12 +91,12 @@ def environments(
 
 
 def passed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what ranks get of the environment that a job is submitted in."""
+    """Return the submitter's environment variables that ranks receive."""
     return {key: value for key, value in environ.items() if key.startswith(_PASSED)}
 
 
 class NodeRanks:
-    """The ranks of one node; an actor of Ray's is one of these. They end when it does."""
+    """The ranks of one node, inside an actor of Ray; they end when it does."""
 
     def __init__(self, folder: str) -> None:
         """Work in a folder that has to be on this node, too."""
@@ -108,7 +111,7 @@ class NodeRanks:
             return int(probe.getsockname()[1])
 
     def start(self, words: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank in each environment; raises `OSError` where the folder is not here."""
+        """Start a rank in each environment; raises `OSError` if the folder is missing here."""
         follow = self._lifeline[0]
         for environ in environs:
             self._processes.append(
@@ -127,7 +130,7 @@ class NodeRanks:
         return [process.poll() for process in self._processes]
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to every rank that runs: it saves and ends."""
+        """Send SIGTERM to every running rank, which saves and ends."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -155,16 +158,16 @@ class Nodes(Protocol):
 
 
 class NodeLost(Exception):
-    """A node or its actor is gone, and its ranks with it."""
+    """A node or its actor is gone, together with its ranks."""
 
 
 def follow(
     start: Callable[[int], Nodes], restarts: int, grace_s: float, stop: Callable[[], bool]
 ) -> int:
-    """Start attempt after attempt until one ends, and return the exit code of the job.
+    """Start attempts until one succeeds, and return the exit code of the job.
 
-    A rank that fails, or a node that is lost, ends all others of its attempt. Raises `RankFailed`
-    after as many `restarts`.
+    A failed rank or a lost node ends all other ranks of its attempt. Raises `RankFailed` after
+    `restarts` failed restarts.
     """
     for attempt in range(restarts + 1):
         nodes = start(attempt)
@@ -250,8 +253,8 @@ class _RayNodes:
 def submit(job: JobSpec, address: str, wait_s: float) -> int:
     """Run a job on a Ray cluster to its end and return its exit code.
 
-    `address` is the cluster's, "auto" for the one at hand, "local" for a new one on this machine.
-    Raises `ConfigError` where there is no Ray, no cluster, or no room within `wait_s`, and
+    `address` is the cluster's, "auto" for an existing one, "local" for a new one on this machine.
+    Raises `ConfigError` without Ray, without a cluster, or if there is no room within `wait_s`, and
     `RankFailed`.
     """
     try:

@@ -26,8 +26,8 @@ _LEFT_S: Final = 60
 def slurm(job: JobSpec) -> str:
     """Return the sbatch script of a job: a task of srun is a rank.
 
-    Slurm sends the ranks SIGTERM before the time limit: they save and end with code 4, and the job
-    goes back into the queue, where the run goes on. A job whose rank failed does so a few times.
+    Slurm sends the ranks SIGTERM before the time limit: they save and exit with code 4, and the job
+    is requeued and resumes the run. A job with a failed rank is requeued a limited number of times.
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {shell([option])}" for option in _options(job)), ""]
     lines += [f"export {shell([f'{name}={value}'])}" for name, value in environment(job).items()]
@@ -81,10 +81,9 @@ def _cores(job: JobSpec) -> int:
 
 
 def submit(script: str) -> str:
-    """Hand a script to sbatch and return the number of the job.
+    """Submit a script with sbatch and return the number of the job.
 
-    Raises `ConfigError` where there is no sbatch, `MeshwrightError` with what it said where it
-    refuses.
+    Raises `ConfigError` without sbatch, `MeshwrightError` with its message if it refuses.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)

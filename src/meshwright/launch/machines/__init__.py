@@ -1,1 +1,1 @@
-"""What a machine has: devices, compilers, links."""
+"""Finds a machine's devices, compilers and links."""

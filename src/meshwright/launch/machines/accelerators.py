@@ -1,6 +1,6 @@
-"""Which GPUs this machine has by its drivers' files, and whether this torch can use them.
+"""Finds this machine's GPUs from driver files, and whether this torch can use them.
 
-Without importing torch, which takes seconds: what it was built for stands in its version.py.
+Doesn't import torch, which takes seconds: torch's version.py says what it was built for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HIDES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Build(NamedTuple):
-    """What an installed torch was built for: versions, None where it was not."""
+    """What an installed torch was built for: versions of CUDA and ROCm, None if not."""
 
     torch: str
     cuda: str | None = None
@@ -36,7 +36,7 @@ class Build(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """GPUs whose driver is there: how many there are, and how many this process may use."""
+    """GPUs with a driver: how many there are, and how many this process may use."""
 
     vendor: Literal["NVIDIA", "AMD"]
     present: int
@@ -45,7 +45,7 @@ class Gpus(NamedTuple):
 
 
 def torch_build(file: Path | None = None) -> Build | None:
-    """Return what torch was built for, by its version.py; None without torch."""
+    """Return what torch was built for, from its version.py; None without torch."""
     if file is None:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -59,15 +59,15 @@ def torch_build(file: Path | None = None) -> Build | None:
 
 
 def check_torch(what: str) -> None:
-    """Refuse what computes where torch is not installed."""
+    """Refuse commands that compute if torch is not installed."""
     if torch_build() is None:
         raise lacks_training(what)
 
 
 def find_gpus(environ: Mapping[str, str], root: Path = ROOT) -> Gpus | None:
-    """Return the NVIDIA or AMD GPUs whose driver's files are there; None without any.
+    """Return the NVIDIA or AMD GPUs whose driver files exist; None without any.
 
-    Under WSL2 the driver shows no devices: there is one, unless the environment names more.
+    Under WSL2, the driver shows no devices: there is one, unless the environment names more.
     """
     nvidia, amd = _nvidia(environ, root), _amd(root)
     if not nvidia and not amd:
@@ -87,7 +87,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:
-    """Refuse to start ranks on GPUs that this torch cannot use; `device` as `Machine.device`."""
+    """Refuse to start ranks on GPUs that this torch cannot use; `device` as in `Machine`."""
     if device != "cuda" or gpus is None or build is None or not build.lacks(gpus.vendor):
         return
     needed = "CUDA" if gpus.vendor == "NVIDIA" else "ROCm"
@@ -104,18 +104,18 @@ def check_build(device: str, gpus: Gpus | None, build: Build | None) -> None:
 def unused_note(
     asked: str, device: str, gpus: Gpus | None, root: Path = ROOT, system: str | None = None
 ) -> str | None:
-    """Return a sentence where ranks go to the CPU although a GPU is there and nobody said so."""
+    """Return a note if ranks use the CPU by default although there is a GPU."""
     if device != "cpu" or asked != "auto":
         return None
     if gpus is not None:
         return (
             f"trains on the CPU: {gpus.hidden_by} hides the {gpus.present} {gpus.vendor} GPU(s) of "
-            "this machine; cluster.device=cpu says that it is meant"
+            "this machine; set cluster.device=cpu if you mean this"
         )
     other = _other(root, system or platform.system())
     if other is None:
         return None
-    return f"trains on the CPU: {unsupported(other)}; cluster.device=cpu says that it is meant"
+    return f"trains on the CPU: {unsupported(other)}; set cluster.device=cpu if you mean this"
 
 
 def unsupported(name: Literal["Apple", "Intel"]) -> str:

@@ -1,4 +1,4 @@
-"""Whether what `train.compile` needs is on this machine. No torch here."""
+"""Whether this machine has what `train.compile` needs. No torch here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from meshwright.spec.training import TrainSpec
 
 
 def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
-    """Return what compiling for a device, "cpu" or "cuda", lacks here, in words; None for nothing.
+    """Return what compiling lacks here for "cpu" or "cuda", in words; None for nothing.
 
-    On a CPU a C++ compiler, as torch looks for it (`cpp.cxx` of torch/_inductor/config.py), and
-    Python's headers; on CUDA Triton, a C compiler for what launches its kernels, and the headers.
+    On a CPU, it needs a C++ compiler, as torch looks for it (`cpp.cxx` of
+    torch/_inductor/config.py), and Python's headers; on CUDA Triton, a C compiler for its kernel
+    launchers, and the headers.
     """
     if device == "cuda" and not importlib.util.find_spec("triton"):
         return "triton is not installed"
@@ -37,7 +38,7 @@ def lacks_compiler(device: str, environ: Mapping[str, str]) -> str | None:
 
 
 def check_compiler(train: TrainSpec, lacks: str | None) -> None:
-    """Refuse `train.compile = true` where something is lacking for it."""
+    """Refuse `train.compile = true` if something that it needs is missing."""
     if train.is_compiled and lacks is not None:
         rule = f"train.compile = true, but {lacks}"
         raise ConfigError(refusal(rule, legal=["train.compile = false", 'train.compile = "auto"']))

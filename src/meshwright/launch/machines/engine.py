@@ -13,7 +13,7 @@ from meshwright.spec.loading import Config
 
 
 def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
-    """Refuse what DeepSpeed's engine does not do here, and the engine where it is missing."""
+    """Refuse what DeepSpeed's engine does not support here, and a missing DeepSpeed."""
     train = config.train
     if train.engine == "native":
         return
@@ -57,7 +57,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
 
 
 def check_fp8(config: Config, device: str) -> None:
-    """Refuse float8 where torchao is missing, or the GPU is known to have no such products."""
+    """Refuse float8 if torchao is missing, or if the GPU has no float8 products."""
     if not config.train.fp8:
         return
     if importlib.util.find_spec("torchao") is None:

@@ -1,4 +1,4 @@
-"""`Finding`: one thing that `doctor` looked at."""
+"""`Finding`: the result of one of `doctor`'s checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; "bad" is in the way of a run, a "note" is not."""
+    """The result of one check; "bad" prevents a run, a "note" does not."""
 
     name: str
     text: str

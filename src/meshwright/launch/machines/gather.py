@@ -1,8 +1,8 @@
-"""The run folder of ranks that others have started: seen by every node, or gathered at the end.
+"""The run folder of ranks on several nodes: shared by all nodes, or gathered at the end.
 
-A node that does not see rank 0's folder gets one of its own under the same path. What its ranks
-leave there goes to rank 0 through the store they have met in, at the end or after a failure. No
-torch here: the store is handed in.
+A node that cannot access rank 0's folder creates one under the same path. The files of its ranks
+are sent to rank 0 through the rendezvous store, at the end or after a failure. No torch here: the
+store is an argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FAILED_S: Final = 5.0  # and after a failure, where some of them may be gone
 
 
 class KeyValueStore(Protocol):
-    """What is needed of torch's stores."""
+    """The interface of torch's stores that is needed here."""
 
     def set(self, key: str, value: str) -> None:
         """Keep a text under a key."""
@@ -51,7 +51,7 @@ class KeyValueStore(Protocol):
 
 
 def hand_over(job: Job) -> str:
-    """Return what rank 0 tells the others of a run, whose locks it holds."""
+    """Return what rank 0 tells the other ranks about the run, whose locks it holds."""
     seen = {
         str(path): path.read_text(encoding="utf-8")
         for path in (job.folder.lock, job.checkpoints / LOCK)
@@ -63,7 +63,7 @@ def hand_over(job: Job) -> str:
 
 
 def sight(told: Mapping[str, Any]) -> list[bool]:
-    """Return whether this node sees rank 0's run folder, and what it checkpoints into."""
+    """Return whether this node can access rank 0's run folder, and its checkpoint folder."""
     until = time.monotonic() + _LOOK_S
     while True:
         found = [_reads(Path(path), text) for path, text in told["seen"].items()]
@@ -80,9 +80,9 @@ def _reads(path: Path, text: str) -> bool:
 
 
 def check_sights(told: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[bool]]]) -> None:
-    """Refuse a run whose steps would be torn apart; each of `sights` has its node's name.
+    """Refuse a run whose steps would be split over folders; `sights` have node names.
 
-    Every rank writes its part of a step, and rank 0 commits it: all must see one folder.
+    Every rank writes its part of a step, and rank 0 commits it, so all need access to one folder.
     """
     blind = sorted({node for node, (_, checkpoints) in sights if not checkpoints})
     if blind:
@@ -93,7 +93,7 @@ def check_sights(told: Mapping[str, Any], sights: Iterable[tuple[str, Sequence[b
 
 
 def make_copy(told: Mapping[str, Any]) -> None:
-    """Make a run folder on a node that does not see rank 0's."""
+    """Create a run folder on a node that cannot access rank 0's."""
     folder = Path(told["folder"])
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     for name, text in told["texts"].items():
@@ -102,14 +102,14 @@ def make_copy(told: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Takes what ranks of nodes `apart` leave in their own run folders to rank 0's."""
+    """Copies the files of ranks on nodes `apart` from their run folders to rank 0's."""
 
     store: KeyValueStore
     folder: RunFolder
     apart: tuple[int, ...]
 
     def send(self, rank: int) -> None:
-        """Send what a rank of this node has left; a failure to do so is no other failure."""
+        """Send the files of this node's rank; ignores a store that is gone with rank 0."""
         found = {}
         for path in (
             self.folder.log(rank),
@@ -123,9 +123,9 @@ class Gathering:
             self.store.set(f"left/{rank}", json.dumps(found))
 
     def collect(self, *, is_failure: bool) -> list[int]:
-        """Write what the ranks apart have sent into this folder; returns those that sent nothing.
+        """Write received files into this folder; returns the ranks that sent nothing.
 
-        For rank 0 alone; waits for them a while.
+        For rank 0 only; waits for a limited time.
         """
         missing = list(self.apart)
         until = time.monotonic() + (_FAILED_S if is_failure else _END_S)
@@ -143,7 +143,7 @@ class Gathering:
 def one_folder(world: World, told: Mapping[str, Any]) -> Gathering:
     """Return how the ranks share a run folder; a collective.
 
-    Raises `ConfigError` on every rank where they have nowhere to save together.
+    Raises `ConfigError` on every rank if they have no common folder to save into.
     """
     own = sight(told)
     sights = [[bool(seen) for seen in row] for row in world.gather_on_host([float(s) for s in own])]
@@ -174,7 +174,8 @@ class _Tee:
 def logged(path: Path, *, stdout: bool) -> Iterator[None]:
     """Keep a log of what this rank prints, which otherwise only its launcher has.
 
-    Without `stdout` only of stderr: rank 0 shows the run there. The stacks of a crash go there.
+    Without `stdout`, only of stderr, because rank 0 shows the run on stdout. Includes the stacks of
+    a crash.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ["stdout", "stderr"] if stdout else ["stderr"]

@@ -1,4 +1,4 @@
-"""What this machine offers: devices, ranks, cores, memory. Found without importing torch."""
+"""This machine's devices, ranks, cores and memory, found without importing torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CPU_RANKS = 2
 def detect(
     cluster: ClusterSpec, environ: Mapping[str, str], at: Rendezvous | None = None
 ) -> Machine:
-    """Return the machine at hand as the [cluster] section wants it seen.
+    """Return this machine as the [cluster] section describes it.
 
-    Where others have started the ranks, `at` says how many there are on this node.
-    Raises `ConfigError` where CUDA is asked for and there is none, or fewer GPUs than asked.
+    If another launcher started the ranks, `at` says how many there are on this node. Raises
+    `ConfigError` if CUDA is requested without a GPU, or with fewer GPUs than requested.
     """
     gpus = count_gpus(environ)
     cores = (
@@ -58,7 +58,7 @@ def detect(
 
 
 def memory_of_machine() -> tuple[int, int]:
-    """Return the bytes of memory in all and available, 0 where the system does not say."""
+    """Return the bytes of total and available memory, 0 if the system doesn't say."""
     path = Path("/proc/meminfo")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = (re.search(rf"{key}:\s+(\d+) kB", text) for key in ("MemTotal", "MemAvailable"))
@@ -67,9 +67,9 @@ def memory_of_machine() -> tuple[int, int]:
 
 
 def on_nodes(config: Config, at: Rendezvous) -> Config:
-    """Return a config whose cluster has the nodes that its ranks were started on.
+    """Return a config with the nodes on which its ranks were started.
 
-    Raises `ConfigError` where it was written, or planned, for others: its axes would not lie on the
+    Raises `ConfigError` if it was written, or planned, for other nodes: its axes would not use the
     links that they were placed on.
     """
     if at.size % at.local_size:
@@ -93,7 +93,7 @@ def on_nodes(config: Config, at: Rendezvous) -> Config:
 
 
 def gpu_name(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """Return what the driver calls the first GPU, such as "NVIDIA H100 80GB HBM3", if it says."""
+    """Return the driver's name of the first GPU, such as "NVIDIA H100 80GB HBM3", if any."""
     for file in sorted(folder.glob("*/information")):
         found = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
         if found:

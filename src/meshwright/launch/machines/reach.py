@@ -1,7 +1,7 @@
-"""Whether nodes reach each other on the addresses that ranks will use, and how fast. No torch here.
+"""Whether nodes reach each other at the addresses that ranks use, and how fast. No torch here.
 
-Every node listens on a port that the system gives it, as gloo's and NCCL's ranks will, and connects
-to every other one.
+Every node listens on a port that the system assigns, as gloo's and NCCL's ranks do, and connects to
+every other one.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class _Listener:
 
 
 def measure_links(node: int, nodes: int, address: str, share: Share) -> dict[str, Any]:
-    """Return what a node finds of its links: `turns` to the others, `rate` to the next one.
+    """Return a node's measurements of its links: `turns` to the others, `rate` to the next.
 
-    A turn is the seconds of one byte there and back, or why there is none; the rate is in bytes/s,
-    while all nodes send. A collective of one process for each node.
+    A turn is the round trip of one byte in seconds, or why it failed; the rate is in bytes/s, while
+    all nodes send. A collective of one process per node.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -123,7 +123,7 @@ def _rate(other: Mapping[str, Any]) -> float | None:
 
 
 def links_finding(names: Sequence[str], links: Sequence[Mapping[str, Any]]) -> Finding:
-    """Return what all nodes have found of their links: who does not reach whom, or how fast."""
+    """Return all nodes' findings on links: who does not reach whom, or how fast."""
     lost, turns = [], []
     for name, link in zip(names, links, strict=True):
         for other, found in link["turns"].items():

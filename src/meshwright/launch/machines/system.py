@@ -1,6 +1,6 @@
-"""What a machine lends to ranks beside devices: links, shared memory, the disk, the clock, limits.
+"""A machine's properties besides devices: links, shared memory, the disk, the clock, limits.
 
-Measured where that takes a moment. No torch here: `bench device` measures collectives.
+Quick ones are measured. No torch here: `bench device` measures collectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNSYNCHRONISED: Final = 5  # TIME_ERROR of adjtimex(2)
 
 
 def examine_system(folder: Path) -> Iterator[Finding]:
-    """Yield what there is to say; the disk is that of an existing folder."""
+    """Yield findings; the disk is that of an existing folder."""
     yield _driver()
     yield from _limits()
     yield _shared_memory()
@@ -111,7 +111,7 @@ def _loopback() -> Finding:
 
 
 def loopback_speed() -> tuple[float, float]:
-    """Return bytes/s of a TCP stream on loopback, and the seconds of a small message both ways."""
+    """Return bytes/s of a TCP stream on loopback, and the round trip of a small message."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as near,

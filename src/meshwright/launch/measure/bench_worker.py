@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 300.0
 
 
 def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]]:
-    """Yield what a request asks for, as it is found; all ranks of the world do."""
+    """Yield the results of a request as they come; all ranks of the world call it."""
     if request["what"] == "device":
         case, budget_s = Case.from_json(request["case"]), request["budget_s"]
         effort = quick(case.train.precision) if budget_s is None else Effort(budget_s)
@@ -36,7 +36,7 @@ def measure(request: Mapping[str, Any], world: World) -> Iterator[dict[str, Any]
 
 
 def measure_all(path: Path, at: Rendezvous) -> None:
-    """Measure what the request in a folder asks for; rank 0 writes what is found."""
+    """Measure what the request in a folder asks for; rank 0 writes the results."""
     request = json.loads((path / REQUEST).read_text(encoding="utf-8"))
     world = join(at, request["device"], TIMEOUT_S)
     lines = JsonLines(path / FOUND) if world.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Measuring on local ranks: starts them with a request and hands on what rank 0 says.
+"""Measures on local ranks: starts them with a request and passes on rank 0's results.
 
 No torch here: the ranks are processes of `launch.measure.bench_worker`.
 """
@@ -38,7 +38,7 @@ def measure_on_ranks(
     threads: int = 1,
     keeps_memory: bool = True,
 ) -> None:
-    """Have local ranks measure what a request asks for; `show` gets each line of rank 0.
+    """Make local ranks measure a request; `show` receives each line of rank 0.
 
     `threads` and `keeps_memory` as in `rank_environ`.
     Raises `RankFailed` where a rank ends, `StoppedOnRequest` on SIGINT or SIGTERM, `ConfigError`

@@ -1,4 +1,4 @@
-"""What the first `train` or `plan` on a machine measures of it, in seconds, to be priced by."""
+"""The quick measurement of a machine at its first `train` or `plan`, for pricing."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def measured_first(
     say: Callable[[str], None] | None = None,
     measure: Measure | None = None,
 ) -> Config:
-    """Return a config that is priced by this machine, measured now where it was not before.
+    """Return a config that is priced by this machine, measured now if not before.
 
-    Only CPUs are. `say` gets what was done, in a line, which goes to stderr unless given; `measure`
-    does it. Where it can't be done or kept, the shipped constants hold. Raises `StoppedOnRequest`
-    on SIGINT or SIGTERM.
+    Only CPUs are measured. `say` receives a line about it, by default for stderr; `measure` does
+    it. If it fails or cannot be stored, the shipped constants apply. Raises `StoppedOnRequest` on
+    SIGINT or SIGTERM.
     """
     left = left_open(config, environ)
     if left is None:

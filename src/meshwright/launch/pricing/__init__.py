@@ -1,1 +1,1 @@
-"""What was predicted, and what is measured of it."""
+"""Predictions of runs, and their correction by measurements."""

@@ -1,6 +1,6 @@
-"""A run on GPUs of the catalogue corrects its prediction at its 20th step, beside the run.
+"""A run on GPUs of the catalogue corrects its prediction at its 20th step, in the background.
 
-What is concluded is the work of `correction`, a process of its own, so that no rank waits for it.
+`correction` runs as a separate process, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _PATIENCE_S: Final = 60.0
 
 
 class Correcting:
-    """Takes a run's events; begins the correction once the 20th step since the start is there."""
+    """Receives a run's events; starts the correction at the 20th step since the start."""
 
     def __init__(self, begin: Callable[[], subprocess.Popen[bytes]]) -> None:
         self._begin, self._steps = begin, 0
         self._started: subprocess.Popen[bytes] | None = None
 
     def write(self, event: Event) -> None:
-        """Take one event."""
+        """Receive one event."""
         self._steps += event["event"] == "step"
         if self._started is None and self._steps == AT:
             self._started = self._begin()
 
     def close(self) -> None:
-        """Wait for the event, which is to be in the report."""
+        """Wait for the event, so that the report has it."""
         if self._started is not None:
             try:
                 self._started.wait(_PATIENCE_S)
@@ -43,7 +43,7 @@ class Correcting:
 
 
 def correcting(job: Job, environ: Mapping[str, str]) -> list[Correcting]:
-    """Return what corrects the predictions of a run's cluster; nothing where that is not known."""
+    """Return the corrector of predictions for a run's cluster; none if that is unknown."""
     is_on_it = job.machine.device == "cuda" and kept_of_cluster(job.config, environ) is not None
     if not is_on_it:
         return []

@@ -1,4 +1,4 @@
-"""What a run's steps say of its cluster: a correction, the file that keeps it, what is faster now.
+"""The correction that a run's steps imply for its cluster: stores it, and finds faster layouts.
 
 `python -m meshwright.launch.pricing.correction RUN_FOLDER` appends it to the run's events.
 """
@@ -37,7 +37,7 @@ _WORTH: Final = 0.02
 
 
 def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
-    """Return what a run's steps say of its cluster and of other layouts; keeps the correction."""
+    """Return the event of a run's correction and of faster layouts; stores the correction."""
     base = uncorrected(calibration_named(None))
     try:
         measured = measurement_of(job.folder.path, base)
@@ -60,7 +60,7 @@ def corrected_event(job: Job, environ: Mapping[str, str]) -> Event:
 
 
 def faster(setting: Setting, job: Job, own: float) -> dict[str, Any] | None:
-    """Return the layout that is predicted to be faster than a run's own on its devices, if any."""
+    """Return a layout that is predicted to be faster than a run's own on its devices, if any."""
     ranked = Search(setting, job.layout.world).run(1).ranked
     if not ranked or ranked[0].time.total > (1 - _WORTH) * own:
         return None
@@ -79,9 +79,9 @@ def _words(best: Mapping[str, Any] | None, own: float) -> str:
 
 
 def measurement_of(path: Path, base: Calibration) -> Measurement:
-    """Return the median step of a run's, without those that warm up, and its largest peak.
+    """Return the median step of a run, without warm-up steps, and its largest peak.
 
-    Raises `ConfigError` where there is no run, or none that has a step.
+    Raises `ConfigError` if there is no run, or no step.
     """
     job = read_job(path)
     try:
@@ -121,7 +121,7 @@ def uncorrected(calibration: Calibration) -> Calibration:
 def keep_correction(
     found: Correction, config: Config, environ: Mapping[str, str], by: str
 ) -> Path | None:
-    """Keep a correction for a config's cluster; None where it is this machine, or not writable."""
+    """Store a correction for a config's cluster; None if it is this machine, or not writable."""
     path = kept_of_cluster(config, environ)
     if path is None:
         return None
@@ -137,7 +137,7 @@ def _today() -> str:
 
 
 def main() -> None:
-    """Correct by the run folder that the command line names, and append the event to its own."""
+    """Correct predictions by the given run folder, and append the event to its events."""
     try:
         job = read_job(Path(sys.argv[1]))
         append(job, corrected_event(job, os.environ))

@@ -1,4 +1,4 @@
-"""The calibration of this machine that is kept, and configs that are priced by it."""
+"""Stored calibrations of this machine, and configs that are priced by them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _CLUSTERS: Final = "clusters-1"
 
 
 class Kept(NamedTuple):
-    """A calibration of this machine and its file."""
+    """A stored calibration of this machine and its file."""
 
     path: Path
     calibration: Calibration
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
-    """Return the folder under the user's cache folder: the XDG Base Directory Specification."""
+    """Return the folder in the user's cache folder: the XDG Base Directory Specification."""
     home = Path(environ.get("HOME", "~")).expanduser()
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "meshwright"
 
 
 def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -> Path:
-    """Return the file for what is measured here: by processor, cores or GPU, and torch.
+    """Return the file for measurements here: by processor, cores or GPU, and torch.
 
-    With a `precision`, the file for what a start measures of it.
+    With a `precision`, the file of what a start measures for it.
     """
     if machine.device == "cuda":
         name = gpu_name() or machine.name
@@ -56,7 +56,7 @@ def kept_at(machine: Machine, environ: Mapping[str, str], precision: str = "") -
 
 
 def keep(text: str, path: Path) -> bool:
-    """Keep a calibration; False where the folder can't be written."""
+    """Store a calibration; False if the folder can't be written."""
     # Only here: data's room brings numpy, which a config has no use for.
     from meshwright.data.files import write_atomic
 
@@ -69,9 +69,9 @@ def keep(text: str, path: Path) -> bool:
 
 
 def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
-    """Return a config that is priced by what was measured here, where it names nothing else.
+    """Return a config priced by this machine's measurements, if it names nothing else.
 
-    Its `cluster.calibration` has the date and the source of the measurement as its origin.
+    The origin of its `cluster.calibration` has the date and the source of the measurement.
     """
     left = left_open(config, environ)
     found = _kept_for(config, environ) if left is None else find_kept(left, environ)
@@ -79,9 +79,9 @@ def as_measured_here(config: Config, environ: Mapping[str, str]) -> Config:
 
 
 def kept_of_cluster(config: Config, environ: Mapping[str, str]) -> Path | None:
-    """Return the file for what `--measured` says of a config's cluster of the catalogue.
+    """Return the file of `--measured` for a config's cluster of the catalogue.
 
-    None for this machine, which measures itself, and where a calibration is named.
+    None for this machine, which measures itself, and if the config names a calibration.
     """
     cluster = config.cluster
     origin = config.origins.get(CALIBRATION, "")
@@ -103,9 +103,10 @@ def _kept_for(config: Config, environ: Mapping[str, str]) -> Kept | None:
 
 
 def left_open(config: Config, environ: Mapping[str, str]) -> Config | None:
-    """Return a config as it was given where that leaves it to this machine what it is priced by.
+    """Return a config as given, if its pricing is left to this machine.
 
-    None where it names a calibration or another cluster, or the environment has the shipped one.
+    None if it names a calibration or another cluster, or if the environment selects the shipped
+    one.
     """
     cluster = config.cluster
     if config.origins.get(CALIBRATION, "").startswith(MEASURED_HERE):
@@ -117,12 +118,12 @@ def left_open(config: Config, environ: Mapping[str, str]) -> Config | None:
 
 
 def machine_of(config: Config, environ: Mapping[str, str]) -> Machine:
-    """Return this machine with the ranks that it has by default."""
+    """Return this machine with its default number of ranks."""
     return detect(config.cluster.model_copy(update={"devices_per_node": None}), environ)
 
 
 def find_kept(config: Config, environ: Mapping[str, str]) -> Kept | None:
-    """Return what is kept of this machine: measured at length, else by a start."""
+    """Return the stored calibration of this machine: of `bench device`, else of a start."""
     with contextlib.suppress(ConfigError, OSError, RuntimeError):  # no home, nothing to look into
         if not (user_cache(environ) / _FOLDER).is_dir():
             return None
@@ -135,7 +136,7 @@ def find_kept(config: Config, environ: Mapping[str, str]) -> Kept | None:
 
 
 def priced_by(config: Config, kept: Kept) -> Config:
-    """Return a config that is priced by a calibration that is kept."""
+    """Return a config that is priced by a stored calibration."""
     about = kept.calibration
     cluster = config.cluster.model_copy(update={"calibration": str(kept.path)})
     origins = {**config.origins, CALIBRATION: f"{MEASURED_HERE}, {about.date}: {about.source}"}
@@ -143,7 +144,7 @@ def priced_by(config: Config, kept: Kept) -> Config:
 
 
 def source_of(machine: Machine, measured: Mapping[str, Any], how: str) -> str:
-    """Return where constants are from, in words; a GPU is called as its driver calls it."""
+    """Return the source of constants in words; a GPU has its driver's name."""
     name = measured["machine"] if machine.device == "cuda" else machine.name
     ranks = "1 rank" if measured["ranks"] == 1 else f"{measured['ranks']} ranks"
     return f"{how}: {name}, {ranks}, torch {measured['torch']}"
@@ -152,7 +153,7 @@ def source_of(machine: Machine, measured: Mapping[str, Any], how: str) -> str:
 def calibration_in_use(
     config: Config, environ: Mapping[str, str], today: datetime.date | None = None
 ) -> Finding:
-    """Return which calibration a config is priced by, and how old it is."""
+    """Return which calibration prices a config, and how old it is."""
     name, left = "calibration", left_open(config, environ)
     if left is None:
         named = config.cluster.calibration

@@ -1,4 +1,4 @@
-"""What a plan is for where the config says "local", `layout.auto`, and what a run is predicted."""
+"""Resolves `layout.auto` and the cluster "local" for a plan, and predicts a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # `config show` has no use for what they bring
 
 
 def settled(config: Config, machine: Machine, lacks: str | None = None) -> Config:
-    """Return a config whose layout and `train.compile` are decided, by the planner where asked.
+    """Return a config with its layout and `train.compile` resolved, by the planner if requested.
 
-    On GPUs so are the precision and the microbatch that are left out. `lacks` is what a compiler
-    lacks here. Raises `ConfigError` where no layout fits, or where the planner does not know the
-    machine's GPUs.
+    On GPUs, this includes missing precision and microbatch. `lacks` is what a compiler is missing
+    here. Raises `ConfigError` if no layout fits, or if the planner does not know the machine's
+    GPUs.
     """
     config = in_precision_of(config, machine)
     if config.layout.auto:
@@ -52,7 +52,7 @@ def settled(config: Config, machine: Machine, lacks: str | None = None) -> Confi
 
 
 def in_precision_of(config: Config, machine: Machine) -> Config:
-    """Return a config with the precision of this machine's GPUs, where it leaves that out."""
+    """Return a config with the usual precision of this machine's GPUs, if it sets none."""
     is_given = config.origins.get("train.precision", "default") != "default"
     if is_given or machine.device != "cuda" or config.cluster.preset != "local":
         return config
@@ -63,9 +63,9 @@ def in_precision_of(config: Config, machine: Machine) -> Config:
 
 
 def with_microbatch(config: Config, machine: Machine) -> Config:
-    """Return a config with the fastest microbatch that fits, by prediction, where it has none.
+    """Return a config with the fastest predicted microbatch that fits, if it sets none.
 
-    Nothing changes where the machine's GPUs are not known, or where none fits.
+    Nothing changes if the machine's GPUs are unknown, or if none fits.
     """
     if config.layout.microbatch is not None:
         return config
@@ -84,7 +84,7 @@ def with_microbatch(config: Config, machine: Machine) -> Config:
 
 
 def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
-    """Return what a layout is priced for on this machine; raises `ConfigError` as `on_machine`."""
+    """Return the setting of a layout on this machine; raises `ConfigError` as `on_machine`."""
     from meshwright.search.plan import on_cluster, setting_of
 
     each = layout.world // config.cluster.nodes
@@ -97,8 +97,8 @@ def setting_on(config: Config, machine: Machine, layout: Layout) -> Setting:
 def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
     """Return how many times slower a rank of this machine is than the catalogue's device.
 
-    `ranks` is their number on a node, the cluster's unless given. Ranks share a CPU's cores, and
-    the catalogue's device has the share of a rank when as many run as by default.
+    `ranks` is their number on a node, by default the cluster's. Ranks share a CPU's cores, and the
+    catalogue's device is one rank's share with the default number of ranks.
     """
     if machine.device != "cpu" or config.cluster.preset != "local":
         return 1.0
@@ -107,10 +107,10 @@ def slower(config: Config, machine: Machine, ranks: int | None = None) -> float:
 
 
 def on_machine(config: Config, machine: Machine) -> Config:
-    """Return a config whose cluster is so many devices of this machine's kind, for the planner.
+    """Return a config with a cluster of so many devices of this machine, for the planner.
 
-    A CPU runs as many ranks as the given degrees need. Raises `ConfigError` where the
-    machine's GPUs are not in the catalogue.
+    A CPU runs as many ranks as the given degrees need. Raises `ConfigError` if the machine's GPUs
+    are not in the catalogue.
     """
     from meshwright.predict.catalogue import device_named
     from meshwright.search.pins import degree_of, given
@@ -126,7 +126,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
         if device is None:
             raise ConfigError(
                 f"cluster.preset = 'local': {name or 'the GPU of this machine'} is not in the "
-                "catalogue. Name one that is alike, as in cluster.preset=h100-sxm, or plan for the "
+                "catalogue. Name a similar one, as in cluster.preset=h100-sxm, or plan for the "
                 "CPU with cluster.device=cpu"
             )
         changes["preset"] = device.name
@@ -134,7 +134,7 @@ def on_machine(config: Config, machine: Machine) -> Config:
 
 
 def predicted(job: Job) -> StepProfile | None:
-    """Return what is predicted of a run's steps; None where the machine's device is not known."""
+    """Return the prediction of a run's steps; None if the machine's device is unknown."""
     from meshwright.predict.profile import predicted_profile
 
     try:

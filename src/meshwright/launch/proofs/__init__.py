@@ -1,1 +1,1 @@
-"""Ranks that prove."""
+"""Local ranks that prove."""

@@ -1,4 +1,4 @@
-"""Proving cases on local ranks: starts them, follows what they find, and outlives their failures.
+"""Proves cases on local ranks: starts them, follows their results, and survives their failures.
 
 No torch here: the ranks are processes of `launch.proofs.proof_worker`.
 """
@@ -34,22 +34,22 @@ CLAIM: Final = "runs on its ranks"
 
 @dataclass(frozen=True)
 class ProofFolder:
-    """Where the ranks find their cases and leave their verdicts; it has a run folder's logs."""
+    """The folder of the ranks' cases and verdicts; has the logs of a run folder."""
 
     path: Path
 
     @property
     def cases(self) -> Path:
-        """A case a line, as JSON."""
+        """The cases as JSON, one per line."""
         return self.path / "cases.jsonl"
 
     @property
     def verdicts(self) -> Path:
-        """What rank 0 says: an object as a case begins, one with its verdicts as it ends."""
+        """Rank 0's output: an object when a case begins, one with its verdicts when it ends."""
         return self.path / "verdicts.jsonl"
 
     def write_cases(self, cases: Sequence[Case]) -> None:
-        """Write what the ranks are to prove."""
+        """Write the cases for the ranks."""
         text = "".join(f"{case.as_json()}\n" for case in cases)
         self.cases.write_text(text, encoding="utf-8")
 
@@ -59,7 +59,7 @@ class ProofFolder:
 
 
 def worker_command(folder: Path, device: str = "cpu") -> list[str]:
-    """Return the command line of a rank process that computes on a device, "cpu" or "cuda"."""
+    """Return the command line of a rank process on a device, "cpu" or "cuda"."""
     return [sys.executable, "-m", "meshwright.launch.proofs.proof_worker", str(folder), device]
 
 
@@ -72,11 +72,11 @@ def prove_cases(
     *,
     device: str = "cpu",
 ) -> list[Outcome]:
-    """Prove cases that all have the same number of ranks; `show` gets each outcome as it comes.
+    """Prove cases with the same number of ranks; `show` receives each outcome at once.
 
-    Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given.
-    Where a rank fails, its layout is the one that failed, and the rest goes to fresh ranks. Raises
-    `RankFailed` where the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
+    Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given. If
+    a rank fails, its layout counts as failed, and fresh ranks prove the rest. Raises `RankFailed`
+    if the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     check_torch("proving")
     outcomes: list[Outcome] = []
@@ -94,7 +94,7 @@ def prove_cases(
 def fails_alike(
     outcome: Outcome, environ: Mapping[str, str], device: str
 ) -> Callable[[Case], bool]:
-    """Return a test of cases: does one, alone on fresh ranks, fail in a claim that failed here?"""
+    """Return a predicate: whether a case, alone on fresh ranks, fails in one of these claims."""
 
     def fails(case: Case) -> bool:
         (found,) = prove_cases([case], environ, lambda outcome: None, device=device)
@@ -166,6 +166,6 @@ def _outcome(case: Case, said: Mapping[str, Any]) -> Outcome:
 
 
 def by_world(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Yield the cases in lists of one number of ranks each, the smallest first."""
+    """Yield the cases in lists with the same number of ranks, the smallest first."""
     for world in sorted({case.layout.world for case in cases}):
         yield [case for case in cases if case.layout.world == world]

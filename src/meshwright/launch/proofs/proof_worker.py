@@ -17,7 +17,7 @@ TIMEOUT_S: Final = 300.0
 
 
 def prove_all(folder: ProofFolder, world: World) -> None:
-    """Prove the folder's cases in their order; rank 0 writes what is found."""
+    """Prove the folder's cases in order; rank 0 writes the results."""
     suite = Suite(world, TIMEOUT_S)
     lines = JsonLines(folder.verdicts) if world.rank == 0 else None
     for index, case in enumerate(folder.read_cases()):

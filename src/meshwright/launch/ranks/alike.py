@@ -1,7 +1,6 @@
-"""The ranks of a run have the same config, data, first weights and code; else it does not begin.
+"""Checks that all ranks of a run have the same config, data, first weights and code.
 
-Each rank reads them by itself. A file that is another one on one machine would give a loss that
-looks normal.
+Each rank reads them itself. If a file differed on one machine, the loss would still look normal.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ Digests = Mapping[str, str]  # by the name of what they are of
 
 
 def refuse_unlike(mine: Digests, world: World) -> None:
-    """Raise `ConfigError` on every rank where digests differ, with files and ranks; a collective.
+    """Raise `ConfigError` on every rank if digests differ, with files and ranks; a collective.
 
-    Where they agree, ranks exchange 64 bytes.
+    If they agree, ranks exchange only 64 bytes.
     """
     if world.size == 1:
         return
@@ -50,7 +49,7 @@ def refuse_unlike(mine: Digests, world: World) -> None:
 
 
 def differences(everyone: Sequence[Digests]) -> Iterator[str]:
-    """Say of each thing that is not the same on all ranks what it is on which."""
+    """Describe each thing that differs between ranks, with its value on each."""
     for name in dict.fromkeys(name for digests in everyone for name in digests):
         ranks: dict[str, list[int]] = {}
         for rank, digests in enumerate(everyone):
@@ -69,7 +68,7 @@ def _telling(values: Collection[str]) -> int:
 def digests_of(
     job: Job, dataset: Dataset | StreamedDataset, *, has_weights: bool
 ) -> dict[str, str]:
-    """Return digests of what a rank has read; without `has_weights` not of the first weights."""
+    """Return digests of a rank's inputs; without `has_weights`, not of the first weights."""
     files = (job.folder.config, job.folder.plan)
     found = {str(path): sha256_bytes(path.read_bytes()) for path in files}
     found |= dataset.files or dataset.identity

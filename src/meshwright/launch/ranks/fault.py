@@ -1,4 +1,4 @@
-"""Faults on purpose: a rank that is killed, stopped or spoiled at a given phase of a given step.
+"""Injected faults: a rank that is killed, stopped or corrupted in a given phase and step.
 
 `FAULT=rank:phase:step:action` in the environment of `train`; docs/faults.md lists the actions. No
 torch here: `launch.ranks.inject` acts them out.
@@ -20,9 +20,9 @@ ACTIONS: Final = ("kill", "stop", "segfault", "hang_gil", "sleep", "raise", "exi
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank at a moment of a step, or of each step where it is None.
+    """What happens to a rank in a phase of a step, or of each step if it is None.
 
-    `always`: in every attempt, rather than in the first only.
+    `always`: in every attempt, not only in the first.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""`Injector` acts out a `Fault` in the rank that it is for."""
+"""`Injector` executes a `Fault` in its rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.launch.ranks.fault import Fault
 
 
 class Injector:
-    """Acts a fault out, once for each step that it is for; called with each phase of a recorder."""
+    """Executes a fault, once for each of its steps; called with each phase of a recorder."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
@@ -32,7 +32,7 @@ class Injector:
 
 
 def injector(text: str | None, rank: int, attempt: int) -> Injector | None:
-    """Return what acts out the fault of this rank and attempt, if there is one."""
+    """Return the injector of this rank and attempt, if there is one."""
     fault = Fault.parse(text) if text else None
     if fault is None or fault.rank != rank or (attempt > 0 and not fault.always):
         return None

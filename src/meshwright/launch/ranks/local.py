@@ -41,7 +41,7 @@ class LocalRun:
     def train(self, listener: socket.socket, view: View, signals: StopSignals) -> int:
         """Train to the end and return the exit code; the first attempt meets at `listener`.
 
-        Raises as `Stopping.look` and `RunLock.check` do, too.
+        Also raises what `Stopping.look` and `RunLock.check` raise.
         """
         job = self._job
         stopping = Stopping(

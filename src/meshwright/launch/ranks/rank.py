@@ -1,4 +1,4 @@
-"""The process of one rank that measures or proves: it meets the others, does its part, and ends."""
+"""The process of a rank that measures or proves: it joins the others, works, and ends."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshwright.training.run_folder import RunFolder
 
 
 def run_process(work: Callable[[Path, Rendezvous], None], threads: int = 1) -> None:
-    """Do a rank's work for the folder that the command line names, and end the process.
+    """Do a rank's work for the folder on the command line, and end the process.
 
-    `work` gets the folder and where the ranks meet, joins them, and computes with so many
-    `threads`. An error is left in the folder, as that of a rank in training is.
+    `work` receives the folder and the rendezvous, joins the others, and computes with so many
+    `threads`. It leaves an error in the folder, like a training rank.
     """
     environ = os.environ
     tell_stacks()

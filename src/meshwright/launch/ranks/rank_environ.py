@@ -34,10 +34,10 @@ def rank_environ(
     keeps_memory: bool = True,
     on_gpus: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of ranks that have so many threads each.
+    """Return the environment of ranks with so many threads each.
 
-    `keeps_memory` False leaves the allocator as it is, for ranks that have to stay below a limit.
-    What is set of it already stays.
+    `keeps_memory` False leaves the allocator alone, for ranks with a memory limit. Variables that
+    are already set stay.
     """
     found = {**environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     own = environ.get("GLIBC_TUNABLES", "")
@@ -47,7 +47,7 @@ def rank_environ(
 
 
 def gpu_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return what a rank with a GPU wants in its environment beside what is there."""
+    """Return additional environment variables for a rank with a GPU."""
     found: dict[str, str] = {}
     for names, value in _ON_GPUS:
         if not any(name in environ for name in names):
@@ -58,5 +58,5 @@ def gpu_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
 
 
 def sets_allocator(environ: Mapping[str, str]) -> bool:
-    """Return whether ranks are started with our settings of glibc's allocator: where none are."""
+    """Return whether ranks get our settings of glibc's allocator: if none are set."""
     return "glibc.malloc" not in environ.get("GLIBC_TUNABLES", "") and "LD_PRELOAD" not in environ

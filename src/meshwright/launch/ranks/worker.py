@@ -1,6 +1,6 @@
 """The process of one rank: `python -m meshwright.launch.ranks.worker RUN_FOLDER`.
 
-It joins the others, trains, and leaves either an exit code or a failure file that says why not.
+It joins the others, trains, and leaves either an exit code or a failure file with the reason.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ NO_THREAD: Final = "Resource temporarily unavailable"
 
 
 class StopRequest:
-    """Whether this process was asked to stop; SIGTERM, SIGINT and SIGHUP ask."""
+    """Whether this process was asked to stop, by SIGTERM, SIGINT or SIGHUP."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def listen(self) -> None:
-        """Take the signals: our supervisor passes on SIGTERM, torchrun whatever it has got."""
+        """Handle the signals: our supervisor sends SIGTERM, torchrun passes on what it received."""
         for number in stop_signals():
             signal.signal(number, self._ask)
 
@@ -83,10 +83,10 @@ class StopRequest:
 
 
 def follow_parent(environ: Mapping[str, str]) -> None:
-    """End this process as soon as the supervisor is gone, however it went.
+    """End this process as soon as the supervisor is gone, however it ended.
 
-    The supervisor holds the other end of a pipe; reading it returns only when that end closes. That
-    takes a thread that runs Python: on Linux the system itself ends a process that cannot.
+    The supervisor holds the other end of a pipe; reading it returns only when that end closes. This
+    needs a thread that runs Python, so on Linux, the system also ends a process that cannot.
     """
     descriptor = environ.get("MESHWRIGHT_PARENT_FD")
     if descriptor is None:
@@ -103,19 +103,19 @@ def follow_parent(environ: Mapping[str, str]) -> None:
 
 
 def tell_stacks() -> None:
-    """Have the stacks of all threads printed on SIGUSR1 and in a crash.
+    """Print the stacks of all threads on SIGUSR1 and in a crash.
 
-    No Python is needed for it, so it works where a thread holds the GIL and never lets go of it.
+    This needs no Python, so it works while a thread holds the GIL and never releases it.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 class MemoryLimit:
-    """What a rank may allocate from here on, held by the system, as a context.
+    """A context that limits a rank's further allocations, enforced by the system.
 
-    Raises `RankFailed` in place of the error of an allocation that was refused, and `ConfigError`
-    where nothing holds the limit.
+    Raises `RankFailed` instead of the error of a refused allocation, and `ConfigError` if the
+    system cannot enforce the limit.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
@@ -131,8 +131,8 @@ class MemoryLimit:
             return
         if not sys.platform.startswith("linux"):
             raise ConfigError(
-                f"cluster.memory = {format_bytes(self.limit)} cannot be held to on {sys.platform}: "
-                "leave it out"
+                f"cluster.memory = {format_bytes(self.limit)} cannot be enforced on "
+                f"{sys.platform}: leave it out"
             )
         # RLIMIT_DATA counts private writable memory: what tensors are made of. RLIMIT_AS would
         # also count libtorch's file and the 64 MiB that malloc reserves for each thread, and
@@ -152,7 +152,7 @@ class MemoryLimit:
             raise RankFailed(self.refusal(str(error), self.limit)) from error
 
     def refusal(self, said: str, limit: int) -> str:
-        """Word the end of a rank that asked for too much; `said` is the allocator's own message."""
+        """Return the message of a rank that exceeded its limit; `said` is the allocator's own."""
         found = re.search(r"allocate (\d+(?:\.\d+)?)\.? ?([KMGT]iB)?", said)
         size = "" if found is None else format_bytes(parse_bytes(found[1] + (found[2] or "")))
         asked = f"asked for {size}," if size else "asked for"
@@ -164,14 +164,14 @@ class MemoryLimit:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was refused."""
+    """Whether an error means that an allocation was refused."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
 
 
 def private_memory() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts, of which malloc holds some free."""
+    """Return this process's bytes that RLIMIT_DATA counts, including malloc's free ones."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -189,11 +189,11 @@ def _set_data_limit(limit: int | None) -> None:
 
 
 def tune_libc() -> None:
-    """Have freed memory go back at once, and threads to come reserve 1 MiB for their stack, not 8.
+    """Make freed memory return to the system at once, and threads reserve 1 MiB stacks, not 8.
 
-    By itself glibc keeps freed pieces of up to 32 MiB, and what lies between them is lost: alone,
+    By default, glibc keeps freed pieces of up to 32 MiB, and the gaps between them are lost: alone,
     examples/long_context.toml needs 543 MiB instead of 455. Gloo starts up to three threads for
-    each group. Other libraries lack these functions, and go without.
+    each group. Other libraries lack these functions and are left alone.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -216,8 +216,8 @@ def run_rank(
 ) -> int:
     """Train as one rank of a world and return the exit code.
 
-    An `attempt` above 0 goes on where the one before it has left the run. Rank 0 shows the run in
-    its `view`, where no supervisor does.
+    An `attempt` above 0 continues the run of the previous attempt. Without a supervisor, rank 0
+    shows the run in its `view`.
     """
     config = job.config
     world.recorder.phase("load")
@@ -251,7 +251,7 @@ def run_rank(
 def open_flight_recorder(
     folder: RunFolder, at: Rendezvous, environ: Mapping[str, str]
 ) -> FlightRecorder:
-    """Begin the flight recorder of this rank, with the fault that it is to act out, if any."""
+    """Start the flight recorder of this rank, with its injected fault if any."""
     path = folder.flight_recorder(at.rank)
     fault = injector(environ.get("FAULT"), at.rank, at.attempt)
     return FlightRecorder.open(path, at.rank, at.size, at.attempt, fault)
@@ -260,7 +260,7 @@ def open_flight_recorder(
 def record_failure(
     folder: RunFolder, rank: int, error: BaseException, recorder: FlightRecorder | None = None
 ) -> None:
-    """Write what ended this rank, for the supervisor to tell."""
+    """Write what ended this rank, for the supervisor."""
     causes = [error, error.__cause__]
     failure = {
         "rank": rank,

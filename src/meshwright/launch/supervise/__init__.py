@@ -1,1 +1,1 @@
-"""Starting, watching, restarting and ending ranks, and saying what ended them."""
+"""Starts, watches, restarts and ends ranks, and explains why they ended."""

@@ -1,6 +1,6 @@
-"""`doctor RUN`: what became of a run, in words, from its recorders, failures, events and steps.
+"""`doctor RUN`: the state of a run in words, from its recorders, failures, events and steps.
 
-It reads only, so it may look at a run that is being trained. No torch here.
+It only reads, so the run may be training. No torch here.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SILENT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What became of a run.
+    """The state of a run.
 
-    `state`: "done", "stopped" on request, "running", "silent" (it has not done anything for a
-    while) or "failed". `why` is in words; `failures` are what ranks raised, by rank.
+    `state`: "done", "stopped" on request, "running", "silent" (no activity for a while) or
+    "failed". `why` is in words; `failures` are the ranks' exceptions, by rank.
     """
 
     run: Path
@@ -82,7 +82,7 @@ class Diagnosis:
 
 
 def diagnose(path: Path) -> Diagnosis:
-    """Return what became of the run in a folder; raises `ConfigError` where there is none."""
+    """Return the state of the run in a folder; raises `ConfigError` if there is none."""
     job = read_job(path)
     with foreign(f"what {path} holds of its run", ConfigError):
         return _diagnose(path, job)

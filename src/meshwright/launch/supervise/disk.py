@@ -1,4 +1,4 @@
-"""Disk use of runs and prepared data, and their removal. No torch here."""
+"""Disk usage of runs and prepared data, and their removal. No torch here."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PREPARED: Final = {"stores": "a prepared corpus", "downloads": "a download"}
 
 
 class DiskEntry(NamedTuple):
-    """A folder or file that may go: its bytes on the disk, and when it last changed, or was read.
+    """A removable folder or file: its bytes on disk, and when it last changed or was read.
 
-    The time is in seconds since 1970. `in_use` says by whom; such an entry is never removed.
+    The time is in seconds since 1970. `in_use` names its user; such an entry is never removed.
     """
 
     path: Path
@@ -39,9 +39,9 @@ class DiskEntry(NamedTuple):
 
 
 def runs_of(root: Path) -> list[DiskEntry]:
-    """Return the runs in a folder, the newest first; nothing else in it is one.
+    """Return the runs in a folder, newest first; anything else in it is ignored.
 
-    Raises `ConfigError` where there is no such folder.
+    Raises `ConfigError` if there is no such folder.
     """
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder of runs; log.dir says where they are")
@@ -83,7 +83,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def prepared_in(cache: Path) -> list[DiskEntry]:
-    """Return the prepared stores and the downloads in a cache folder, the last used first."""
+    """Return the prepared stores and downloads in a cache folder, last used first."""
     folders = [cache / name for name in PREPARED if (cache / name).is_dir()]
     paths = [path for one in folders for path in one.iterdir() if not path.is_symlink()]
     mapped = dict(_mapped(paths))
@@ -113,18 +113,18 @@ def _mapped(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def size_of(path: Path) -> int:
-    """Return what a file or a folder takes on the disk, in bytes; what links point to does not."""
+    """Return the disk usage of a file or folder in bytes; doesn't follow links."""
     return sum(one.lstat().st_blocks * 512 for one in (path, *path.rglob("*")))
 
 
 class DiskSelection(NamedTuple):
-    """What may go: all but the newest `keep`, of what is older than `age_s`; None: no matter."""
+    """What to remove: all but the newest `keep`, if older than `age_s`; None: any."""
 
     keep: int | None = None
     age_s: float | None = None
 
     def of(self, entries: Sequence[DiskEntry], now: float | None = None) -> list[DiskEntry]:
-        """Return the entries that are to go; none where nothing was chosen."""
+        """Return the entries to remove; none if nothing was selected."""
         if self.keep is None and self.age_s is None:
             return []
         before = (time.time() if now is None else now) - (self.age_s or 0.0)
@@ -133,7 +133,7 @@ class DiskSelection(NamedTuple):
 
 
 def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
-    """Remove entries, and yield each with why it could not be; empty where it is gone."""
+    """Remove entries, and yield each with its error, empty on success."""
     for entry in entries:
         problem = ""
         try:
@@ -151,7 +151,7 @@ def remove(entries: Iterable[DiskEntry]) -> Iterator[tuple[DiskEntry, str]]:
 
 
 def forget_gone(root: Path) -> None:
-    """Remove what points to runs that are gone: `latest`, and the words of jobs to come back."""
+    """Remove references to runs that are gone: `latest`, and records of restarted jobs."""
     latest = root / "latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink()

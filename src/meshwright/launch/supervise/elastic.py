@@ -1,8 +1,7 @@
-"""Runs whose ranks others start again: how an attempt finds the run of the one before it.
+"""Runs that other launchers restart: how an attempt finds the run of the previous one.
 
-Rank 0 leaves word of the run in a file beside its folder, under the id of the job. A job that was
-killed leaves its word behind: one that comes under the same id must not take it for its own. No
-torch here.
+Rank 0 leaves a record of the run in a file next to its folder, under the job's id. A killed job
+leaves its record behind, and a new job with the same id must not use it. No torch here.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def _note(config: Config, at: Rendezvous) -> Path:
 
 
 class Word(NamedTuple):
-    """What rank 0 leaves: its run's folder and id, a digest of what was asked for, who started it.
+    """Rank 0's record: its run's folder and id, a digest of the given config, and who started it.
 
     `host` is its machine, `agent` the torchrun there, `parent` the process that started rank 0,
-    with the time at which that one began.
+    with its start time.
     """
 
     folder: str
@@ -52,7 +51,7 @@ class Word(NamedTuple):
 
 
 def read_word(note: Path) -> Word | None:
-    """Return what a file says of a job to come back; None where it is missing or damaged."""
+    """Return a file's record of a job; None if it is missing or damaged."""
     try:
         word = Word(**parse_json(note.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -62,9 +61,10 @@ def read_word(note: Path) -> Word | None:
 
 
 def recorded(config: Config, at: Rendezvous, say: Callable[[str], None]) -> Path | None:
-    """Return the run folder of the attempt before this one, where there was one.
+    """Return the run folder of the previous attempt, if there was one.
 
-    Word of another job is removed; `say` gets a line on it where this is no first attempt.
+    Removes the record of another job; unless this is a first attempt, `say` receives a line about
+    it.
     """
     note = _note(config, at)
     word = read_word(note)
@@ -94,7 +94,7 @@ def _is_own(word: Word, config: Config, at: Rendezvous) -> bool:
 
 
 def tell(job: Job, config: Config, at: Rendezvous) -> None:
-    """Leave word of this run for the attempts to come; `config` is what was asked for."""
+    """Leave a record of this run for later attempts; `config` is the given one."""
     note, parent = _note(config, at), os.getppid()
     word = Word(
         folder=str(job.folder.path.resolve()),
@@ -127,18 +127,18 @@ def _began(pid: int) -> int:
 
 
 def forget(job: Job, at: Rendezvous) -> None:
-    """Take the word back, once the run has ended well."""
+    """Remove the record, after the run has ended well."""
     _note(job.config, at).unlink(missing_ok=True)
 
 
 def starter(at: Rendezvous) -> str:
-    """Return the name of what has started these ranks."""
+    """Return the name of the launcher of these ranks."""
     kind = (at.job or "").partition("-")[0]
     return {"slurm": "Slurm", "ray": "Ray"}.get(kind, "torchrun")
 
 
 def restarted(job: Job, at: Rendezvous) -> dict[str, Any]:
-    """Return the event of this attempt; nobody tells why or when the last one ended."""
+    """Return the event of this attempt; the cause and time of the last end are unknown."""
     causes = []
     for rank in range(job.layout.world):
         said = read_failure(job.folder, rank)

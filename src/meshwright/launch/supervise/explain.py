@@ -1,4 +1,4 @@
-"""What the recorders of ranks say together: who waits for whom, and in what. No torch here."""
+"""Explains from the ranks' recorders who waits for whom, and in what. No torch here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _FAILURE: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
-    """Return what a rank has left of its failure; None where it left nothing, or it is damaged."""
+    """Return a rank's record of its failure; None if there is none, or it is damaged."""
     try:
         said = parse_json(folder.failure(rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def read_failure(folder: RunFolder, rank: int) -> dict[str, Any] | None:
 
 
 def lost_a_peer(failure: Mapping[str, Any]) -> bool:
-    """Whether a rank's record of its failure tells of another rank that was gone before."""
+    """Whether a rank's failure says that another rank was gone before."""
     return failure["type"] in _SECOND_HAND or any(
         words in failure["message"] for words in _SECOND_HAND_WORDS
     )
@@ -77,7 +77,7 @@ def lost_a_peer(failure: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Witness:
-    """A rank as others see it: its recorder, if it has begun one, and the state of its process."""
+    """A rank seen from outside: its recorder, if it has one, and the state of its process."""
 
     rank: int
     reading: Reading | None
@@ -109,7 +109,7 @@ def process_state(pid: int) -> str:
 
 
 def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[Witness]:
-    """Return what is to be seen of each rank; without `pids` those that the recorders name."""
+    """Return what can be seen of each rank; without `pids`, those in the recorders."""
     found, here = [], machine_id()
     for rank in range(world):
         reading = read_flight_recorder(folder.flight_recorder(rank))
@@ -122,7 +122,7 @@ def witnesses(folder: RunFolder, world: int, pids: Sequence[int] = ()) -> list[W
 
 
 def explain(found: Sequence[Witness], now: float | None = None) -> str:
-    """Say why ranks do not go on: who is missing, and what the others wait in.
+    """Return why ranks do not continue: who is missing, and what the others wait in.
 
     `now` is of the monotonic clock.
     """
@@ -166,9 +166,9 @@ def _has(ranks: Sequence[int]) -> str:
 
 
 def memory_words(folder: RunFolder, rank: int) -> str:
-    """Say in brackets which peak of a rank was predicted and which measured last; empty if neither.
+    """Return a rank's predicted and last measured peak in brackets; empty if neither is known.
 
-    The prediction is of its tensors; on a CPU what is measured is the whole process.
+    The prediction is of its tensors; on a CPU, the measurement is of the whole process.
     """
     words = []
     with contextlib.suppress(MeshwrightError, OSError, ValueError):
@@ -253,5 +253,5 @@ def _same_for_all(record: Record) -> int:
 
 
 def mismatch(found: Sequence[Witness]) -> str:
-    """Return at which collective ranks of one group first did not do the same; empty where none."""
+    """Return the first collective at which ranks of a group differ; empty if none does."""
     return next(_mismatches(found), "")

@@ -17,11 +17,11 @@ from meshwright.parsing import parse_json
 
 
 class RunLock:
-    """The right to write into a folder, as a context; the lock names the run.
+    """The exclusive right to write into a folder, as a context; the lock names the run.
 
-    The system holds the lock and lets go of it when the last process that has the file open is
-    gone, however it went: a lock that is left behind stops nobody. Ranks get the open file, so that
-    the folder of a supervisor that was killed stays locked for as long as one of them runs.
+    The system holds the lock and releases it when the last process with the open file ends, however
+    it ended: no stale lock remains. Ranks inherit the open file, so the folder of a killed
+    supervisor stays locked as long as one of them runs.
     """
 
     def __init__(self, path: Path, run: str = "", what: str = "run folder") -> None:
@@ -65,7 +65,7 @@ class RunLock:
             return False
 
     def check(self) -> None:
-        """Raise `RankFailed` where the lock is lost."""
+        """Raise `RankFailed` if the lock is lost."""
         if self.is_lost:
             raise RankFailed(
                 f"{self._what} {self._path.parent} was removed or replaced while the run wrote "
@@ -79,7 +79,7 @@ class RunLock:
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """Return pid, host and time of whoever took a lock and has not let go of it."""
+    """Return pid, host and time of a lock's holder, if it was not released."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
         time.localtime(found["time"])
@@ -89,7 +89,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
 
 
 def refused(path: Path, holder: dict[str, Any] | None, what: str = "run folder") -> str:
-    """Word the refusal of a folder that is in use."""
+    """Return the refusal of a folder that is in use."""
     text = f"{what} {path.parent} is in use"
     if holder is None:
         return f"{text} by another process"

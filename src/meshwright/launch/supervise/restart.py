@@ -1,4 +1,4 @@
-"""Attempts: ranks that failed are started again, while that leads anywhere. No torch here."""
+"""Attempts: failed ranks are restarted as long as that makes progress. No torch here."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def run_attempts(
 ) -> int:
     """Call `run` with the number of each attempt until one ends well; returns its exit code.
 
-    Before each further attempt an event tells why, which `tell` takes; left out, the run's events
-    get it. Raises what `run` raises where another attempt
-    cannot help, or `stop` says that none is wanted, and `NoProgress` after `checkpoint.restarts` in
-    a row that came no further than the ones before.
+    Before each further attempt, an event with the cause goes to `tell`, by default to the run's
+    events. Raises what `run` raises if another attempt cannot help, or if `stop` says that none is
+    wanted, and `NoProgress` after `checkpoint.restarts` in a row without progress.
     """
     limit = job.config.checkpoint.restarts
     tell = tell or (lambda event: append(job, event))
@@ -57,7 +56,7 @@ def run_attempts(
 
 
 def reached(job: Job) -> int:
-    """Return the newest committed step or, where none is saved on the way, the last one done."""
+    """Return the newest committed step, or without intermediate saves the last one done."""
     return committed(job) if job.config.checkpoint.every else last_step(job)
 
 
@@ -87,10 +86,10 @@ def _done(reading: Reading) -> int:
 def restart_event(
     job: Job, attempt: int, cause: str, noticed: float, detect_s: float | None
 ) -> dict[str, Any]:
-    """Return the event of a restart: the attempt to come, why, and what it costs.
+    """Return the event of a restart: the number of the next attempt, the cause, the cost.
 
-    `noticed` is when, in seconds since 1970, and `detect_s` how long at most after the failure;
-    None where nobody watched.
+    `noticed` is the time in seconds since 1970, and `detect_s` the most seconds since the failure;
+    None if nobody watched.
     """
     from_step = committed(job)
     return {
@@ -105,7 +104,7 @@ def restart_event(
 
 
 def failed_event(error: RanksFailed) -> dict[str, Any]:
-    """Return the event of a failure after which the ranks are not started again."""
+    """Return the event of a failure after which the ranks are not restarted."""
     return {
         "event": "failed",
         "time": error.noticed,
@@ -116,16 +115,16 @@ def failed_event(error: RanksFailed) -> dict[str, Any]:
 
 
 def append(job: Job, event: Event) -> None:
-    """Append an event of the supervisor's to those of the run."""
+    """Append an event of the supervisor to those of the run."""
     lines = JsonLines(job.folder.events)
     lines.write(event)
     lines.close()
 
 
 class Recovery(NamedTuple):
-    """What one failure cost, in seconds: until it was noticed, until the ranks were ready again.
+    """The cost of one failure, in seconds: until it was noticed, until ranks were ready again.
 
-    `lost_s` is what the steps had taken that were done again; None where that is not known.
+    `lost_s` is the time of the repeated steps; None if it is unknown.
     """
 
     attempt: int
@@ -137,12 +136,12 @@ class Recovery(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it that is known."""
+        """The sum of the known parts."""
         return sum(part for part in (self.detect_s, self.restart_s, self.lost_s) if part)
 
 
 def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[Recovery]:
-    """Yield what each restart in a run's events cost."""
+    """Yield the cost of each restart in a run's events."""
     pending: Mapping[str, Any] | None = None
     step_s: float | None = None
     for event in events:

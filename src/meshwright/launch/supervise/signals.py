@@ -21,9 +21,9 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopSignals:
-    """Takes signals as requests to stop, as a context.
+    """A context that handles signals as requests to stop.
 
-    `asked`: there was one. `repeats` counts how often Ctrl-C has come again since.
+    `asked`: there was one. `repeats` counts further Ctrl-Cs.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: what its supervisor answers, and how it goes on. No torch here."""
+"""Stop requests: the supervisor's reaction, and how to resume the run. No torch here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BEFORE: Final = ("start", "load", "data", "forward", "backward", "reduce")
 
 
 class Stopping:
-    """Answers requests to stop the local ranks of a job; `say` shows a line at once.
+    """Reacts to requests to stop the local ranks of a job; `say` shows a line at once.
 
-    The first one has the ranks finish their step and save. Ctrl-C again ends them at once, or once
-    more where they are saving already.
+    The first request makes the ranks finish their step and save. Another Ctrl-C ends them at once;
+    if they are already saving, it takes two.
     """
 
     def __init__(self, job: Job, signals: StopSignals, say: Callable[[str], None]) -> None:
@@ -31,10 +31,10 @@ class Stopping:
         self._is_answered, self._repeats = False, 0
 
     def look(self) -> None:
-        """Answer what was asked since the last look.
+        """React to requests since the last look.
 
-        Raises, to end the ranks at once, `StoppedOnRequest` where nothing is lost by it, and else
-        `RankFailed` where that was asked for.
+        To end the ranks at once, raises `StoppedOnRequest` if nothing is lost, otherwise
+        `RankFailed` if the user asked for it.
         """
         signals = self._signals
         if not signals.asked or (self._is_answered and signals.repeats == self._repeats):
@@ -73,7 +73,7 @@ class Stopping:
 
 
 def has_done_nothing(found: Sequence[Reading | None]) -> bool:
-    """Whether no rank has finished a step since it was started, by their flight recorders."""
+    """Whether no rank has finished a step since its start, by their flight recorders."""
     return all(one is None or (not one.stepped_s and one.phase in _BEFORE) for one in found)
 
 
@@ -100,14 +100,14 @@ def _under_way(found: Sequence[Reading | None], saved: int) -> str:
 
 
 def cut_short(job: Job) -> dict[str, Any]:
-    """Return the event of the end of a run whose ranks were ended at once, with nothing lost."""
+    """Return the end event of a run whose ranks were ended at once without a loss."""
     return {"event": "end", "step": committed(job), "loss": math.nan, "stopped": True}
 
 
 def going_on(job: Job, at: Rendezvous | None = None) -> str:
     """Return the command that resumes a run that ended before its last step.
 
-    With `at` it is for the launcher that has started the ranks.
+    With `at`, it is for the launcher that has started the ranks.
     """
     saved, run = committed(job), shlex.quote(str(job.folder.path))
     config, launcher = job.config, "meshwright"

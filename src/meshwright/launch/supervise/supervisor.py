@@ -1,4 +1,4 @@
-"""The supervisor of local ranks: starts them, watches them, ends all of them when one fails."""
+"""The supervisor of local ranks: starts them, watches them, ends all if one fails."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ FailureKind = Literal["memory", "killed", "hang", "diverged", "other"]
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank ended: its own exception where it left one, else its signal or exit code.
+    """How a rank ended: its own exception if it left one, else its signal or exit code.
 
-    `can_retry`: another attempt may succeed; not so for what was refused. `deed` says what failed
-    where, in words that are the same when it happens again: memory that ran out, or an error that
-    is raised on purpose. It is empty for what may have come from outside.
+    `can_retry`: another attempt may succeed; false for refusals. `deed` says what failed where, in
+    words that are the same if it happens again: out of memory, or an error that is raised on
+    purpose. It is empty for what may have an outside cause.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class RankFailure:
 
 
 class RanksFailed(RankFailed):
-    """Ranks failed, or hang; noticed at a time since 1970, `detect_s` after it at most."""
+    """Ranks failed, or hang; noticed at a time since 1970, at most `detect_s` later."""
 
     def __init__(self, text: str, first: RankFailure, noticed: float, detect_s: float) -> None:
         super().__init__(text)
@@ -92,9 +92,9 @@ class RanksFailed(RankFailed):
 
 
 def listen_on_loopback(port: int | None) -> socket.socket:
-    """Return a socket that listens on loopback only, on the port asked for or a free one.
+    """Return a socket that listens on loopback only, on a given port or a free one.
 
-    Raises `ConfigError` with the nearest free ports where the port is taken.
+    Raises `ConfigError` with the nearest free ports if the port is taken.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,26 +195,26 @@ class LocalRanks:
         return [process.pid for process in self._processes]
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to every rank that runs."""
+        """Send SIGTERM to every running rank."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
 
     def ask_for_stacks(self) -> None:
-        """Have every rank that can print the stacks of its threads into its log."""
+        """Make every rank that can print its threads' stacks into its log."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
 
     def ask_for_traces(self) -> list[Path]:
-        """Have every rank that can write what NCCL has done last; returns the files."""
+        """Make every rank that can write NCCL's last operations; returns the files."""
         running = [rank for rank, code in enumerate(self.codes()) if code is None]
         return ask_for_traces(self._environ, running, self._timing.trace_s)
 
     def failures(self) -> list[RankFailure]:
-        """Return how the ranks that failed have ended, the likeliest root cause first.
+        """Return how the failed ranks have ended, the likeliest root cause first.
 
-        A rank that was killed, or raised on its own, comes before those that merely lost it.
+        A rank that was killed, or raised its own error, comes before those that only lost a peer.
         """
         found = []
         for rank, code in enumerate(self.codes()):
@@ -300,9 +300,9 @@ def supervise(
 ) -> int:
     """Watch started ranks to their end and return the exit code.
 
-    `on_poll` is called at every look; when `stop` turns true the ranks are asked to save and end,
-    and have as long for it as they move. Raises `RanksFailed` with the first failing rank's own
-    traceback, or with what the watchdog says of ranks that hang.
+    `on_poll` is called at every look. When `stop` turns true, the ranks are asked to save and end;
+    they have time for it as long as they make progress. Raises `RanksFailed` with the first failing
+    rank's own traceback, or with the watchdog's explanation of a hang.
     """
     is_asked = False
     looked_at = time.monotonic()

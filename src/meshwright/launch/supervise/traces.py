@@ -1,9 +1,9 @@
-"""NCCL's own record of its last collectives, which ranks that hang on GPUs write. No torch here.
+"""NCCL's own record of its last collectives, written by hanging ranks on GPUs. No torch here.
 
-ProcessGroupNCCL keeps a ring of collectives, with their stacks. A thread of it that needs no Python
-of the rank looks once a second whether somebody has written into a named pipe, and then writes the
-ring into a file: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, `DumpPipe`. It does so at a
-time-out, too. `torchfrtrace` reads the files.
+ProcessGroupNCCL keeps a ring of collectives, with their stacks. One of its threads, which needs no
+Python, checks a named pipe once per second, and then writes the ring into a file:
+torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, `DumpPipe`. It also does so at a timeout.
+`torchfrtrace` reads the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S: Final = 0.1
 
 
 def trace_files(folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what has ranks write their traces into a run's folder, unless the user says where."""
+    """Return the variables that put traces into a run's folder, unless the user sets them."""
     if any(name in environ for name in _FILES):
         return {}
     return dict.fromkeys(_FILES, str(folder.nccl_trace))
@@ -34,10 +34,10 @@ def trace_files(folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]
 
 @contextlib.contextmanager
 def traced(environ: Mapping[str, str], folder: RunFolder) -> Iterator[dict[str, str]]:
-    """Yield what ranks on GPUs need in their environment to write traces when they are asked to.
+    """Yield the environment in which ranks on GPUs write traces when they are asked to.
 
-    The pipes are in a folder of their own, on a disk of this machine: where torch cannot make one,
-    as on some file systems of a network, it ends the rank.
+    The pipes are in a separate folder on a local disk: if torch cannot create one, as on some
+    network file systems, it ends the rank.
     """
     files = trace_files(folder, environ)
     if _PIPES in environ:
@@ -53,10 +53,10 @@ def ask_for_traces(
     wait_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Path]:
-    """Have ranks with such an environment write their traces; return the files of those that do.
+    """Make ranks with such an environment write traces; return the written files.
 
-    Waits at most `wait_s` for them: a rank that holds Python's lock, whose stacks torch would name,
-    writes none, nor does one that has no communicator yet.
+    Waits at most `wait_s` for them: a rank that holds the GIL, which torch needs for stacks, writes
+    none, nor does one that has no communicator yet.
     """
     prefix = next((environ[name] for name in _FILES if name in environ), None)
     if prefix is None or _PIPES not in environ:

@@ -1,4 +1,4 @@
-"""Where the loss of a run goes: a sparkline of the last steps, and their slope."""
+"""The trend of a run's loss: a sparkline of the last steps, and their slope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ASCII: Final = "_.-=+*#@"
 
 
 class Trend:
-    """The last losses, as text: a column has the mean of a few steps, low marks are low losses."""
+    """The last losses, as text: a column is the mean of a few steps, low marks are low losses."""
 
     def __init__(self, *, is_ascii: bool = False) -> None:
         self._marks = _ASCII if is_ascii else _BLOCKS
@@ -26,13 +26,13 @@ class Trend:
         self._points.clear()
 
     def add(self, step: int, loss: float | str) -> None:
-        """Take in a step; a loss that is not finite, which events carry as text, has no trend."""
+        """Add a step; a non-finite loss, which events have as text, has no trend."""
         if not isinstance(loss, str) and math.isfinite(loss):
             self._points.append((step, loss))
 
     @property
     def text(self) -> str:
-        """The sparkline, and nats per 100 steps by least squares; empty for a few steps alone."""
+        """The sparkline, and nats per 100 steps by least squares; empty after only a few steps."""
         if len(self._points) < _LEAST:
             return ""
         steps, losses = zip(*self._points, strict=True)

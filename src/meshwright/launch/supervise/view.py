@@ -1,4 +1,4 @@
-"""The terminal view of a run, a function of its events: live in a terminal, else plain lines."""
+"""The terminal view of a run from its events: live in a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _PACED_BY: Final = 20
 
 
 class Lasting:
-    """An output that may be lost while a run lasts, as when its terminal closes.
+    """An output that may disappear during a run, for example when its terminal closes.
 
-    What is written from then on goes nowhere, and no write raises for it.
+    Later writes are dropped, and none raises an error.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -79,9 +79,9 @@ class Lasting:
 
 
 def open_view(out: Lasting, *, quiet: bool = False) -> View:
-    """Return the live view where `out` is a terminal, else one that prints lines.
+    """Return the live view if `out` is a terminal, otherwise one that prints lines.
 
-    A `quiet` one says what is out of the ordinary, and how it ended.
+    A `quiet` one shows only unusual events, and how the run ended.
     """
     console = Console(file=cast(TextIO, out), highlight=False)
     if quiet:
@@ -90,7 +90,7 @@ def open_view(out: Lasting, *, quiet: bool = False) -> View:
 
 
 class View:
-    """Plain lines: one for the run, one a step event, one for each of the rest."""
+    """Plain lines: one for the run, one for each step event and each other event."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -127,7 +127,7 @@ class View:
             self._print(NOTICES[kind].format(**shown))
 
     def close(self) -> None:
-        """Let go of the terminal."""
+        """Release the terminal."""
 
     def _print(self, text: str) -> None:
         if self._console.is_terminal:  # a file has a line for each event
@@ -166,10 +166,10 @@ class View:
 
 
 class QuietView(View):
-    """Says what goes wrong, and how the run ended."""
+    """Shows problems, and how the run ended."""
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Show one event, unless it is what every run has."""
+        """Show one event, unless every run has it."""
         if event["event"] == "start":
             self._start = event
         if event["event"] not in _CHATTER:
@@ -177,7 +177,7 @@ class QuietView(View):
 
 
 class LiveView(View):
-    """One block that is redrawn with each step, a progress bar under it."""
+    """A block that is redrawn with each step, with a progress bar below."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -187,7 +187,7 @@ class LiveView(View):
         self._trend = Trend(is_ascii=console.options.ascii_only)
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Show one event; a run that starts again has a trend of its own."""
+        """Show one event; a restarted run has a new trend."""
         if event["event"] == "start":
             self._trend.clear()
         super().write(event)
@@ -207,12 +207,12 @@ class LiveView(View):
 
 
 def number(value: float | str) -> str:
-    """Print a loss; events carry numbers that are not finite as text."""
+    """Format a loss; events have non-finite numbers as text."""
     return value if isinstance(value, str) else f"{value:.4f}"
 
 
 def experts_line(event: Mapping[str, Any]) -> str:
-    """Return what an `experts` event says in a line."""
+    """Return an `experts` event as a line."""
     if event.get("routing") == "balanced":
         return (
             f"step {event['step']}: experts: tokens met them in turn, by train.routing = balanced"
@@ -227,7 +227,7 @@ def experts_line(event: Mapping[str, Any]) -> str:
 
 
 def start_line(event: Mapping[str, Any]) -> str:
-    """Return one line on what runs where."""
+    """Return a line that says what runs where."""
     tokens = event["train_tokens"]
     held = "a stream" if tokens is None else f"{format_count(tokens)} training tokens"
     text = (
@@ -293,13 +293,13 @@ def step_block(
 
 
 class Room:
-    """Sees when the disk of a run folder is full."""
+    """Detects that the disk of a run folder is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._was_full = folder, False
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the event that there is no room any more, once each time."""
+        """Return the event of a full disk, once each time."""
         was_full, self._was_full = self._was_full, is_full(self._folder)
         if was_full or not self._was_full:
             return []
@@ -325,7 +325,7 @@ class EventTail:
             self._at = path.read_bytes().rfind(b"\n") + 1
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the events written since the last call; a line still being written waits."""
+        """Yield the events written since the last call; skips an unfinished line."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:

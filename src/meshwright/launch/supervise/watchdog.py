@@ -1,7 +1,6 @@
-"""`Watchdog`: reads the flight recorders of running ranks, and says when they hang or one is slow.
+"""`Watchdog`: reads the flight recorders of running ranks, and reports hangs and slow ranks.
 
-It runs in the supervisor, so nothing that a rank does or fails to do can keep it from looking. No
-torch here.
+It runs in the supervisor, so no rank can prevent it from looking. No torch here.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _WAITED_FOR: Final = 0.5
 
 
 class Hang(NamedTuple):
-    """Ranks that do nothing: why, and for how many seconds they have not."""
+    """Ranks without activity: why, and for how many seconds."""
 
     cause: str
     silent_s: float
 
 
 class Watchdog:
-    """Watches the ranks of one attempt; `hang_s` 0: it never takes them for hanging.
+    """Watches the ranks of one attempt; with `hang_s` 0, it reports no hangs.
 
     `clock` is that of the flight recorders, in seconds.
     """
@@ -51,7 +50,7 @@ class Watchdog:
         self._before: list[RankPace] | None = None
 
     def look(self, pids: Sequence[int]) -> Hang | None:
-        """Look at the flight recorders; returns why the ranks hang, if they do."""
+        """Read the flight recorders; returns why the ranks hang, if they do."""
         self._map()
         moves = [self._files[r].moves if r in self._files else 0 for r in range(self._world)]
         now = self._clock()

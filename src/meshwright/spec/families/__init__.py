@@ -1,4 +1,4 @@
-"""The architectures that Meshwright knows, each in a file of its own."""
+"""The architectures that Meshwright supports, one file each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Family`: an architecture's presets of `ModelSpec`, and how Hugging Face folders spell it."""
+"""`Family`: an architecture's presets of `ModelSpec`, and its form in Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Family:
 
     @cached_property
     def features(self) -> Mapping[str, Any]:
-        """What its models have of `FEATURES`, where they may not choose."""
+        """The `FEATURES` that all its models share."""
         return {
             key: self.fixed.get(key, value)
             for key, value in FEATURES.items()
@@ -170,7 +170,7 @@ class Family:
         }
 
     def of_width(self, dim: int) -> dict[str, float]:
-        """Return the features that follow from a model's width."""
+        """Return the features that depend on a model's width."""
         return {key: rule(dim) for key, rule in self.derived.items()}
 
     def refuse_others(self, fields: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ def preset(
 
 
 def llama_modules(**more: str) -> dict[str, str]:
-    """Return the names under which Llama, and most since, store their modules."""
+    """Return the stored module names of Llama and most later models."""
     attention = {one: f"model.layers.{{}}.self_attn.{one}_proj" for one in "qkvo"}
     mlp = {one: f"model.layers.{{}}.mlp.{one}_proj" for one in ("gate", "up", "down")}
     return {
@@ -221,7 +221,7 @@ def llama_modules(**more: str) -> dict[str, str]:
 def llama_keys(
     kv_heads: object = "n_heads", head_dim: object = "dim / n_heads", eps: float = 1e-6
 ) -> tuple[Key, ...]:
-    """Return the keys of Llama's `config.json` that most since have, with their defaults."""
+    """Return the keys of Llama's `config.json` that most later models have, with defaults."""
     return (
         Key("n_kv_heads", "num_key_value_heads", "size", kv_heads),
         Key("head_dim", "head_dim", "size", head_dim),
@@ -230,7 +230,7 @@ def llama_keys(
 
 
 def gemma_modules(**more: str) -> dict[str, str]:
-    """Return the names of models with norms before and after each sublayer, as Gemma 2 has them."""
+    """Return the names for norms before and after each sublayer, as in Gemma 2."""
     names = llama_modules(**more)
     for ours, theirs in (
         ("attn_post", "post_attention"),
@@ -242,9 +242,9 @@ def gemma_modules(**more: str) -> dict[str, str]:
 
 
 def expert_modules(at: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Return the names of a router and of experts, whose second `{}` is an expert's number.
+    """Return the names of a router and of experts; the second `{}` is an expert's number.
 
-    `at` is what a layer has them in, the others are an expert's projections.
+    `at` is the module that contains them; the others are an expert's projections.
     """
     inside = f"model.layers.{{}}.{at}"
     names = {"gate": gate, "up": up, "down": down}
@@ -253,12 +253,12 @@ def expert_modules(at: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 
 def qwen_experts() -> dict[str, str]:
-    """Return the names of a router and of experts as Qwen and OLMoE have them."""
+    """Return the names of a router and of experts in Qwen and OLMoE."""
     return expert_modules("mlp", *(f"{one}_proj" for one in ("gate", "up", "down")))
 
 
 def expert_keys(count: int, top_k: int, *, theirs: str = "num_experts") -> tuple[Key, ...]:
-    """Return the keys of the number of experts and of those of a token, with their defaults."""
+    """Return the keys for the numbers of experts, total and per token, with defaults."""
     return (
         Key("experts", theirs, "size", count),
         Key("top_k", "num_experts_per_tok", "size", top_k),
@@ -279,7 +279,7 @@ BIASES: Final = (
 def sizes_of(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, context: int
 ) -> Mapping[str, int]:
-    """Return what transformers takes for sizes that a file leaves out."""
+    """Return transformers' defaults for sizes that a file leaves out."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

@@ -1,4 +1,4 @@
-"""The keys of `config.json` for the window of each layer, and for whether it rotates."""
+"""The keys of `config.json` for each layer's window, rotation, and MLP or experts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StoredLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """Which keys of a family say what its layers see and whether they rotate.
+    """The keys of a family for the window, rotation and MLP of its layers.
 
     `window` is the default of `sliding_window`. `is_windowed(config, layer)` says whether a layer
-    has the window where a file has no `layer_types`; None: the family does not have that key, and
-    all layers share the window. `switch` names a key that must be true for any layer to have a
-    window. With `rotates` the family has the key `no_rope_layers`, a list with 1 for each layer
-    that rotates and 0 for the others. With `sparse` it has `decoder_sparse_step`, every how many
-    layers one has experts, and `mlp_only_layers`, a list of those that have none.
+    has the window if a file has no `layer_types`; None: the family does not have that key, and all
+    layers share the window. `switch` names a key that must be true for any layer to have a window.
+    With `rotates`, the family has the key `no_rope_layers`, a list with 1 for each layer that
+    rotates and 0 for the others. With `sparse`, it has `decoder_sparse_step` (every how many layers
+    one has experts) and `mlp_only_layers` (the layers without experts).
     """
 
     window: int | None = None
@@ -47,7 +47,7 @@ class LayerKeys:
     sparse: bool = False
 
     def read(self, config: Mapping[str, Any], count: int) -> tuple[StoredLayer, ...]:
-        """Return the window of each of `count` layers, whether it rotates and has one MLP.
+        """Return for each of `count` layers its window, whether it rotates, whether it has one MLP.
 
         Raises `ConfigError` for an unknown kind of layer, and for a list shorter than the layers.
         """
@@ -63,7 +63,7 @@ class LayerKeys:
         )
 
     def write(self, layers: Sequence[StoredLayer], family: str) -> dict[str, Any]:
-        """Return the keys that describe layers; raises `ConfigError` for what no key can say."""
+        """Return the keys that describe layers; `ConfigError` for what no key can describe."""
         windows = {layer.window for layer in layers}
         sizes = sorted(size for size in windows if size is not None)
         what = f"model.layer_pattern cannot be written as {family}:"

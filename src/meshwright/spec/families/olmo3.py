@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, and yarn in the fourth."""
+"""OLMo 3: OLMo 2 with a window in three of four layers, and YaRN in the fourth."""
 
 from __future__ import annotations
 

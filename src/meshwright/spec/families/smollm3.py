@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer does not rotate, as arXiv:2501.18795 has it."""
+"""SmolLM3: Llama without rotation in every fourth layer, as in arXiv:2501.18795."""
 
 from __future__ import annotations
 

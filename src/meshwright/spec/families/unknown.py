@@ -1,4 +1,4 @@
-"""What is refused, by what it has that no family here has."""
+"""Refusals of unsupported architectures, with the feature that no family here has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIFFERS: Final = {
 
 
 def refuse_model_type(model_type: object, known: Iterable[str]) -> str:
-    """Return what to say of a `model_type` that is not known."""
+    """Return the message about an unknown `model_type`."""
     what = f"model_type = {model_type!r} is not supported"
     if isinstance(model_type, str) and model_type in _DIFFERS:
         like, more = _DIFFERS[model_type]
