@@ -22,7 +22,9 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import program_of
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.four_bits import in_four_bits
+from meshwright.prove.locate import locate
 from meshwright.prove.parity import check, prove_parity
+from meshwright.prove.shrink import shrink
 from meshwright.simulate.run import simulate
 from meshwright.spec.dump import to_toml
 from meshwright.spec.loading import load_config
@@ -132,13 +134,16 @@ def another_level(parallel: Parallel) -> None:
 
 
 def faulty(world, case):
-    return check(case, open_groups(case.layout, world), world, fault=another_level)
+    groups = open_groups(case.layout, world)
+    found = locate(case, groups, world, another_level)
+    return check(case, groups, world, fault=another_level), found
 
 
-def test_a_changed_level_is_caught():
-    case = case_of("dp1 mb8")
-    (verdicts,) = on_ranks(1, faulty, case=case)
-    assert {"loss", "gradients"} <= {one.claim for one in verdicts if not one.passed}
+def test_a_changed_level_is_caught_and_found():
+    ((verdicts, found),) = on_ranks(1, faulty, case=case_of("dp1 mb8"))
+    assert (found.tensor, found.quantity) == ("layers.0.attn.q.weight", "initial weight")
+    failed = [one for one in verdicts if not one.passed]
+    assert {"loss", "gradients"} <= {one.claim for one in failed}
 
 
 # Memory.
@@ -232,6 +237,13 @@ def test_layouts_that_cut_blocks_are_refused(label, sizes, told, legal):
     assert told in broken(*case)
     proposed = nearest_legal(*case)
     assert all(any(one.startswith(start) for one in proposed) for start in legal)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_small_case_of_a_config_keeps_whole_blocks(tp):
+    (case,) = shrink(model(n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=256), TRAIN, Layout(tp=tp))
+    assert case.model.lora.four_bits
+    assert broken(case.model, case.train, case.layout) is None
 
 
 def test_four_bits_need_adapters():

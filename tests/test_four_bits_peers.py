@@ -36,5 +36,5 @@ def test_the_numbers_are_those_of_torchao():
     same = theirs.quantized_data.view_as(codes) == codes
     assert same.float().mean() > 0.999
     ours = dequantise(quantise(weight), torch.float32)
-    error = (theirs.get_original_weight() - ours).abs().max() / scales.max()
-    assert error < 0.02
+    off = (theirs.get_original_weight() - ours).abs() * same.repeat_interleave(2, 1)
+    assert off.max() / scales.max() < 0.02  # of bytes that are the same

@@ -57,15 +57,23 @@ SLOW = (
     "pp2 v2 dp2 dualpipev mb1",
 )
 LAYOUTS = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+# Of models with experts, whose experts stay frozen.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 8}
+EXPERTS |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+MIXED = ("tp2 sp mb2", "dp2 ep2 mb1", "shard2 zero3 ep2 mb2", "cp2-ring mb2", "pp2 1f1b mb1")
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
-def model_of(folder):
+def model_of(folder, has_experts=False):
     """Write a model of transformers and return it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, initializer_range=0.1)
-    model = transformers.LlamaForCausalLM(config)
+    if has_experts:
+        sizes = {**SIZES, **EXPERTS, "initializer_range": 0.1}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+    else:
+        config = transformers.LlamaConfig(**SIZES, initializer_range=0.1)
+        model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder / "base")
     return model
 
@@ -79,12 +87,12 @@ def full(tmp_path_factory):
     return folder, spec, plain_steps(model, sampled(folder))
 
 
-def adapters_of(folder, **more):
+def adapters_of(folder, has_experts=False, **more):
     """Return the loop of transformers and PEFT, from adapters of which no matrix is 0."""
     peft = pytest.importorskip("peft")
     asked = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), **more}
     config = peft.LoraConfig(**asked, task_type="CAUSAL_LM", init_lora_weights=False)
-    model = peft.get_peft_model(model_of(folder), config)
+    model = peft.get_peft_model(model_of(folder, has_experts), config)
     model.save_pretrained(folder / "adapter")
     words = [f"model.init_from={folder / 'base'}", f"lora.init_from={folder / 'adapter'}"]
     spec = load_config(None, words).model
@@ -95,6 +103,12 @@ def adapters_of(folder, **more):
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
     return adapters_of(tmp_path_factory.mktemp("adapted"))
+
+
+@pytest.fixture(scope="module")
+def adapted_mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    return adapters_of(folder, has_experts=True, target_modules=["q_proj", "o_proj"])
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +151,16 @@ def adapter_name(name):
 @pytest.mark.parametrize("label", LAYOUTS)
 def test_adapters_train_as_in_peft(adapted, label, capsys):
     check(label, *adapted, adapter_name, capsys)
+
+
+@pytest.mark.parametrize(
+    "label", [*MIXED[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in MIXED[1:])]
+)
+def test_adapters_of_a_mixture_train_as_in_peft(adapted_mixture, label, capsys):
+    def renamed(name):
+        return peft_name("qwen3_moe", name).replace(".weight", ".default.weight")
+
+    check(label, *adapted_mixture, renamed, capsys)
 
 
 def test_adapters_scaled_by_the_root_of_their_rank(scaled_by_the_root, capsys):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.execute.build import cut
+from meshwright.execute.data_parallel.data import DTYPES
 from meshwright.execute.data_parallel.gradients import (
     HeldParameter,
     global_norm,
@@ -41,6 +42,7 @@ from meshwright.prove.compare import (
     mine,
     program_of,
 )
+from meshwright.prove.four_bits import in_four_bits
 from meshwright.prove.reference import (
     run_gradients,
     run_streams,
@@ -96,17 +98,20 @@ def locate(case: Case, groups: Groups, world: World, fault: Fault | None) -> Div
 def _wrong_weight(search: _Search) -> Divergence | None:
     """Return the first parameter whose shard is not that of the whole one, before any step."""
     source = telling(search.program.model, search.program.train.seed)
-    wrong = []
+    dtype, wrong = DTYPES[search.program.train.precision], []
     for held in search.build().held:
         shape = held.sharding.part.shape
-        part = _part(source(held.name, shape, whole(shape)), held, search).to(held.shard.dtype)
-        error = (held.shard.cpu() - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
+        part, found = _part(source(held.name, shape, whole(shape)), held, search), held.shard.cpu()
+        if held.sharding.part.four_bits:
+            part, found = in_four_bits(part.to(dtype)), held.weights(dtype)
+        part = part.to(found.dtype)
+        error = (found - part).abs().sum().item() / max(part.abs().sum().item(), 1e-30)
         if error != 0:
             wrong.append(Difference(error, 0.0, held.name, search.world.rank, held.stage))
-    found = _first(wrong, list(search.program.shardings), search.world)
-    if found is None:
+    first = _first(wrong, list(search.program.shardings), search.world)
+    if first is None:
         return None
-    return Divergence(found.tensor, found.rank, found.stage, None, found.error, "initial weight")
+    return Divergence(first.tensor, first.rank, first.stage, None, first.error, "initial weight")
 
 
 def _part(full: Tensor, held: HeldParameter, search: _Search) -> Tensor:

@@ -12,6 +12,7 @@ from meshwright.layout import AXES, Layout, broken
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.prove.case import Case
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.lora import NF4_BLOCK
 from meshwright.spec.model import LayerSpec, ModelSpec
 from meshwright.spec.rotary import RopeScaling
 from meshwright.spec.training import TrainSpec
@@ -115,7 +116,11 @@ def _small_model(
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
     group = min(model.n_heads // model.n_kv_heads, 4)
     layers = max(2, len(kinds), layout.stages + (is_uneven and layout.is_pipelined))
-    head_dim = _head_dim(model, (8, 16, 32, 64, 128))
+    # In four bits each rank of tp has whole blocks of a layer's inputs.
+    block = NF4_BLOCK if model.lora is not None and model.lora.four_bits else 1
+    of_rank = group * kv_heads // layout.tp
+    of_heads = [size for size in (8, 16, 32, 64, 128) if of_rank * size % block == 0]
+    head_dim = _head_dim(model, of_heads)
     sizes: dict[str, Any] = {
         "preset": None,
         "init_from": None,
@@ -126,7 +131,7 @@ def _small_model(
         "n_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rope_scaling": scaling(head_dim),
-        "ffn_dim": round_up(2 * _DIM, layout.tp),
+        "ffn_dim": round_up(2 * _DIM, layout.tp * block),
         "layer_pattern": kinds if model.layer_pattern else (),
         **_small_experts(model, layout),
         **_small_latent(model),
