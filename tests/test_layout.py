@@ -183,11 +183,7 @@ BROKEN = [
     (
         {"layout.pp": 4, "layout.schedule": "zbv"},
         microbatch_rule("zbv", 4, 1, 16),
-        [
-            "layout.schedule = 1f1b",
-            "layout.virtual_stages = 2",
-            "layout.schedule = gpipe",
-        ],
+        ["layout.schedule = 1f1b", "layout.virtual_stages = 2", "layout.schedule = gpipe"],
     ),
     (
         {"layout.tp": 2, "train.async_tp": True},
