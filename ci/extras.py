@@ -46,9 +46,12 @@ EXTRAS: Final = {
     "deepspeed": Extra(("tests/test_deepspeed.py",), 3, ("meshwright[deepspeed]",)),
     "ray": Extra(("tests/test_ray.py",), 3, ("meshwright[ray]",)),
     "torchao": Extra(
-        ("tests/test_float8.py", "tests/test_four_bits_peers.py"),
-        3,
-        ("meshwright[fp8]", "bitsandbytes"),
+        (
+            *("tests/test_float8.py", "tests/test_four_bits_peers.py"),
+            "tests/test_kernels_ahead.py",
+        ),
+        5,
+        ("meshwright[fp8]", "bitsandbytes", "triton"),
     ),
     "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
     "peft": Extra(

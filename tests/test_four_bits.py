@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda one: one.label)
 def test_layouts_train_adapters_on_the_same_four_bits(case):
     for verdicts in on_ranks(case.layout.world, proven, case=case):
@@ -120,6 +120,7 @@ def test_layouts_train_adapters_on_the_same_four_bits(case):
         assert "frozen weights, bit for bit" in [verdict.claim for verdict in verdicts]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1", "shard2 zero2 recompute-full"])
 def test_fsdp2_leaves_four_bits_alone(label):
     case = replace(case_of(label, "bf16", targets=("q_proj", "down_proj")), fsdp2=True)

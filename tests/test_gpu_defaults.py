@@ -99,7 +99,7 @@ def test_blocks_are_compiled_where_a_compiler_is(monkeypatch, name):
     here(monkeypatch, name)
     found = on_gpus()
     assert found.train.compile is True
-    assert "train.compile = false leaves it out" in found.origins["train.compile"]
+    assert "train.compile = false turns it off" in found.origins["train.compile"]
     without = on_gpus(lacks="triton is not installed")
     assert without.train.compile is False
     assert without.origins["train.compile"] == "auto: triton is not installed"

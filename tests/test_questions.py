@@ -212,8 +212,9 @@ def test_questions_on_the_command_line(capsys, monkeypatch):
     assert found["largest_batch"][0]["sequences_at_once"] > 1
     assert found["longest_context"]["seq_len"] > 4096
     assert found["cheapest"][0]["price_per_hour"] == 1
-    whole, adapters = found["fine_tuning"]
+    whole, adapters, four_bits = found["fine_tuning"]
     assert whole["longest"]["seq_len"] < adapters["longest"]["seq_len"]
+    assert adapters["longest"]["seq_len"] <= four_bits["longest"]["seq_len"]
     assert adapters["fastest"]["tokens_per_s"] > whole["fastest"]["tokens_per_s"]
 
 

@@ -128,7 +128,7 @@ def test_corrections_are_of_routers_with_sigmoids_that_train():
     train = TrainSpec(router_bias_rate=0.1)
     assert "is of routers with a sigmoid, but" in str(broken(softmax, train, Layout()))
     adapted = MODEL.model_copy(update={"lora": Lora(rank=4, alpha=8)})
-    assert "changes what adapters leave" in str(broken(adapted, train, Layout()))
+    assert "changes a buffer, which adapters do not store" in str(broken(adapted, train, Layout()))
 
 
 ASKED = (

@@ -190,18 +190,17 @@ def _fine_tuning(made: Plan) -> tuple[list[dict[str, Any]], Callable[[], None]]:
     def show() -> None:
         train = made.setting.train
         say(f"fine-tuning {train.batch} sequences of {train.seq_len} tokens, and the longest ones:")
-        rows = table("trained", "layout", "memory", "tokens/s", "longest", "layout for them")
-        for one in found:
-            cells = ("nothing fits", "", "") if one.found is None else _row(one.found)
-            longest = ("", "")
-            if one.longest is not None:
-                longest = (f"{one.longest[0]:,}", one.longest[1].layout.label)
-            if one.refused is None:
-                rows.add_row(one.trained, *cells, *longest)
-        Console().print(rows)
         for one in found:
             if one.refused is not None:
                 say(f"{one.trained}: {one.refused}", "  ")
+                continue
+            told = "nothing fits"
+            if one.found is not None:
+                told = "{}: {}, {} tokens/s".format(*_row(one.found))
+            say(f"{one.trained}: {told}", "  ")
+            if one.longest is not None:
+                length, longest = one.longest
+                say(f"up to {length:,} tokens: {longest.layout.label}", "    ")
 
     return [_way(one) for one in found], show
 

@@ -14,6 +14,8 @@ def four_bit_rule(model: ModelSpec, layout: Layout) -> str | None:
 
     Blocks lie along the inputs of a layer, which tp cuts for the last layers of attention and MLP.
     """
+    if model.lora is None or model.lora.base != "nf4":
+        return None
     if model.experts:
         return f"model.experts = {model.experts} are not kept in four bits {_WHY}"
     if layout.offload == "params":

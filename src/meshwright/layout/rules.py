@@ -217,7 +217,7 @@ def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _four_bits(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    return None if model.lora is None or model.lora.base != "nf4" else four_bit_rule(model, layout)
+    return four_bit_rule(model, layout)
 
 
 def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:

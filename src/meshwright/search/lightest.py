@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.layout.four_bits import four_bit_rule
 from meshwright.predict.memory import activations, model_states, outside
 from meshwright.predict.pipeline import in_flight
 from meshwright.predict.setting import Setting, held_by
@@ -54,6 +55,8 @@ def lightest_of(
     kept = [activations(setting, one, rank) for rank in ends]
     light = None
     for layout in _sharded(one, offload):
+        if four_bit_rule(setting.model, layout):
+            continue
         needed = 0.0
         for rank, terms in zip(ends, kept, strict=True):
             states = model_states(setting, layout, held[rank])
