@@ -19,7 +19,7 @@ from meshwright.cli import main
 from meshwright.execute.build import build, seeded
 from meshwright.execute.data_parallel.data import replicas_of
 from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute.expert_parallel.dispatch import over_ranks
+from meshwright.execute.expert_parallel.dispatch import send_to_experts
 from meshwright.execute.observe import measured
 from meshwright.execute.record.flight_recorder_file import Group
 from meshwright.execute.transport.groups import Link, open_groups
@@ -97,7 +97,7 @@ def traded(world, ids):
     share = shares[world.rank].clone().requires_grad_()
     link = Link(torch.distributed.group.WORLD, tuple(range(world.size)), world.rank)
     routing = Routing(routed[world.rank], share)
-    out = over_ranks(own, MODEL.experts, link, int, world.recorder, x, routing)()
+    out = send_to_experts(own, MODEL.experts, link, int, world.recorder, x, routing)()
     out.square().sum().backward()
     pairs = [(out, total[world.rank]), (x.grad, leaves[world.rank][0].grad)]
     pairs.append((share.grad, leaves[world.rank][1].grad))

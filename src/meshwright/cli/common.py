@@ -38,9 +38,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def read_config(args: argparse.Namespace, default: Path | None = None) -> Config:
     """Return the config that the arguments name, or a default file's with the overrides.
 
-    It is priced by what was measured of this machine, if anything was: `launch.pricing.measured`.
-    Raises
-    `ConfigError`.
+    Predictions for it use what was measured of this machine, if anything was; see
+    `launch.pricing.measured`. Raises `ConfigError`.
     """
     file, overrides = read_words(args)
     return as_measured_here(load_config(file or default, overrides), os.environ)

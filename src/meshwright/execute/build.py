@@ -18,7 +18,7 @@ from meshwright.execute.data_parallel.data import (
     round_frozen,
 )
 from meshwright.execute.data_parallel.gradients import HeldParameter
-from meshwright.execute.expert_parallel.dispatch import over_ranks
+from meshwright.execute.expert_parallel.dispatch import send_to_experts
 from meshwright.execute.expert_parallel.experts import cut_experts
 from meshwright.execute.expert_parallel.routing import balance_routers, routers
 from meshwright.execute.kernels.apart import set_apart
@@ -231,7 +231,7 @@ def share_out_experts(model: Transformer, program: Program, groups: Groups) -> N
         if isinstance(mlp, ExpertMLP):
             count, link = program.model.experts, groups.experts.ep
             come = partial(received, program)
-            began = partial(over_ranks, mlp.experts, count, link, come, groups.recorder)
+            began = partial(send_to_experts, mlp.experts, count, link, come, groups.recorder)
             mlp.begin = began  # type: ignore[method-assign]
 
 

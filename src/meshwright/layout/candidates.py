@@ -76,7 +76,7 @@ NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] =
     "model.vocab_size": _vocab_sizes,
 }
 
-# All values of keys that are no numbers, or that are to be as they are by default.
+# The values to try for keys whose values are not numbers, or for which only the default is legal.
 CHOICES: Mapping[str, tuple[object, ...]] = {
     "layout.zero": get_args(Zero),
     "layout.cp_kind": get_args(ContextKind),

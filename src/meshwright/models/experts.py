@@ -205,9 +205,9 @@ class ExpertMLP(nn.Module):
         return self.leave(out.view_as(inside))
 
     def begin(self, tokens: Tensor, routing: Routing) -> Make:
-        """Begin what the experts of each token make of it, tokens `[tokens, dim]`.
+        """Begin to compute the experts of tokens `[tokens, dim]`; returns a function that ends it.
 
-        Returns what ends it, and returns the results; the shared expert computes in between.
+        The shared expert computes before that function is called.
         """
         return partial(self.experts, tokens, routing)
 

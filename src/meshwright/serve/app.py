@@ -30,7 +30,7 @@ try:
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
 except ImportError:
-    uvicorn = None
+    uvicorn = None  # type: ignore[assignment]  # a module where the extra is installed
 
 
 def _refusal(request: Request, port: int) -> tuple[int, str] | None:

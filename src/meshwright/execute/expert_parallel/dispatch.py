@@ -3,7 +3,7 @@
 GShard, arXiv:2006.16668, section 3.2, without capacities: no token is dropped. An all-to-all tells
 the others how many tokens come for each of their experts; others take the tokens and their shares
 there, and what the experts make of them back. What arrives is a batch of tokens with one expert
-each. While tokens, or gradients of them, are on their way, the shared expert computes.
+each. The shared expert computes while tokens, or their gradients, are on their way.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Trade:
         return arrived
 
 
-def over_ranks(
+def send_to_experts(
     experts: Experts,
     count: int,
     link: Link,
@@ -78,11 +78,12 @@ def over_ranks(
     x: Tensor,
     routing: Routing,
 ) -> Callable[[], Tensor]:
-    """Send tokens x `[tokens, dim]` to their experts; returns what waits and returns the results.
+    """Begin to send tokens x `[tokens, dim]` to their experts; returns a function to end it with.
 
-    These are what the experts of all ranks make of the tokens, of the same shape. `experts` are
-    this rank's of `count`: those of rank 0 come first. `received` says how many pairs come where so
-    many leave, for tensors without values; `recorder` is entered what is on its way.
+    That function waits for the tokens, computes, sends the results back and returns them, in the
+    shape of x. `experts` are this rank's of `count`: those of rank 0 come first. For tensors
+    without values, `received` says how many pairs arrive if so many leave. `recorder` is the flight
+    recorder, which shows the messages as open until they have arrived.
     """
     pairs = Sorted.of(routing.ids, count)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts
