@@ -9,7 +9,7 @@ from ci.extras import EXTRAS
 from ci.turns import order_of, seed_of
 
 # A part is ended after so many times its minutes: other machines are slower, and some are busy.
-FACTOR: Final = 2.5
+FACTOR: Final = 3.5
 # The slow tests are dealt into so many shares, of which a commit has one.
 SLOW_SHARES: Final = 5
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
@@ -17,6 +17,9 @@ DRAWN: Final = {4: 8, 8: 8, 16: 1}
 # Minutes that these take.
 _DRAWN_MINUTES: Final = {4: 1, 8: 2, 16: 1}
 RANDOM_LAYOUTS: Final = 100
+# What the table of 2 ranks and the random layouts take at most: a slow machine leaves some out, and
+# says how many. Their order is random, so that other commits prove others.
+_WHOLE_MINUTES: Final = 6
 DRAWN_MUTANTS: Final = 6
 # What the extras groups test, and so no other part of the slow tests and those of faults.
 OF_EXTRAS: Final = tuple(test for one in EXTRAS.values() for test in one.tests)
@@ -71,7 +74,6 @@ ALWAYS: Final = (
     Part("types", ("make", "types"), 0.5),
     Part("test", tests("-n", "auto", *MAYBE), 9),
     Part("faults", of_marks("faults and not perf", "-n", "2"), 7),
-    Part("matrix-2", (MESHWRIGHT, "prove", "--matrix", "--world", "2"), 6),
 )
 
 
@@ -81,8 +83,9 @@ def of_commit(commit: str) -> list[Part]:
     share = order_of(commit, "slow", range(1, SLOW_SHARES + 1))[0]
     return [
         *ALWAYS,
+        _table_of_two(commit),
         *(_drawn(world, number, commit) for world, number in DRAWN.items()),
-        _random(RANDOM_LAYOUTS, commit),
+        _random(RANDOM_LAYOUTS, commit, ("--minutes", str(_WHOLE_MINUTES))),
         _extra(first, f"one of {len(EXTRAS)} groups"),
         Part(
             "slow",
@@ -106,13 +109,20 @@ def everything(commit: str) -> list[Part]:
             Part(
                 f"matrix-{world}", (MESHWRIGHT, "prove", "--matrix", "--world", str(world)), minutes
             )
-            for world, minutes in ((4, 15), (8, 30), (16, 15))
+            for world, minutes in ((2, 10), (4, 15), (8, 30), (16, 15))
         ),
         _random(RANDOM_LAYOUTS, commit),
         Part("mutants", MUTANTS, 60),
         # A machine that CI lends is not idle enough to be held to seconds for each change.
         Part("perf", tests("-m", "perf", *MAYBE), 4),
     ]
+
+
+def _table_of_two(commit: str) -> Part:
+    seed = seed_of(commit, "matrix-2")
+    words = ("prove", "--matrix", "--world", "2", "--seed", str(seed))
+    limit = ("--minutes", str(_WHOLE_MINUTES))
+    return Part("matrix-2", (MESHWRIGHT, *words, *limit), _WHOLE_MINUTES, why=f"seed {seed}")
 
 
 def _drawn(world: int, number: int, commit: str) -> Part:
@@ -123,10 +133,11 @@ def _drawn(world: int, number: int, commit: str) -> Part:
     return Part(f"matrix-{world}", (MESHWRIGHT, *words), minutes, why=why)
 
 
-def _random(number: int, commit: str) -> Part:
+def _random(number: int, commit: str, limit: tuple[str, ...] = ()) -> Part:
     seed = seed_of(commit, "random")
-    words = ("prove", "--random", str(number), "--seed", str(seed))
-    return Part("random", (MESHWRIGHT, *words), 7, why=f"{number} layouts, seed {seed}")
+    words = ("prove", "--random", str(number), "--seed", str(seed), *limit)
+    minutes = _WHOLE_MINUTES if limit else 10
+    return Part("random", (MESHWRIGHT, *words), minutes, why=f"{number} layouts, seed {seed}")
 
 
 def _mutants(commit: str) -> Part:

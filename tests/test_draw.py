@@ -1,6 +1,7 @@
 """Random layouts: what is drawn, five of them on ranks, and how a failure is made small."""
 
 import json
+import math
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -207,7 +208,7 @@ def fail(monkeypatch):
     def arrange(claims_of):
         proven = []
 
-        def prove(cases, environ, show, device):
+        def prove(cases, environ, show, device, seconds=math.inf):
             proven.extend(cases)
             outcomes = [Outcome(case, verdicts(*claims_of(case)), 0.1) for case in cases]
             for outcome in outcomes:
@@ -281,7 +282,7 @@ def test_what_fails_after_others_only_is_told_so(capsys, fail):
         (["--random", "5", "--only", "tp7"], "no layout of these 5 has 'tp7'"),
         (["--random", "5", "--resume"], "leave out --random"),
         (["--random", "0"], "prove nothing"),
-        (["--seed", "3"], "--seed needs --random N, or --matrix --draw N"),
+        (["--seed", "3"], "--seed needs --random N, --matrix --draw N, or --minutes M"),
         (["--matrix", "--seed", "3"], "--seed needs --random N"),
         (["--case", "{}", "--world", "2"], "--world and --only need --matrix, or --random N"),
         (["--case", "{}"], "--case takes what a failure of --random has printed"),

@@ -284,6 +284,10 @@ def test_the_order_of_a_huge_layout_is_checked_without_ranks(capsys, monkeypatch
         (["--matrix", "--only", "tp7"], "has 'tp7' in its label"),
         (["--world", "4"], "--world and --only need --matrix, or --random N"),
         (["--matrix", "layout.tp=2"], "leave out layout.tp=2"),
+        (["--minutes", "2"], "--minutes needs --matrix, or --random N"),
+        (["--matrix", "--minutes", "0"], "--minutes 0 is no time to prove in"),
+        (["--random", "9", "--minutes", "2", "--check-order"], "leave out --minutes"),
+        (["--matrix", "--seed", "2"], "--seed needs --random N, --matrix --draw N, or --minutes M"),
         (["layout.tp=3"], "layout.tp = 3 must divide model.n_heads = 4"),
     ],
 )
@@ -296,7 +300,7 @@ def test_a_failed_verdict_is_shown_with_its_place(capsys, monkeypatch):
     where = Divergence("layers.1.mlp.up.weight", 3, 1, 2, 0.5, data_rank=1)
     verdict = Verdict("gradients", {}, 0.0, float("nan"), 2e-6, False, where)
 
-    def prove(cases, environ, show, device):
+    def prove(cases, environ, show, device, seconds):
         outcomes = [Outcome(case, (verdict,), 0.1) for case in cases]
         for outcome in outcomes:
             show(outcome)

@@ -1,12 +1,18 @@
 """Proofs whose ranks fail, crash or never begin, and those of several numbers of ranks."""
 
+import json
 import sys
 
 import pytest
 
+import meshwright.cli.prove as command
+from meshwright.cli import main
 from meshwright.errors import RankFailed
 from meshwright.launch.proofs.proof import by_world, prove_cases
+from meshwright.prove.draw import WORLDS, draw
 from meshwright.prove.matrix import matrix
+from meshwright.prove.outcome import Outcome
+from meshwright.prove.verdict import Verdict
 from runs import clean_environ
 
 
@@ -71,3 +77,31 @@ def test_ranks_that_never_begin_are_an_error():
 def test_cases_are_run_by_their_number_of_ranks():
     cases = [*legal(4)[:2], *legal(2)[:1]]
     assert [len(some) for some in by_world(cases)] == [1, 2]
+
+
+def test_when_the_time_is_up_the_rest_is_left_out(forks):
+    cases = legal(2)[:3]
+    with forks.all_python():
+        outcomes = prove_cases(cases, clean_environ(), lambda outcome: None, seconds=0.01)
+    assert [outcome.passed for outcome in outcomes] == [True]
+
+
+def test_each_number_of_ranks_has_a_part_of_the_time(capsys, monkeypatch):
+    limits = []
+
+    def prove(cases, environ, show, device, seconds):
+        limits.append(seconds)
+        return [Outcome(cases[0], (Verdict("loss", {}, 0.0, 0.0, None, True),), 0.1)]
+
+    monkeypatch.setattr(command, "prove_cases", prove)
+    words = ["prove", "--random", "40", "--minutes", "2", "--seed", "5"]
+    assert main([*words, "--json"]) == 0
+    found = capsys.readouterr()
+    drawn = draw(5, 40)
+    ranks = {
+        world: sum(c.layout.world for c in drawn if c.layout.world == world) for world in WORLDS
+    }
+    assert limits[0] == pytest.approx(120 * ranks[2] / sum(ranks.values()), rel=1e-3)
+    assert limits[-1] == pytest.approx(120, rel=1e-3)  # the others took none of it
+    assert json.loads(found.out)["left_out"] == 35
+    assert "5 of 5 layouts passed, 35 left out: the time was up" in found.err

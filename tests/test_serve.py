@@ -15,15 +15,13 @@ from meshwright.cli import main
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.search.plan import plan
 from meshwright.serve.answer import answer, devices_answer, model_words
-from meshwright.serve.app import HOST, LARGEST_BODY, MISSING, application, serve
+from meshwright.serve.app import HAS_UI, HOST, LARGEST_BODY, MISSING, application, serve
 from meshwright.serve.conditions import Conditions
 from meshwright.serve.page import page
 from meshwright.serve.worker import reply
 from meshwright.spec.loading import load_config
 
-needs_ui = pytest.mark.skipif(
-    application.__globals__["uvicorn"] is None, reason="the extra ui is not installed"
-)
+needs_ui = pytest.mark.skipif(not HAS_UI, reason="the extra ui is not installed")
 PORT = 8000
 SMALL = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]
 QUESTION = {"words": SMALL, "show": []}
@@ -231,7 +229,7 @@ def test_the_page_holds_its_state_and_asks_nobody_else():
 
 
 def test_without_the_extra_a_sentence_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.serve.app.uvicorn", None)
+    monkeypatch.setattr("meshwright.serve.app.HAS_UI", False)
     assert main(["plan", "--serve"]) == 2
     assert MISSING in capsys.readouterr().err
 

@@ -11,15 +11,13 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.serve.answer import answer
-from meshwright.serve.app import application
+from meshwright.serve.app import HAS_UI
 from test_report_browser import BROWSER, NAMES, axe, browser, violations  # noqa: F401
 
 pytestmark = [
     pytest.mark.early,
     pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}"),
-    pytest.mark.skipif(
-        application.__globals__["uvicorn"] is None, reason="the extra ui is not installed"
-    ),
+    pytest.mark.skipif(not HAS_UI, reason="the extra ui is not installed"),
 ]
 LARGE = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "train.batch=1024"]
 SMALL = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "train.batch=64"]

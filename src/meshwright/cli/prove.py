@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -44,6 +45,7 @@ examples:
   meshwright prove --matrix --only zbv --json             those whose label contains a text
   meshwright prove --matrix --draw 9 --seed 4             nine random layouts of the table
   meshwright prove --random 20 --seed 7                   random layouts of 2 to 6 ranks
+  meshwright prove --matrix --minutes 5                   as many of the table as 5 minutes allow
   meshwright prove run.toml layout.pp=8 --check-order     can its order deadlock? nothing runs
   meshwright prove run.toml layout.pp=2 --resume          is a resumed run the same run?
 
@@ -68,7 +70,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         metavar="S",
-        help="of --random and --draw: the same seed draws the same layouts; 0 unless given",
+        help="of --random, --draw and --minutes: the same seed, the same layouts; 0 unless given",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="of the table or --random, in random order, what can be proven in M minutes",
     )
     parser.add_argument(
         "--world",
@@ -114,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         cases = [case_of_json(args.case)]
     else:
         cases, more = _of_config(args, out)
+    if args.minutes is not None:
+        cases = drawn(cases, len(cases), args.seed or 0)
     if args.device == "cuda":
         _refuse_without_gpus(cases)
     if not args.check_order:
@@ -125,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.check_order:
         outcomes = [_checked(case, out) for case in cases]
     else:
-        outcomes = _proven(cases, out, args.device)
+        seconds = math.inf if args.minutes is None else 60 * args.minutes
+        outcomes = _proven(cases, out, args.device, seconds)
     if args.random is not None:
         more["smallest"] = [_smallest(outcome, args, out) for outcome in _failed(outcomes, out)]
     for told in refusals:
@@ -133,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     world = max((case.layout.world for case in cases), default=args.world or 0)
     found = document(world, outcomes, refusals, seconds) | more
+    if args.minutes is not None:
+        found["left_out"] = len(cases) - len(outcomes)
     if args.json:
         print_json(found)
     say_line(_summary(found, len(refusals)), out)
@@ -150,11 +163,22 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
         raise ConfigError("--world and --only need --matrix, or --random N")
     if args.draw is not None and source != "--matrix":
         raise ConfigError("--draw needs --matrix")
-    if source != "--random" and args.draw is None and args.seed is not None:
-        raise ConfigError("--seed needs --random N, or --matrix --draw N")
+    if args.minutes is not None:
+        _refuse_minutes(args.minutes, source, args.check_order)
+    elif source != "--random" and args.draw is None and args.seed is not None:
+        raise ConfigError("--seed needs --random N, --matrix --draw N, or --minutes M")
     if args.resume and (source is not None or args.check_order):
         other = source or "--check-order"
         raise ConfigError(f"--resume certifies a config: leave out {other}")
+
+
+def _refuse_minutes(minutes: float, source: str | None, only_order: bool) -> None:
+    if source not in ("--matrix", "--random"):
+        raise ConfigError("--minutes needs --matrix, or --random N")
+    if only_order:
+        raise ConfigError("--check-order takes no time: leave out --minutes")
+    if not 0 < minutes < math.inf:
+        raise ConfigError(refusal(f"--minutes {minutes:g} is no time to prove in", legal=["1"]))
 
 
 def _of_table(args: argparse.Namespace, out: TextIO) -> tuple[list[Case], list[Refusal]]:
@@ -269,12 +293,21 @@ def _refuse_without_gpus(cases: Sequence[Case]) -> None:
         )
 
 
-def _proven(cases: Sequence[Case], out: TextIO, device: str) -> list[Outcome]:
+def _proven(cases: Sequence[Case], out: TextIO, device: str, seconds: float) -> list[Outcome]:
+    """Return the outcomes, smallest worlds first: a part of the time for each, by its ranks."""
     outcomes: list[Outcome] = []
+    ends = time.monotonic() + seconds
+    rest = sum(case.layout.world for case in cases)
     for some in by_world(cases):
+        ranks = sum(case.layout.world for case in some)
         outcomes += prove_cases(
-            some, os.environ, lambda outcome: _show(outcome, out), device=device
+            some,
+            os.environ,
+            lambda outcome: _show(outcome, out),
+            device=device,
+            seconds=(ends - time.monotonic()) * ranks / rest,
         )
+        rest -= ranks
     return outcomes
 
 
@@ -317,6 +350,8 @@ def _summary(found: dict[str, Any], refusals: int) -> str:
         text += f", {refusals} were to be refused"
     if found["failed"]:
         text += f", {found['failed']} FAILED"
+    if found.get("left_out"):
+        text += f", {found['left_out']} left out: the time was up"
     text += f", in {format_seconds(found['seconds'])}"
     has_errors = any(one["tolerance"] for one in found["verdicts"])
     return f"{text}; (%): the error as a share of what is tolerated" if has_errors else text

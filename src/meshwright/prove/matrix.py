@@ -145,7 +145,7 @@ def _large(world: int) -> Iterator[Case]:
 
 
 def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
-    """Return so many random cases, in their order; the same ones for the same seed.
+    """Return so many cases in random order; the same ones for the same seed.
 
     Raises `ConfigError` if there are not so many.
     """
@@ -154,8 +154,7 @@ def drawn(cases: Sequence[Case], number: int, seed: int) -> list[Case]:
         raise ConfigError(
             refusal(f"{number} layouts of a table of {len(cases)} cannot be drawn", legal=[nearest])
         )
-    places = Random(seed).sample(range(len(cases)), number)
-    return [cases[place] for place in sorted(places)]
+    return Random(seed).sample(list(cases), number)
 
 
 def _layouts(world: int, first: int) -> Iterator[Layout]:

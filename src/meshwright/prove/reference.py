@@ -45,6 +45,10 @@ SAMPLES: Final = 3
 _MOVED: Final = 1 / 16
 
 
+class _TooNear(Exception):
+    """Two experts' scores for a token are closer than allowed."""
+
+
 class AfterStep(NamedTuple):
     """After a step: its unclipped gradients, all updates so far, states and corrections."""
 
@@ -61,8 +65,7 @@ class Steps:
     `gradients` are those of the first step, `updates` the sums of all updates, `state` the
     optimizer state by its key; `corrections` are those of routers. `evaluation` is the mean loss of
     the last weights on the first and one more batch, without dropout. `moments` are those of each
-    step, if requested. `gap` is the smallest distance of a selected router score from one that was
-    not.
+    step, if requested.
     """
 
     losses: tuple[float, ...]
@@ -72,7 +75,6 @@ class Steps:
     updates: Tensors
     state: Mapping[str, Tensors]
     moments: tuple[AfterStep, ...] = ()
-    gap: float = math.inf
     corrections: Tensors = field(default_factory=dict)
 
 
@@ -121,6 +123,19 @@ def run_reference(case: Case, *, keeps: bool = False) -> Reference:
     return one.reference(one.exact(), rounded, keeps=keeps)
 
 
+def tells_apart(case: Case, least: float) -> bool:
+    """Return whether the exact steps select every expert by more than such a distance of scores.
+
+    The steps end at the first that is not: most seeds of a model that has such show it early.
+    """
+    try:
+        one = _Computed.of(case, least)
+        _run(_OneDevice(case, exact=True, least_gap=least), one.optimizer, one.clip_norm)
+    except _TooNear:
+        return False
+    return True
+
+
 def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Reference:
     """Return the reference on every rank; ranks 0 and 1 each compute half of it.
 
@@ -155,8 +170,9 @@ class _Computed(NamedTuple):
     clip_norm: float
 
     @classmethod
-    def of(cls, case: Case) -> _Computed:
-        first = _OneDevice(case, exact=True).gradients(make_batch(case, 0))[1]
+    def of(cls, case: Case, least_gap: float = 0.0) -> _Computed:
+        one = _OneDevice(case, exact=True, least_gap=least_gap)
+        first = one.gradients(make_batch(case, 0))[1]
         norm = _norm(first)
         # AdamW divides a gradient by its size and `eps`. With one as large as the gradients are, an
         # element near zero takes no step of either sign, and the clipping is seen.
@@ -238,7 +254,6 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
         one.updates(),
         step_of.state(),
         tuple(moments),
-        min(one.gaps, default=math.inf),
         one.beside,
     )
 
@@ -246,10 +261,11 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
 class _OneDevice:
     """Masters, and what is computed with them; with adapters these alone are `trained`.
 
-    A `sample` other than the first begins with weights of which some are one rounding off.
+    A `sample` other than the first begins with weights of which some are one rounding off. Raises
+    `_TooNear` if a selected router score exceeds one that was not by less than `least_gap`.
     """
 
-    def __init__(self, case: Case, *, exact: bool, sample: int = 0) -> None:
+    def __init__(self, case: Case, *, exact: bool, sample: int = 0, least_gap: float = 0.0) -> None:
         self.case, self._is_exact = case, exact
         self._half = DTYPES[case.train.precision]
         start = whole_weights(case.model, case.train.seed)
@@ -266,6 +282,7 @@ class _OneDevice:
         self.trained = names if case.model.lora is not None else list(self.masters)
         self.fp8 = case.train.fp8 and not exact
         self.gaps: list[float] = []
+        self._least_gap = least_gap
         self._met: dict[str, Tensor] = {}
 
     def used(self) -> dict[str, Tensor]:
@@ -290,6 +307,7 @@ class _OneDevice:
             loss = loss_sum(
                 case.model, weights, part, fp8=self.fp8, gaps=self.gaps, routers=routers
             )
+            self._check_gaps()
             beside = [router_losses(case.model, case.train, one.scores) for one in routers]
             for one in routers:
                 met = one.picked.sum((0, 1))
@@ -332,7 +350,12 @@ class _OneDevice:
             for batch in batches
             for part in self._parts(batch)
         )
+        self._check_gaps()
         return total / max(sum(int((one.targets != IGNORE).sum()) for one in batches), 1)
+
+    def _check_gaps(self) -> None:
+        if min(self.gaps, default=math.inf) < self._least_gap:
+            raise _TooNear
 
     def updates(self) -> dict[str, Tensor]:
         """Return the sum of all updates to the weights since the start."""

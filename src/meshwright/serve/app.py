@@ -29,8 +29,10 @@ try:
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
+
+    HAS_UI = True
 except ImportError:
-    uvicorn = None  # type: ignore[assignment]  # a module where the extra is installed
+    HAS_UI = False
 
 
 def _refusal(request: Request, port: int) -> tuple[int, str] | None:
@@ -128,7 +130,7 @@ def serve(
 
     Raises `ConfigError` if the extra is missing or the port is taken.
     """
-    if uvicorn is None:
+    if not HAS_UI:
         raise ConfigError(MISSING)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -5,8 +5,10 @@ No torch here: the ranks are processes of `launch.proofs.proof_worker`.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,22 +73,25 @@ def prove_cases(
     command: Callable[[Path], list[str]] | None = None,
     *,
     device: str = "cpu",
+    seconds: float = math.inf,
 ) -> list[Outcome]:
     """Prove cases with the same number of ranks; `show` receives each outcome at once.
 
     Ranks compute on `device`, "cpu" or "cuda", and are started by `worker_command` unless given. If
-    a rank fails, its layout counts as failed, and fresh ranks prove the rest. Raises `RankFailed`
-    if the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
+    a rank fails, its layout counts as failed, and fresh ranks prove the rest. After so many
+    `seconds` the ranks are ended, but not before the first outcome; the other cases are left out.
+    Raises `RankFailed` if the ranks do not even begin, `StoppedOnRequest` on SIGINT or SIGTERM.
     """
     check_torch("proving")
+    deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
     command = command or partial(worker_command, device=device)
     ranks_environ = rank_environ(environ, on_gpus=device == "cuda")
     with StopSignals() as signals:
-        while len(outcomes) < len(cases):
+        while len(outcomes) < len(cases) and not (outcomes and time.monotonic() > deadline):
             rest = cases[len(outcomes) :]
             with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as path:
-                proof = _Proof(ProofFolder(Path(path)), rest, signals, show)
+                proof = _Proof(ProofFolder(Path(path)), rest, signals, show, deadline)
                 outcomes += proof.run(ranks_environ, timing or Timing(), command)
     return outcomes
 
@@ -103,6 +108,10 @@ def fails_alike(
     return fails
 
 
+class _TimeIsUp(Exception):
+    """The deadline has passed."""
+
+
 class _Proof:
     """One set of ranks and what it found."""
 
@@ -112,8 +121,10 @@ class _Proof:
         cases: Sequence[Case],
         signals: StopSignals,
         show: Callable[[Outcome], None],
+        deadline: float,
     ) -> None:
         self._folder, self._cases, self._signals, self._show = folder, cases, signals, show
+        self._deadline = deadline
         self._tail = EventTail(folder.verdicts)
         self._found: list[Outcome] = []
         self._has_begun = False
@@ -121,7 +132,7 @@ class _Proof:
     def run(
         self, environ: Mapping[str, str], timing: Timing, command: Callable[[Path], list[str]]
     ) -> list[Outcome]:
-        """Return the outcomes up to the end, or up to the case at which a rank failed."""
+        """Return the outcomes up to the end, the deadline, or the case at which a rank failed."""
         self._folder.write_cases(self._cases)
         ranks = LocalRanks(
             command(self._folder.path),
@@ -134,8 +145,10 @@ class _Proof:
         try:
             with ranks:
                 supervise(ranks, self._look, timing, lambda: False)
+        except _TimeIsUp:
+            pass
         except RankFailed as error:
-            self._look()
+            self._take()
             if not self._has_begun:
                 raise
             self._add(self._failed(str(error)))
@@ -144,6 +157,12 @@ class _Proof:
     def _look(self) -> None:
         if self._signals.asked:
             raise StoppedOnRequest(f"stopped on request after {len(self._found)} layouts")
+        self._take()
+        if self._found and time.monotonic() > self._deadline:
+            raise _TimeIsUp
+
+    def _take(self) -> None:
+        """Take what the ranks have found since the last time."""
         for said in self._tail.new():
             self._has_begun = "verdicts" not in said
             if not self._has_begun:
