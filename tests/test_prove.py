@@ -92,7 +92,7 @@ def test_the_table_mixes_what_the_axes_leave_open(world):
     assert any(case.model.dropout for case in cases)
     assert any(case.model.tie_embeddings and case.layout.pp > 1 for case in cases)
     counts = {c.layout.microbatches(c.train.batch) for c in cases}
-    assert counts >= {2, 4, 8, 16}
+    assert counts >= {2, 4, 8}
 
 
 def test_each_family_has_its_layouts_in_the_table():
