@@ -253,7 +253,7 @@ def test_two_ranks_and_json(only, capsys):
 
 def test_a_config_is_proven_small(capsys):
     words = ["prove", "model.preset=llama-3.2-1b", "layout.tp=8", "layout.sp=true"]
-    words += ["layout.dp_shard=64", "layout.zero=3", "train.batch=512", "train.precision=bf16"]
+    words += ["layout.dp_shard=64", "layout.zero=3", "train.batch=512"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "asked: shard64 zero3 tp8 sp" in out
