@@ -104,7 +104,7 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
             add("gathered", whole, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held, whole, part)
     states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
-    if layout.offload == "none":
+    if not layout.states_on_host:
         what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
         add("optimizer", part, states, what)
     if layout.offload == "params":

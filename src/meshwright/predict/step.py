@@ -228,7 +228,7 @@ def optimizer_seconds(
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
     elements = elements_of(setting.model, layout, held, of="trained").share(layout)
-    if layout.offload == "none":
+    if not layout.states_on_host:
         return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32
