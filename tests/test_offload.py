@@ -1,0 +1,67 @@
+"""Offloaded activations: the same gradients to the bit, where the tensors are, what stays."""
+
+import pytest
+import torch
+
+from meshwright.execute.build import build, seeded
+from meshwright.execute.transport.groups import open_groups
+from meshwright.layout import Layout
+from meshwright.prove.batches import make_batch
+from meshwright.prove.case import Case
+from meshwright.prove.compare import mine, program_of
+from meshwright.spec.resolve import model_spec
+from meshwright.spec.training import TrainSpec
+from ranks import on_ranks
+
+SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 128, "ffn_dim": 128}
+MODELS = {
+    "llama": model_spec(**SIZES, n_kv_heads=2),
+    "olmo2": model_spec(family="olmo2", **SIZES),
+    "experts": model_spec(
+        family="qwen2_moe", **SIZES, experts=4, top_k=2, expert_ffn_dim=64, shared_ffn_dim=64
+    ),
+}
+
+
+def both(world, label, precision, model):
+    """The names of loss and gradients of a step, and of those that differ with offload."""
+    found = []
+    for more in ("", " offload-activations"):
+        train = TrainSpec(batch=8, seq_len=32, precision=precision)
+        case = Case(MODELS[model], train, Layout.parse(label + more))
+        program = program_of(case, world)
+        groups = open_groups(case.layout, world)
+        parallel = build(program, groups, world.device, seeded(case.model, 0))
+        loss = parallel.backward(mine(make_batch(case, 0), program, world))
+        gradients = {held.name: held.gradient.clone() for held in parallel.trained}
+        found.append({"loss": loss, **gradients})
+    plain, moved = found
+    assert plain.keys() == moved.keys()
+    return list(plain), [name for name in plain if not torch.equal(plain[name], moved[name])]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("label", "model"),
+    [
+        ("mb2", "llama"),
+        ("mb2 recompute-full", "llama"),
+        ("mb2 recompute-selective", "llama"),
+        ("mb2", "olmo2"),
+        ("mb2 recompute-selective", "experts"),
+        ("tp2 sp mb2", "llama"),
+        ("tp2 sp mb2 recompute-selective", "llama"),
+        ("pp2 1f1b mb1", "llama"),
+        ("pp2 gpipe mb1 recompute-full", "llama"),
+        ("pp2 zbv v2 mb1", "llama"),
+        ("shard2 zero3 mb2 recompute-full", "llama"),
+        ("shard2 zero3 ep2 mb2", "experts"),
+        ("cp2-ring mb2", "llama"),
+        ("cp2-ulysses mb2 recompute-full", "llama"),
+    ],
+)
+def test_gradients_are_those_without_it_to_the_bit(label, model, precision):
+    world = Layout.parse(label).world
+    for names, other in on_ranks(world, both, label=label, precision=precision, model=model):
+        assert len(names) > 4
+        assert other == []
