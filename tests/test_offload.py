@@ -3,9 +3,14 @@
 import pytest
 import torch
 
+from meshwright.bench.memory import measure
 from meshwright.execute.build import build, seeded
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
+from meshwright.predict.peak import peak
+from meshwright.predict.timeline import timeline
+from meshwright.program.lower import lower
+from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
@@ -65,3 +70,36 @@ def test_gradients_are_those_without_it_to_the_bit(label, model, precision):
     for names, other in on_ranks(world, both, label=label, precision=precision, model=model):
         assert len(names) > 4
         assert other == []
+
+
+WIDE = model_spec(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=512)
+
+
+def peaks(world, label, precision):
+    train = TrainSpec(batch=8, seq_len=128, precision=precision, matmul="torch")
+    return measure(world, Case(WIDE, train, Layout.parse(label))).peak.total
+
+
+@pytest.mark.parametrize(
+    ("label", "precision", "bound"),
+    [
+        ("mb4 offload-activations", "fp32", 0.01),
+        ("mb4 recompute-full offload-activations", "fp32", 0.01),
+        ("mb4 recompute-selective offload-activations", "fp32", 0.01),
+        ("pp2 gpipe mb2 offload-activations", "fp32", 0.01),
+        ("pp2 1f1b mb1 recompute-full offload-activations", "fp32", 0.01),
+        ("pp2 zbv v2 mb2 offload-activations", "fp32", 0.015),
+        ("tp2 sp mb2 offload-activations", "fp32", 0.08),
+        ("shard2 zero3 mb2 offload-activations", "bf16", 0.08),
+        ("cp2-ring mb2 offload-activations", "fp32", 0.08),
+    ],
+)
+def test_the_predicted_peak_is_what_the_profiler_sees(label, precision, bound):
+    """Each rank's highest moment without what is on the host, and by the shorter walk alike."""
+    train = TrainSpec(batch=8, seq_len=128, precision=precision)
+    program = lower(WIDE, train, Layout.parse(label), Target("cpu", route("torch", Processor())))
+    found = on_ranks(program.layout.world, peaks, label=label, precision=precision)
+    for rank, measured in enumerate(found):
+        expected = timeline(program, rank).peak
+        assert peak(program, rank) == expected
+        assert expected.total == pytest.approx(measured, rel=bound)
