@@ -85,7 +85,8 @@ def peaks(world, label, precision):
     [
         ("mb4 offload-activations", "fp32", 0.01),
         ("mb4 recompute-full offload-activations", "fp32", 0.01),
-        ("mb4 recompute-selective offload-activations", "fp32", 0.01),
+        # Also without offload: the result of attention's product, while an MLP goes back.
+        ("mb4 recompute-selective offload-activations", "fp32", 0.015),
         ("pp2 gpipe mb2 offload-activations", "fp32", 0.01),
         ("pp2 1f1b mb1 recompute-full offload-activations", "fp32", 0.01),
         ("pp2 zbv v2 mb2 offload-activations", "fp32", 0.015),
