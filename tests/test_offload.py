@@ -1,15 +1,24 @@
 """Offloaded activations: the same gradients to the bit, where the tensors are, what stays."""
 
+from collections import Counter
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
+from conformance_cases import CASES, labelled
 from meshwright.bench.memory import measure
 from meshwright.execute.build import build, seeded
+from meshwright.execute.offload import Stay
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout
+from meshwright.predict.moves import has_own_input, input_kept, moved_bytes
 from meshwright.predict.peak import peak
 from meshwright.predict.timeline import timeline
 from meshwright.program.lower import lower
+from meshwright.program.operations import operations
+from meshwright.program.sizes import Sizes
 from meshwright.program.target import Processor, Target, route
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
@@ -19,6 +28,7 @@ from meshwright.spec.training import TrainSpec
 from ranks import on_ranks
 
 SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 128, "ffn_dim": 128}
+WITHOUT = [case for case in CASES if case.layout.world <= 4 and case.layout.offload == "none"]
 MODELS = {
     "llama": model_spec(**SIZES, n_kv_heads=2),
     "olmo2": model_spec(family="olmo2", **SIZES),
@@ -104,3 +114,40 @@ def test_the_predicted_peak_is_what_the_profiler_sees(label, precision, bound):
         expected = timeline(program, rank).peak
         assert peak(program, rank) == expected
         assert expected.total == pytest.approx(measured, rel=bound)
+
+
+def moved(world, case):
+    """What the program says that each block of a forward moves, and the bytes that really do."""
+    program = program_of(case, world)
+    groups = open_groups(case.layout, world)
+    parallel = build(program, groups, world.device, seeded(case.model, 0))
+    seen = []
+    leave = Stay.leave
+
+    def left(stay):
+        leave(stay)
+        seen.append(sum(piece.host.untyped_storage().nbytes() for piece in stay._copied))
+
+    with mock.patch.object(Stay, "leave", left):
+        parallel.backward(mine(make_batch(case, 0), program, world))
+    expected = []
+    for stage in program.held(groups.at["pp"]):
+        ops = operations(program, stage, cp_rank=groups.at["cp"])
+        for layer in stage.layers:
+            kind = case.model.layer(layer)
+            sizes = moved_bytes(op for op in ops if op.layer == kind)
+            expected.append(sum(sizes.values()))
+            if layer == stage.layers[0] and has_own_input(case.model, stage):
+                expected[-1] -= input_kept(program, Sizes.of(program))[1]
+    return expected, seen
+
+
+@pytest.mark.often(16)
+@pytest.mark.parametrize("case", labelled(WITHOUT))
+def test_a_block_moves_what_the_program_says(case):
+    """To the byte: all but weights, tables, integers, small tensors and what a frozen embedding made."""
+    layout = case.layout.model_copy(update={"offload": "activations"})
+    for expected, seen in on_ranks(layout.world, moved, case=replace(case, layout=layout)):
+        times = len(seen) // len(expected)
+        assert Counter(seen) == Counter(expected * times)
+        assert min(seen) > 0

@@ -25,12 +25,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.execute import offload
 from meshwright.execute.data_parallel.data import replicas_of
 from meshwright.execute.data_parallel.exchange import Exchange
 from meshwright.execute.data_parallel.gradients import local_shard
 from meshwright.execute.data_parallel.masters import Weight
 from meshwright.execute.data_parallel.optimize import Shards
-from meshwright.execute import offload
 from meshwright.execute.observe.measured import MeasuredMoment
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.record.tape import Tape

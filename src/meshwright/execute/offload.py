@@ -62,8 +62,8 @@ class _Moved(_VersionWrapper):
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
         """Return the tensor, on the device."""
-        saved: Saved = self.val
-        return saved.tensor()
+        assert isinstance(self.val, Saved)
+        return self.val.tensor()
 
 
 class Copies:
@@ -79,7 +79,7 @@ class Copies:
                 target.copy_(source)
             return None
         if self.stream is None:
-            self.stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
@@ -273,7 +273,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
-    """Yield what others hold as well: weights, tables, the context, and a stage's own input."""
+    """Yield what others hold as well: weights, tables, the context, what frozen weights made."""
     yield from map(_local, block.parameters())
     yield from block.buffers()
     yield from block.attn.rope.held()

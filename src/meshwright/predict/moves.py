@@ -18,10 +18,10 @@ Moved = Mapping[str, int]
 
 
 class _Leaving(NamedTuple):
-    """A layer of a stage, the `index`-th, whose tensors of a microbatch left last."""
+    """A layer of a stage, the `place`-th, whose tensors of a microbatch left last."""
 
     stage: int
-    index: int
+    place: int
     microbatch: int
 
 
@@ -60,7 +60,7 @@ class Moves:
     def _let_go(self) -> None:
         if self.leaving is not None:
             stage = self._stages[self.leaving.stage]
-            for category, size in self._sizes(stage, self.leaving.index).items():
+            for category, size in self._sizes(stage, self.leaving.place).items():
                 self._bytes_held.drop(category, size)
             self.leaving = None
 
@@ -107,8 +107,8 @@ def moved_bytes(ops: Iterable[Operation]) -> Moved:
 
 
 def has_own_input(model: ModelSpec, stage: Stage) -> bool:
-    """Whether a stage holds its first layer's input for its gradient's sake: it stays."""
-    return not stage.is_first or model.lora is not None
+    """Whether a stage's first layer's input is a leaf, which stays: of a frozen embedding."""
+    return stage.is_first and model.lora is not None
 
 
 def input_kept(program: Program, sizes: Sizes) -> tuple[str, int]:

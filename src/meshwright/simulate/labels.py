@@ -20,7 +20,7 @@ from meshwright.simulate.memory import HOST, MemoryTracker
 
 @contextmanager
 def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
-    """Label what FSDP2 and exchanges gather, accumulate, reduce and buffer, and what offload moves."""
+    """Label what FSDP2 and exchanges gather, accumulate, reduce, buffer; what is on the host."""
 
     def gathering(gather: Any) -> Any:
         def run(parameter: FSDPParam) -> None:
