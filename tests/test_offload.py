@@ -145,7 +145,7 @@ def moved(world, case):
 @pytest.mark.often(16)
 @pytest.mark.parametrize("case", labelled(WITHOUT))
 def test_a_block_moves_what_the_program_says(case):
-    """To the byte: all but weights, tables, integers, small tensors and what a frozen embedding made."""
+    """To the byte: all but weights, tables, integers, small tensors, a frozen embedding's rows."""
     layout = case.layout.model_copy(update={"offload": "activations"})
     for expected, seen in on_ranks(layout.world, moved, case=replace(case, layout=layout)):
         times = len(seen) // len(expected)

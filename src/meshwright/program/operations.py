@@ -212,10 +212,11 @@ def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
     if model.qk_norm != "none":
         each = model.qk_norm == "head"
-        # The sums of both over tp, which the selective policy keeps.
-        sent = 2 * sizes.tokens * _WIDE if layout.tp > 1 and not each else 0
-        yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if each else 1, sent)
-        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if each else 1)
+        # The sums of both over tp, in one message, which the selective policy keeps.
+        is_sent = layout.tp > 1 and not each
+        sent, of_q, of_k = (2 * sizes.tokens * _WIDE, 2, 0) if is_sent else (0, 1, 1)
+        yield _head_norm(sizes, "attn.q_norm", sizes.heads, sizes.heads if each else of_q, sent)
+        yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if each else of_k)
 
 
 def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
