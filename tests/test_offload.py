@@ -151,3 +151,80 @@ def test_a_block_moves_what_the_program_says(case):
         times = len(seen) // len(expected)
         assert Counter(seen) == Counter(expected * times)
         assert min(seen) > 0
+
+
+def test_a_layout_that_leaves_all_on_the_device_is_refused():
+    layout = Layout.parse("mb1 offload-activations")
+    model, train = MODELS["llama"].model_copy(update={"n_layers": 2}), TrainSpec()
+    assert broken(model, train, layout) == (
+        "layout.offload = activations leaves those of two layers on the device, but "
+        "model.n_layers = 2"
+    )
+    found = nearest_legal(model, train, layout)
+    assert found == ["layout.offload = optimizer", "layout.offload = none"]
+    assert broken(MODELS["llama"], train, layout) is None
+
+
+def test_a_users_own_model_is_refused_before_its_mesh_is_asked():
+    layout = Layout.parse("mb1 offload-activations")
+    with pytest.raises(ConfigError, match=r"offload = activations knows the blocks of .* alone"):
+        parallelize(torch.nn.Linear(2, 2), layout, None)
+
+
+def rehearsed(label, rank=0):
+    """A rank's rehearsed step, its program's timeline and the device memory of both."""
+    train = TrainSpec(batch=8, seq_len=128)
+    program = lower(WIDE, train, Layout.parse(label), Target("cpu", route("torch", Processor())))
+    return rehearse(program, rank, OptimizerSpec()).worst.total, timeline(program, rank).peak.total
+
+
+@pytest.mark.parametrize("label", ["mb2", "mb2 recompute-full", "pp2 gpipe mb1", "pp4 gpipe mb1"])
+def test_a_rehearsal_has_less_on_the_device(label):
+    """By as much as the program says, and what is on the host does not count."""
+    plain, of_plain = rehearsed(label)
+    moved, of_moved = rehearsed(f"{label} offload-activations")
+    assert moved < plain
+    assert plain - moved == pytest.approx(of_plain - of_moved, rel=0.05)
+
+
+def test_a_link_that_is_slow_is_waited_for():
+    """A copy beside a layer's work takes nothing until it is longer; then the difference."""
+    plain = setting_of(load_config(None, PLANNED))
+    layout = Layout.parse("shard8 zero1 mb1 recompute-full")
+    moving = layout.model_copy(update={"offload": "activations"})
+    before, after = price(plain, layout), price(plain, moving)
+    assert before.memory.by_category()["activations: block"] > 5 * 2**30
+    assert after.memory.total < 0.9 * before.memory.total
+    assert before.time.total == pytest.approx(after.time.total, rel=0.01)
+    host = replace(plain.cluster.host, bandwidth=plain.cluster.host.bandwidth / 50)
+    slow = replace(plain, cluster=replace(plain.cluster, host=host))
+    waits = price(slow, moving).time
+    assert waits.total > 1.2 * after.time.total
+    # Twice each layer's copy, less what its passes hide.
+    moved = host_bytes(slow, moving)
+    copies = 2 * layout.microbatches(slow.train.batch) * moved / host.bandwidth
+    more = waits.causes["host"] - before.time.causes["host"]
+    assert 0 < more < copies
+    assert more == pytest.approx(waits.total - before.time.total, rel=0.01)
+
+
+def test_the_planner_offloads_activations_where_nothing_else_fits():
+    words = [one for one in PLANNED if "batch" not in one and "seq_len" not in one]
+    found = plan(load_config(None, [*words, "train.batch=8", "train.seq_len=131072"]), 1)
+    assert [one.layout.offload for one in found.found.ranked] == ["activations"]
+'''.replace("of_plain - of_moved","of_plain - of_moved")
+python3 - <<'E'
+p='/tmp/wt/offload/tests/test_offload.py'
+s=open(p).read()
+s=s.replace('from meshwright.layout import Layout\n','from meshwright.layout import Layout, broken, nearest_legal\n')
+s=s.replace('from meshwright.execute.offload import Stay\n','from meshwright.execute.offload import Stay\nfrom meshwright.execute.own_models.parallelize import parallelize\n')
+s=s.replace('from meshwright.bench.memory import measure\n','from meshwright.bench.memory import measure\nfrom meshwright.errors import ConfigError\n')
+s=s.replace('from meshwright.predict.moves','from meshwright.predict.host import host_bytes\nfrom meshwright.predict.moves')
+s=s.replace('from meshwright.predict.timeline import timeline\n','from meshwright.predict.price import price\nfrom meshwright.predict.timeline import timeline\n')
+s=s.replace('from meshwright.spec.resolve import model_spec\nfrom meshwright.spec.training import TrainSpec\n','from meshwright.search.plan import plan, setting_of\nfrom meshwright.simulate.rehearse import rehearse\nfrom meshwright.spec.loading import load_config\nfrom meshwright.spec.resolve import model_spec\nfrom meshwright.spec.training import OptimizerSpec, TrainSpec\n')
+s=s.replace('''WIDE = model_spec''','''PLANNED = [
+    *("model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.devices_per_node=8"),
+    *("train.precision=bf16", "train.batch=64", "train.seq_len=8192"),
+]
+WIDE = model_spec''',1)
+open(p,'w').write(s)

@@ -27,7 +27,7 @@ from meshwright.models.experts import ExpertMLP
 Place = Literal["device", "leaving", "host", "coming"]
 
 
-class Piece:
+class MovedStorage:
     """A storage that was saved, whole: `flat` on the device, `host` on the host, or both."""
 
     __slots__ = ("__weakref__", "flat", "host")
@@ -37,11 +37,11 @@ class Piece:
         self.host: Tensor | None = None
 
 
-class Saved(NamedTuple):
+class SavedPlace(NamedTuple):
     """What autograd holds in place of a saved tensor: where it is in a piece of a block."""
 
     stay: Stay
-    piece: Piece
+    piece: MovedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -62,7 +62,7 @@ class _Moved(_VersionWrapper):
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
         """Return the tensor, on the device."""
-        assert isinstance(self.val, Saved)
+        assert isinstance(self.val, SavedPlace)
         return self.val.tensor()
 
 
@@ -113,12 +113,12 @@ class Stay:
         self._of, self._before, self.left, self._device = of, before, left, device
         self.cached: list[Mapping[Any, Any]] = []
         self.place: Place = "device"
-        self._by_storage = WeakValueDictionary[int, Piece]()
-        self._pieces: list[ref[Piece]] = []
-        self._copied: list[Piece] = []
+        self._by_storage = WeakValueDictionary[int, MovedStorage]()
+        self._pieces: list[ref[MovedStorage]] = []
+        self._copied: list[MovedStorage] = []
         self._event: Any = None
 
-    def pack(self, tensor: Tensor) -> Tensor | Saved:
+    def pack(self, tensor: Tensor) -> Tensor | SavedPlace:
         """Return what autograd keeps of a tensor that it saves: itself, or its place."""
         if isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return tensor
@@ -129,22 +129,22 @@ class Stay:
         piece = self._by_storage.get(key)
         if piece is None:
             whole = (size // tensor.element_size(),)
-            piece = Piece(tensor.detach().as_strided(whole, (1,), 0))
+            piece = MovedStorage(tensor.detach().as_strided(whole, (1,), 0))
             self._by_storage[key] = piece
             self._pieces.append(ref(piece))
         where = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return Saved(self, piece, tensor.dtype, *where)
+        return SavedPlace(self, piece, tensor.dtype, *where)
 
     def _pack_cached(self) -> None:
         """Take what selective recomputation keeps beside autograd."""
         for kept in tree_leaves([list(one.values()) for one in self.cached]):
             if isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor):
                 kept.val = self.pack(kept.val)
-                if isinstance(kept.val, Saved):
+                if isinstance(kept.val, SavedPlace):
                     kept.__class__ = _Moved
         self.cached.clear()
 
-    def _alive(self) -> list[Piece]:
+    def _alive(self) -> list[MovedStorage]:
         return [piece for one in self._pieces for piece in [one()] if piece is not None]
 
     def leave(self) -> None:
@@ -259,8 +259,8 @@ class Offload:
             self.leaving = None
 
 
-def _unpack(saved: Tensor | Saved) -> Tensor:
-    return saved.tensor() if isinstance(saved, Saved) else saved
+def _unpack(saved: Tensor | SavedPlace) -> Tensor:
+    return saved.tensor() if isinstance(saved, SavedPlace) else saved
 
 
 def _local(tensor: Tensor) -> Tensor:

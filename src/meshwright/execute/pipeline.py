@@ -231,7 +231,7 @@ class _Enter(torch.autograd.Function):
         return arrived.view_as(arrived)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.gradients.append(gradient)
         return None, None, None
 

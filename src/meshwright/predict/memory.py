@@ -209,8 +209,8 @@ def activations(
     loss = [kept.loss] if held.has_head else []
     found_terms = [kept.at_work, *loss] if kept.at_work.bytes else loss
     if kept.moving:
-        told, numbers = "{:,.0f} B x 2 layers on their way", (kept.moving,)
-        terms.append(Term("activations: moving", 2 * kept.moving, told, numbers))
+        told = "{:,.0f} B x 2 layers on their way"
+        terms.append(Term("activations: moving", 2 * kept.moving, told, (kept.moving,)))
     times = waiting(layout, rank, microbatches)
     if times:
         size = held.total(kept.deferred) / max(held.layers, 1)

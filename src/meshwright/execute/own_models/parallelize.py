@@ -66,6 +66,9 @@ def parallelize(
     only that can show it.
     """
     _check(layout, mesh)
+    if layout.offload == "activations":
+        rule = "layout.offload = activations knows the blocks of Meshwright's models alone"
+        raise ConfigError(refusal(rule, legal=["layout.recompute = full", "layout.offload = none"]))
     _refuse_adapters(model, layout)
     blocks = find_blocks(model)
     parameters = _mesh_of_parameters(layout, mesh)
