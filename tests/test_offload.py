@@ -200,14 +200,14 @@ def test_a_rehearsal_has_less_on_the_device(label):
 
 
 def test_a_link_that_is_slow_is_waited_for():
-    """A copy beside a layer's work takes nothing until it is longer; then the difference."""
+    """A copy beside a layer's work is nearly hidden until it is longer; then the rest counts."""
     plain = setting_of(load_config(None, PLANNED))
     layout = Layout.parse("shard8 zero1 mb1 recompute-full")
     moving = layout.model_copy(update={"offload": "activations"})
     before, after = price(plain, layout), price(plain, moving)
     assert before.memory.by_category()["activations: block"] == 32 * 8192 * 4096 * 2
     assert 1.8 * 2**30 < before.memory.total - after.memory.total < 2.2 * 2**30
-    assert before.time.total == pytest.approx(after.time.total, rel=0.01)
+    assert before.time.total < after.time.total < 1.02 * before.time.total  # nearly hidden
     host = replace(plain.cluster.host, bandwidth=plain.cluster.host.bandwidth / 50)
     slow = replace(plain, cluster=replace(plain.cluster, host=host))
     waits = price(slow, moving).time
@@ -228,4 +228,4 @@ def test_the_planner_offloads_activations_where_nothing_else_fits():
     (best,) = found.found.ranked
     assert (best.layout.offload, best.layout.recompute) == ("activations", "full")
     (told,) = [text for text in warnings(best, found.setting) if "offload" in text]
-    assert told.startswith("offload = activations: each node's host has to hold 16.0 GiB")
+    assert told.startswith("offload = activations: each node's host has to hold 16.00 GiB")
