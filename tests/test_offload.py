@@ -9,6 +9,7 @@ import torch
 
 from conformance_cases import CASES, labelled
 from meshwright.bench.memory import measure
+from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.execute.build import build, seeded
 from meshwright.execute.offload import Stay
@@ -229,3 +230,28 @@ def test_the_planner_offloads_activations_where_nothing_else_fits():
     assert (best.layout.offload, best.layout.recompute) == ("activations", "full")
     (told,) = [text for text in warnings(best, found.setting) if "offload" in text]
     assert told.startswith("offload = activations: each node's host has to hold 16.00 GiB")
+
+
+SLOW = pytest.mark.slow
+PROVEN = [
+    ("shard2 zero3 recompute-full", "bf16"),
+    ("pp2 1f1b recompute-selective", "fp32"),
+    pytest.param("tp2 sp", "fp32", marks=SLOW),
+    pytest.param("tp2 sp recompute-selective", "bf16", marks=SLOW),
+    pytest.param("cp2-ring recompute-full", "fp32", marks=SLOW),
+    pytest.param("pp2 interleaved_zero_bubble v2", "bf16", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("label", "precision"), PROVEN)
+def test_layouts_are_proven(label, precision, capsys):
+    """Against one rank that offloads nothing, over three steps, at a model of three layers each."""
+    layout = Layout.parse(f"{label} mb2 offload-activations")
+    keys = layout.model_dump(exclude_defaults=True).items()
+    words = [f"layout.{key}={str(value).lower()}" for key, value in keys]
+    words += [f"train.precision={precision}", "train.batch=16", "cluster.devices_per_node=2"]
+    words.append("model.n_layers=8")
+    assert main(["prove", *words]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 layouts passed" in said
+    assert f"{3 * layout.stages}L" in said
