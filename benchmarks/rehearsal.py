@@ -164,8 +164,8 @@ FAULTS = (
         "a block's activations are freed while they are copied to the host",
         (
             f"{_ROOM}.offload",
-            "        self._of.copies.wait(self._event)\n        for piece",
-            "        for piece",
+            'once the copies are done."""\n        self._of.copies.wait(self._event)\n',
+            'once the copies are done."""\n',
         ),
         "mb2 offload-activations",
         "order",
