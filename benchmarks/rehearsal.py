@@ -60,6 +60,9 @@ KINDS = (
     Kind("mb2 recompute-selective", packed=True),
     Kind("mb2 recompute-full", model="neox"),
     Kind("mb2 offload-optimizer"),
+    Kind("mb2 offload-activations"),
+    Kind("mb2 recompute-full offload-activations", "fp32", packed=True),
+    Kind("mb2 recompute-selective offload-activations", model="dropout"),
     # Data: replicas, each stage of ZeRO by FSDP2, both.
     Kind("dp2 mb2"),
     Kind("dp2 mb2", "fp16", model="tied"),
@@ -72,12 +75,14 @@ KINDS = (
     Kind("dp2 shard2 zero3 mb1", model="dropout"),
     Kind("shard2 zero2 mb2 offload-optimizer"),
     Kind("shard2 zero3 mb2 offload-params"),
+    Kind("shard2 zero3 mb2 recompute-full offload-activations"),
     # Tensor and sequence parallelism.
     Kind("tp2 mb2", "fp16"),
     Kind("tp2 sp mb2"),
     Kind("tp2 sp mb2 recompute-full", packed=True),
     Kind("tp4 mb2", model="neox"),
     Kind("shard2 zero3 tp2 sp mb2 recompute-selective"),
+    Kind("tp2 sp mb2 offload-activations"),
     Kind("dp2 tp2 mb2", "fp32", model="tied"),
     # Context parallelism.
     Kind("cp2-ring mb2", packed=True),
@@ -88,6 +93,7 @@ KINDS = (
     Kind("shard2 zero3 cp2-ring mb1"),
     Kind("zero2 cp2-ulysses mb2 recompute-full"),
     Kind("cp2-ring tp2 sp mb2"),
+    Kind("cp2-ring mb2 offload-activations"),
     # Every schedule, with each kind of data parallelism.
     Kind("pp2 naive mb2"),
     Kind("pp2 gpipe mb1", "fp16"),
@@ -100,6 +106,8 @@ KINDS = (
     Kind("zero3 pp2 zbv v2 mb1"),
     Kind("tp2 sp pp2 zbv v2 mb1"),
     Kind("pp2 dualpipev v2 mb1"),
+    Kind("pp2 1f1b mb1 offload-activations"),
+    Kind("tp2 sp pp2 zbv v2 mb1 offload-activations"),
     Kind("cp2-ring pp2 1f1b mb1", packed=True),
     Kind("shard2 zero2 tp2 sp pp2 1f1b mb1"),
     Kind("shard2 zero3 tp2 sp cp2-ring pp2 1f1b mb1"),
@@ -108,6 +116,7 @@ KINDS = (
     Kind("tp2 sp mb2", model="experts"),
     Kind("shard2 zero1 ep2 mb2", model="experts"),
     Kind("shard2 zero3 ep2 mb2 recompute-full", model="experts"),
+    Kind("shard2 zero3 ep2 mb2 offload-activations", model="experts"),
     Kind("shard2 zero3 ep2 pp2 1f1b mb1", model="experts"),
 )
 
@@ -139,6 +148,42 @@ FAULTS = (
         "the host's optimizer reads a norm that is still on its way",
         ("meshwright.training.optimizer", "norm.to(device)", "norm.to(device, non_blocking=True)"),
         "mb2 offload-optimizer",
+        "order",
+    ),
+    Fault(
+        "a block's activations are used before their copy from the host is awaited",
+        (
+            f"{_ROOM}.offload",
+            "            self._fetch()\n            self._of.copies.wait(self._event)\n",
+            "            self._fetch()\n",
+        ),
+        "pp2 1f1b mb1 offload-activations",
+        "order",
+    ),
+    Fault(
+        "a block's activations are freed while they are copied to the host",
+        (
+            f"{_ROOM}.offload",
+            'once the copies are done."""\n        self._of.copies.wait(self._event)\n',
+            'once the copies are done."""\n',
+        ),
+        "mb2 offload-activations",
+        "order",
+    ),
+    Fault(
+        "a block's activations are copied to the host before they are computed",
+        (f"{_ROOM}.offload", "        self.stream.wait_stream(torch.cuda.current_stream())\n", ""),
+        "mb2 offload-activations",
+        "order",
+    ),
+    Fault(
+        "what a backward finds on the device is freed while it still leaves",
+        (
+            f"{_ROOM}.offload",
+            "            tensor.record_stream(self.stream)\n",
+            "            pass\n",
+        ),
+        "mb2 offload-activations",
         "order",
     ),
     Fault(

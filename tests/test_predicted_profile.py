@@ -106,7 +106,7 @@ def test_the_bubble_is_that_of_the_table_where_messages_are_free(monkeypatch, na
     traits = SCHEDULES[name]
     virtual = traits.min_virtual
     monkeypatch.setattr(step, "transfer_seconds", lambda *_: 0.0)
-    alike = Pass(1.0, *[0.0] * 5), Pass(2.0, *[0.0] * 5)
+    alike = Pass(1.0, *[0.0] * 6), Pass(2.0, *[0.0] * 6)
     monkeypatch.setattr(ActionTimes, "passes", lambda self, stage: alike)
     monkeypatch.setattr(ActionTimes, "head", 0.0)
     layout = Layout(pp=4, schedule=name, virtual_stages=virtual, microbatch=1)

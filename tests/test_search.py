@@ -51,7 +51,8 @@ def everything(one, devices):
             range(1, model.n_layers + 1),
             divisors(train.batch),
             get_args(Recompute),
-            get_args(Offload),
+            # Activations are offloaded where none of these fits: another search, not counted here.
+            [one for one in get_args(Offload) if one != "activations"],
         ):
             # What a degree of one leaves without a meaning is not counted twice.
             if (sp and tp == 1) or (kind == "ulysses" and cp == 1):

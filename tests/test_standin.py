@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.rehearsal import FAULTS, KINDS, case, checked, seeded
 
 from meshwright.cli.main import main
@@ -87,6 +88,8 @@ def test_a_case_that_cannot_be_rehearsed_is_told():
 
 class Tensor:
     """A tensor as far as its memory goes."""
+
+    device = torch.device("meta")  # not the host's
 
     def __init__(self):
         self.storage = Storage()

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.execute import offload
 from meshwright.execute.data_parallel.data import replicas_of
 from meshwright.execute.data_parallel.exchange import Exchange
 from meshwright.execute.data_parallel.gradients import local_shard
@@ -68,7 +69,7 @@ def label(kind: str, tensor: Tensor | None) -> None:
 
 @contextmanager
 def labelled_in_data() -> Iterator[None]:
-    """Label what data parallelism gathers, reduces and buffers: FSDP2's and our own."""
+    """Label what data parallelism gathers, reduces and buffers, and what is on the host."""
     gather, reduce = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
     allocate, begin = DefaultAllocMixin.allocate, Exchange.__init__
 
@@ -95,6 +96,13 @@ def labelled_in_data() -> Iterator[None]:
         label("buffers", buffer)
         return buffer
 
+    room = offload.host_room
+
+    def left(flat: Tensor) -> Tensor:
+        host = room(flat)
+        label(HOST, host)
+        return host
+
     def exchanged(self: Exchange, weights: Sequence[Weight], *arguments: Any) -> None:
         for weight in weights:
             label("gradients", weight.gradient)
@@ -104,6 +112,7 @@ def labelled_in_data() -> Iterator[None]:
 
     with (
         mock.patch.object(Exchange, "__init__", exchanged),
+        mock.patch.object(offload, "host_room", left),
         mock.patch.object(FSDPParam, "init_unsharded_param", gathered),
         mock.patch.object(FSDPParamGroup, "post_backward", reduced),
         mock.patch.object(DefaultAllocMixin, "allocate", buffered),
@@ -130,9 +139,9 @@ def lasting(
     parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that exist from step to step, with their category."""
-    offload = parallel.program.layout.offload
+    layout = parallel.program.layout
     for held in parallel.held:
-        yield HOST if offload == "params" else "parameters", held.parameter
+        yield HOST if layout.offload == "params" else "parameters", held.parameter
     for module in parallel.modules.values():
         replicas = replicas_of(module)
         for weight in [] if replicas is None else replicas.weights.values():
@@ -145,7 +154,7 @@ def lasting(
     for state in optimizer.state.values():
         for tensor in state.values():
             if isinstance(tensor, Tensor):
-                yield "optimizer" if offload == "none" else HOST, tensor
+                yield HOST if layout.states_on_host else "optimizer", tensor
 
 
 class LabellingTape(Tape):

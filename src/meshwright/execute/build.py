@@ -26,6 +26,7 @@ from meshwright.execute.kernels.documents import attend_documents
 from meshwright.execute.kernels.float8 import take_float8
 from meshwright.execute.kernels.products import take_route
 from meshwright.execute.kernels.recompute import recompute
+from meshwright.execute.offload import Offload
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.tensor_parallel.adapters import cut_adapted
 from meshwright.execute.tensor_parallel.async_tp import OPTIONS, take_async_tp
@@ -94,6 +95,9 @@ def describe(
     """Return this rank's stages on the meta device, sharded and wrapped, by number."""
     layout, spec = program.layout, program.model
     modules = {}
+    offload = None
+    if layout.offload == "activations":
+        offload = Offload(Sizes.of(program).least_moved)
     for stage in program.held(groups.at["pp"]):
         model = build_model(spec, device="meta", max_seq_len=program.train.seq_len)
         model.keep(stage.layers, first=stage.is_first, last=stage.is_last)
@@ -112,9 +116,13 @@ def describe(
             compiled = block if wrap is None else set_apart(block, program, splits=deferral.splits)
             if wrap is not None and compiled is not block:
                 wrap(compiled)
-            recompute(block, layout.recompute)
-            if wrap is not None and compiled is block:
+            is_whole = wrap is not None and compiled is block
+            note = None if offload is None or is_whole else offload.note
+            recompute(block, layout.recompute, note)
+            if wrap is not None and is_whole:
                 wrap(block)
+            if offload is not None:
+                offload.wrap(block, is_first=block is model.blocks[0])
         if not sums_in_place(layout, program.target):
             of_experts = None if groups.experts is None else groups.experts.parameters
             mesh = groups.parameters

@@ -95,7 +95,7 @@ class Pipeline:
         self.stages, self.table, self.microbatches, self.scale = stages, table, microbatches, scale
         self.last = len(stages.stage_ranks) - 1
         self.losses: list[Tensor] = []
-        self._inputs: dict[Key, Tensor] = {}  # leaves whose gradients go to the stage before
+        self._inputs: dict[Key, list[Tensor]] = {}  # their gradients go to the stage before
         self._outputs: dict[Key, Tensor] = {}  # until they are sent, or taken by the next stage
         self._edges: dict[Key, Edge] = {}
         self._gradients: dict[Key, Tensor] = {}  # of outputs
@@ -140,7 +140,9 @@ class Pipeline:
             arrived = self._arriving.pop(Action("RECV_F", stage, index), None)
             hidden = self._arrived(arrived) if arrived else self._outputs.pop((stage - 1, index))
             if self.scale is not None:
-                hidden = self._inputs[key] = hidden.detach().requires_grad_()
+                self._inputs[key] = []
+                start = torch.empty(0, requires_grad=True)
+                hidden = _Enter.apply(start, hidden, self._inputs[key])  # type: ignore[no-untyped-call]
         out = self.stages.forward(stage, hidden, self.microbatches[index])
         if stage == self.last:
             self.losses.append(out.detach())
@@ -185,9 +187,7 @@ class Pipeline:
         torch.autograd.backward((self._edges.pop(key),), (gradient,))
         end_backward(self.stages.modules[stage])
         if stage > 0:
-            leaf = self._inputs.pop(key)
-            assert leaf.grad is not None
-            self._gradients[stage - 1, index] = leaf.grad
+            (self._gradients[stage - 1, index],) = self._inputs.pop(key)
 
     def _arrived(self, arrival: Arrival) -> Tensor:
         arrival.work.wait()
@@ -217,6 +217,23 @@ class Pipeline:
         peer = self.stages.stage_ranks[to_stage]
         work = Pending(self.stages.recorder, dist.isend(tensor, pp.ranks[peer], pp.group))
         self._leaving.setdefault(peer, []).append(Departure(work, tensor))
+
+
+class _Enter(torch.autograd.Function):
+    """Begins a stage's graph with what has arrived, and gives its gradient to a list.
+
+    A leaf would hold what has arrived until its gradient is there, even if no operation needs it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, arrived: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(gradient)
+        return None, None, None
 
 
 def _wait(departures: list[Departure]) -> None:

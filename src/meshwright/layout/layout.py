@@ -85,6 +85,11 @@ class Layout(Spec):
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
+    def states_on_host(self) -> bool:
+        """Whether the optimizer's states are in host memory."""
+        return self.offload in ("optimizer", "params")
+
+    @property
     def alike_ranks(self) -> int:
         """Data ranks that hold the same weights, or ZeRO's shards of them: `ep` divides these.
 

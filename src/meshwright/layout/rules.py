@@ -110,9 +110,14 @@ def _shards(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 
 def _offload(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if layout.offload != "params" or layout.zero:
-        return None
-    return "layout.offload = params needs sharded states, but layout.zero = 0 replicates"
+    if layout.offload == "params" and not layout.zero:
+        return "layout.offload = params needs sharded states, but layout.zero = 0 replicates"
+    if layout.offload == "activations" and layout.pp == 1 and model.n_layers < 3:
+        return (
+            "layout.offload = activations leaves those of two layers on the device, but "
+            f"model.n_layers = {model.n_layers}"
+        )
+    return None
 
 
 def _sequence(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -90,6 +90,11 @@ class Rope:
         if positions is not None:
             return cos[positions], sin[positions]
         return cos[start:stop], sin[start:stop]
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tables that forwards look up."""
+        for table in self._tables or ():
+            yield from table
 
     def _long(self, stop: int) -> bool:
         scaling = self.spec.rope_scaling

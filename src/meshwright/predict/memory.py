@@ -104,7 +104,7 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
             add("gathered", whole, element, "compute copy, kept through the step")
     terms += _gradients(setting, layout, held, whole, part)
     states = _MOMENTS + (0 if system.keeps == "shards" or element == _FP32 else _FP32)
-    if layout.offload == "none":
+    if not layout.states_on_host:
         what = "Adam's moments" + (" and fp32 weights" if states > 8 else "")
         add("optimizer", part, states, what)
     if layout.offload == "params":
@@ -145,15 +145,16 @@ def _gradients(
 class KeptBytes(NamedTuple):
     """The bytes that a microbatch needs on any pipeline rank; see `kept_of`.
 
-    `per_layer` is what each kind of layer saves, by kind of operation; `deferred` is what its
-    deferred weight gradients hold; `at_work` and `loss` are what a layer's backward and the head
-    need.
+    `per_layer` is what each kind of layer saves on the device, by kind of operation; `deferred` is
+    what its deferred weight gradients hold; `at_work` and `loss` are what a layer's backward and
+    the head need. `moving` is what the largest layer has on the host.
     """
 
     per_layer: tuple[Mapping[str, float], ...]
     deferred: tuple[float, ...]
     at_work: Term
     loss: Term
+    moving: float = 0.0
 
 
 def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
@@ -162,14 +163,20 @@ def kept_of(setting: Setting, layout: Layout) -> KeptBytes:
     found, plain = work_of(setting, layout), work_of(setting, layout, "none")
     kept = calibration.find("kept_bytes", system.name)
     quantised = _QUANTISED.get(setting.products, 1.0) if system.keeps_quantised else 1.0
+    per_layer: list[dict[str, float]] = [
+        kept_per_layer(layout, system, found.sizes, work, kept, quantised) for work in found.layers
+    ]
+    moving = 0.0
+    for one, work in zip(per_layer, found.layers, strict=True):
+        for kind, size in work.leaves if layout.offload == "activations" else ():
+            one[kind] = max(0.0, one[kind] - size)
+        moving = max(moving, sum(size for _, size in work.leaves))
     return KeptBytes(
-        tuple(
-            kept_per_layer(layout, system, found.sizes, work, kept, quantised)
-            for work in found.layers
-        ),
+        tuple(per_layer),
         tuple(_deferred(layout, found, plain)),
         _at_work(layout, system, found, plain, calibration, quantised),
         _loss_of(setting, layout, found),
+        moving if layout.offload == "activations" else 0.0,
     )
 
 
@@ -201,6 +208,9 @@ def activations(
     # blocks as large as scores stay with the allocator, of no use to logits.
     loss = [kept.loss] if held.has_head else []
     found_terms = [kept.at_work, *loss] if kept.at_work.bytes else loss
+    if kept.moving:
+        told = "{:,.0f} B x 2 layers on their way"
+        terms.append(Term("activations: moving", 2 * kept.moving, told, (kept.moving,)))
     times = waiting(layout, rank, microbatches)
     if times:
         size = held.total(kept.deferred) / max(held.layers, 1)

@@ -75,7 +75,7 @@ class _Repeated(Walk):
         super().__init__(program, rank, bytes_held, table)
         self._states: dict[tuple[int, UnitsState], int] = {}
         self._known: list[UnitsState] = []
-        self._done: dict[tuple[str, int, bool, int], _Done] = {}
+        self._done: dict[tuple[object, ...], _Done] = {}
         self._alike = self._first_alike()
         self._now = {index: self._number(index) for index in self.units}
         self._actual = dict(self._now)  # the states that the units themselves are in
@@ -93,7 +93,9 @@ class _Repeated(Walk):
     def compute(self, action: Action) -> None:
         """Perform an action, or add the effect of an equal earlier one."""
         stage, held = action.stage, self.bytes_held
-        key = action.kind, self._alike[stage], action == self.ends[stage], self._now[stage]
+        left = self.moves.before(action)
+        found = None if left is None else (self._alike[left[0]], left[1])
+        key = action.kind, self._alike[stage], action == self.ends[stage], self._now[stage], found
         done = self._done.get(key)
         if done is None:
             done = self._done[key] = self._perform(action)
@@ -105,6 +107,7 @@ class _Repeated(Walk):
             for category, size in done.end.items():
                 held.add(category, size)
             self.deferred[stage] = done.deferred
+            self.moves.skip(action)
         self._now[stage] = done.state
 
     def _what(self, done: _Done, stage: int) -> str:

@@ -101,7 +101,11 @@ class _Pen:
         found: Pass = self.passes[action.stage][action.kind != "F"]
         share = self.scale * (_HALF if action.kind in ("I", "W") else 1.0)
         waits = {"tp": found.tp, "cp": found.cp, "ep": found.ep, "shard": found.gathers}
-        start = end - share * sum(waits.values())
+        start = end - share * (sum(waits.values()) + found.copies)
+        if found.copies > 0:
+            stop = start + share * found.copies
+            yield Span("host", "copy", start, stop, action.stage, action.microbatch)
+            start = stop
         for axis, seconds in waits.items():
             if seconds > 0:
                 stop = start + share * seconds

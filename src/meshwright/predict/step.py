@@ -17,6 +17,7 @@ from meshwright.predict.data_messages import (
     unit_waits,
 )
 from meshwright.predict.elements import elements_of
+from meshwright.predict.host import CopyWaits, copy_waits
 from meshwright.predict.kernels import Kernels, Seconds
 from meshwright.predict.microbatch import MicrobatchTimes, parts_of
 from meshwright.predict.pipeline import Costs, by_events, closed_form
@@ -70,6 +71,7 @@ class Pass(NamedTuple):
     cp: float
     ep: float
     gathers: float
+    copies: float
 
     @property
     def total(self) -> float:
@@ -88,6 +90,7 @@ class ActionTimes:
     model: ModelSpec
     parts: MicrobatchTimes
     gathers: Waits
+    copies: CopyWaits
     held: tuple[HeldLayers, ...]
     whole: tuple[float, ...]
     transfer: float
@@ -106,15 +109,15 @@ class ActionTimes:
     def passes(self, stage: Stage) -> tuple[Pass, Pass]:
         """Return a stage's forward and backward."""
         held = HeldLayers.of(self.model, (stage,))
-        forward, backward = self.gathers.passes(held)
+        forward, backward = zip(self.gathers.passes(held), self.copies.passes(held), strict=True)
         of = partial(self.parts.of, held)
         tp, cp, ep = (
             of(f"{axis}_backward") + of(f"{axis}_recompute") for axis in ("tp", "cp", "ep")
         )
         forth = of("tp_forward"), of("cp_forward"), of("ep_forward")
         return (
-            Pass(of("forward"), 0.0, *forth, forward),
-            Pass(of("backward"), of("recompute"), tp, cp, ep, backward),
+            Pass(of("forward"), 0.0, *forth, *forward),
+            Pass(of("backward"), of("recompute"), tp, cp, ep, *backward),
         )
 
 
@@ -123,10 +126,11 @@ def pace_of(setting: Setting, kernels: Kernels, layout: Layout) -> ActionTimes:
     parts = parts_of(setting, kernels, layout)
     ranks = held_by(setting, layout)
     gathers = unit_waits(kernels, unit_messages(setting, kernels, layout), parts)
-    whole = tuple(parts.total(held) + gathers.of(held) for held in ranks)
+    copies, stages = copy_waits(setting, kernels, layout, parts), layout.virtual_stages
+    whole = tuple(parts.total(held) + gathers.of(held) + copies.of(held, stages) for held in ranks)
     transfer = transfer_seconds(kernels, layout, work_of(setting, layout))
     count = layout.microbatches(setting.train.batch)
-    return ActionTimes(setting.model, parts, gathers, ranks, whole, transfer, count)
+    return ActionTimes(setting.model, parts, gathers, copies, ranks, whole, transfer, count)
 
 
 def step_time(
@@ -168,7 +172,7 @@ def rank_causes(
             setting, kernels, data_messages(setting, kernels, layout, held), parts.room(held)
         ),
         "optimizer": optimizer_seconds(setting, kernels, layout, held),
-        "host": host_seconds(kernels, count),
+        "host": host_seconds(kernels, count) + count * pace.copies.of(held, layout.virtual_stages),
     }
 
 
@@ -228,7 +232,7 @@ def optimizer_seconds(
 ) -> float:
     """Return the seconds of the update: memory-bound, or with offload bound by the host's link."""
     elements = elements_of(setting.model, layout, held, of="trained").share(layout)
-    if layout.offload == "none":
+    if not layout.states_on_host:
         return elements * OPTIMIZER_BYTES / kernels.optimizer_bandwidth
     host = setting.cluster.host.bandwidth
     moved = elements * 2 * 4  # gradients down, weights up, in fp32

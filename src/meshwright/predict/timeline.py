@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshwright.predict.byte_count import ByteCount, PredictedMoment
+from meshwright.predict.moves import Moves
 from meshwright.predict.needs import LayerBytes, Size, kept, layer_bytes, of_input
 from meshwright.predict.units import GRADIENTS, Units
 from meshwright.program.lower import Program
@@ -75,6 +76,7 @@ class Walk:
         self.proves: dict[Action, int] = {}  # those that a receive proves to have arrived
         self.deferred: dict[int, int] = {}  # of a microbatch, by stage
         self.known: dict[int, tuple[Operation, ...]] = {}
+        self.moves = Moves(program, self.stages, self.at["cp"], bytes_held)
 
     def _layers(self) -> dict[LayerSpec, LayerBytes]:
         """Return what layers of each kind that the rank holds keep and let go of."""
@@ -160,6 +162,7 @@ class Walk:
             units.enter(index)
             self._keep(self.layers[self.program.model.layer(layer)].kept)
             bytes_held.note(of_layer(layer))
+            self.moves.leave(action, index)
             units.leave(index)
         if stage.is_last:
             units.enter_head()
@@ -198,6 +201,7 @@ class Walk:
         self.deferred[stage.index] = 0
         for index, layer in reversed(list(enumerate(stage.layers))):
             units.enter_backward(index)
+            self.moves.come(action, index)
             self._through_layer(stage, index, layer, defers)
             units.leave_backward(index)
         self._free(kept(op for op in ops if op.kind in ("embedding", "mask")))

@@ -107,7 +107,7 @@ class Units:
             size = weights * _FP32 + unit.lasting(self.in_place, self.element)
             self.bytes_held.add(WEIGHTS, size * (self.offload != "params"))
             states = unit.own * _MOMENTS + _STEP * len(unit.numels)
-            self.bytes_held.add(OPTIMIZER, states * (self.offload == "none"))
+            self.bytes_held.add(OPTIMIZER, states * (not self.layout.states_on_host))
 
     def enter_root(self) -> None:
         """Gather what is in no block for the forward; in place, only the embedding."""

@@ -75,7 +75,8 @@ class Work(NamedTuple):
     `moved` are the bytes that a forward reads and writes outside of products and attention, each
     tensor once per operation; `norm_moved` those of norms, `loss_moved` of the loss. `kept` is
     saved for the backward, by kind of operation. `scores` are the query-key pairs over all local
-    heads. `deferred` are the gradients of all products' results.
+    heads. `deferred` are the gradients of all products' results. `leaves` is the part of `kept`
+    that goes to the host if activations are offloaded.
     """
 
     products: tuple[Product, ...]
@@ -87,6 +88,7 @@ class Work(NamedTuple):
     kept: tuple[tuple[str, float], ...]
     deferred: float
     messages: tuple[Message, ...]
+    leaves: tuple[tuple[str, float], ...] = ()
 
 
 class HeldLayers(NamedTuple):
@@ -197,6 +199,7 @@ def _times(one: LayoutWork, rows: int) -> LayoutWork:
             tuple((kind, size * rows) for kind, size in work.kept),
             work.deferred * rows,
             tuple(m._replace(bytes=m.bytes * rows) for m in work.messages),
+            tuple((kind, size * rows) for kind, size in work.leaves),
         )
         for work in (*one.layers, one.first, one.last)
     )
@@ -255,15 +258,16 @@ def _work(
     has_loss = any(op.kind == "loss" for op in ops)
     loss = float(sizes.tokens * sizes.vocab * (sizes.element + 8)) if has_loss else 0.0
     kept: dict[str, float] = {}
+    leaves: dict[str, float] = {}
     for op in ops:
         kept[op.kind] = kept.get(op.kind, 0.0) + op.saved_bytes
+        leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
     waits = 0.0
     if scores:
         needs = backward_needs(program, sizes, program.model.layer(0))
         waits = float(sum(need.deferred for need in needs))
-    return Work(
-        products, attention, scores, moved, norms, loss, tuple(kept.items()), waits, messages
-    )
+    sizes_kept = tuple(kept.items()), waits, messages, tuple(leaves.items())
+    return Work(products, attention, scores, moved, norms, loss, *sizes_kept)
 
 
 def _attention_flops(program: Program) -> float:

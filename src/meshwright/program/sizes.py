@@ -11,6 +11,7 @@ from meshwright.program.target import Route, Target
 # Bytes of an element in the precision of the products.
 ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _WIDE: Final = 4  # bytes of fp32
+_LEAST_SHARE: Final = 32
 
 
 class Sizes(NamedTuple):
@@ -71,6 +72,15 @@ class Sizes(NamedTuple):
     def whole_bytes(self) -> int:
         """Bytes of the stream as the input of products: gathered over tp."""
         return self.tokens * self.dim * self.element
+
+    @property
+    def least_moved(self) -> int:
+        """Bytes of the smallest tensor of a block that offload moves: a share of the stream.
+
+        Smaller ones, such as the scales of norms, would cost a copy each and free next to nothing.
+        Integers stay as well: the host and the kernels of routers ask for them.
+        """
+        return -(-self.stream_bytes // _LEAST_SHARE)
 
     def product(self, inner: int, outer: int) -> float:
         """Return the FLOPs of a product of all tokens with a matrix `[outer, inner]`."""

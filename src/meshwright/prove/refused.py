@@ -171,6 +171,12 @@ def _data(world: int) -> Iterator[Case]:
         "layout.offload = params needs sharded states, but layout.zero = 0 replicates",
         f"dp{world} mb1 offload-params",
     )
+    yield _case(
+        "layout.offload = activations leaves those of two layers on the device, but "
+        "model.n_layers = 2",
+        f"dp{world} mb1 offload-activations",
+        n_layers=2,
+    )
 
 
 def _context(world: int) -> Iterator[Case]:

@@ -115,7 +115,10 @@ def _small_model(
     ranks_of_heads = layout.tp * (layout.cp if layout.cp_kind == "ulysses" else 1)
     kv_heads = round_up(min(model.n_kv_heads, 2), ranks_of_heads)
     group = min(model.n_heads // model.n_kv_heads, 4)
-    layers = max(2, len(kinds), layout.stages + (is_uneven and layout.is_pipelined))
+    # Of three layers of a stage, one has left and comes back while another goes back.
+    each = 3 if layout.offload == "activations" else 1
+    least = each * layout.stages + (is_uneven and layout.is_pipelined)
+    layers = max(2, len(kinds), least)
     # In four bits each rank of tp has whole blocks of a layer's inputs.
     block = NF4_BLOCK if model.lora is not None and model.lora.four_bits else 1
     of_rank = group * kv_heads // layout.tp

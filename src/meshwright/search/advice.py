@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.predict.host import host_bytes
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
 from meshwright.search.rank import MARGIN
@@ -118,10 +119,19 @@ def _messages(found: Prediction, setting: Setting) -> str | None:
 
 
 def _host(found: Prediction, setting: Setting) -> str | None:
-    """Return what offload asks of the host: weights, gradients and moments in fp32, or moments."""
+    """Return what offload asks of the host: weights, gradients and moments in fp32, or moments.
+
+    Or what activations take there.
+    """
     layout = found.layout
     if layout.offload == "none":
         return None
+    if layout.offload == "activations":
+        size = host_bytes(setting, layout) * min(setting.cluster.per_node, layout.world)
+        return (
+            f"offload = activations: each node's host has to hold {format_bytes(size)}, and its "
+            "link copies them twice for each microbatch"
+        )
     # Experts, too: `ep` and their own sharding divide them by as much.
     parameters = trained_parameter_count(setting.model) / layout.tp / layout.pp / layout.shard_ranks
     on_node = min(setting.cluster.per_node, layout.world)

@@ -68,4 +68,5 @@ class KnownPrices:
 def shape_of(layout: Layout) -> tuple[object, ...]:
     """Return the choices that determine a microbatch's work."""
     one = layout
-    return one.tp, one.sp, one.cp, one.cp_kind, one.ep, one.microbatch, one.recompute
+    moves = one.offload == "activations"
+    return one.tp, one.sp, one.cp, one.cp_kind, one.ep, one.microbatch, one.recompute, moves

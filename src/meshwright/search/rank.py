@@ -11,6 +11,7 @@ from operator import mul
 from meshwright.layout import Layout, broken
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.predict.data_messages import UnitSeconds, Waits, data_wait, unit_waits
+from meshwright.predict.host import copy_waits
 from meshwright.predict.kernels import Kernels
 from meshwright.predict.memory import activations
 from meshwright.predict.microbatch import MicrobatchTimes
@@ -151,6 +152,10 @@ class Search:
         ranked = self._fitting(everything, order, top, ("none",))
         if not ranked:
             ranked = self._fitting(everything, order, top, ("optimizer", "params"))
+            if not ranked:
+                update = {"offload": "activations"}
+                moving = [Core(core.layout.model_copy(update=update)) for core in everything]
+                ranked = self._fitting(moving, order, top, ("activations",))
         else:
             self.reasons["offload: layouts without it fit, and are faster"] += sum(
                 size_of(core, train, layers, None, self.pins)
@@ -300,7 +305,8 @@ class Search:
         parts = self.prices.parts(layout, one.tp > 1 and SCHEDULES[schedule.name].splits_backward)
         times = Counter(held_by(setting, layout))
         transfer = transfer_seconds(kernels, layout, work_of(setting, one))
-        base = {held: parts.total(held) for held in times}
+        copies = copy_waits(setting, kernels, layout, parts)
+        base = {held: parts.total(held) + copies.of(held, schedule.virtual) for held in times}
         return _Pace(schedule, layout, count, parts, times, base, transfer, kernels)
 
     def _of_schedule(

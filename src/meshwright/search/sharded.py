@@ -58,8 +58,7 @@ class Shardings:
                 [
                     self._choice(one, layout, sharding, offload)
                     for sharding in shardings(one.dp_replicate, one.cp, one.ep)
-                    for offload in offloads(sharding.zero)
-                    if offload in offloaded
+                    for offload in offloads(sharding.zero, offloaded)
                     for layout in [with_sharding(one, sharding, offload)]
                     if obeys(self.pins, layout, OF_SHARDING)
                 ]

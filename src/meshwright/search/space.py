@@ -17,6 +17,7 @@ from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec,
 # A microbatch of more tokens fills a device no better, and larger ones only need more memory.
 _MICROBATCH_TOKENS = 131072
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+_OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "params")
 
 
 # Keys of a layout that a core has; the others are the sharding's and the schedule's.
@@ -121,17 +122,18 @@ def shardings(dp: int, cp: int, ep: int = 1) -> tuple[ZeroSharding, ...]:
 
 
 @lru_cache(maxsize=4096)
-def offloads(zero: int) -> tuple[Offload, ...]:
-    """Return the legal values of offload: parameters only if they are sharded."""
-    return ("none", "optimizer", "params") if zero else ("none", "optimizer")
+def offloads(zero: int, among: tuple[Offload, ...] | None = None) -> tuple[Offload, ...]:
+    """Return the legal values of offload among some: parameters only if they are sharded.
+
+    Without `among`, those that a search always counts: it turns to the offload of activations only
+    on request, or where nothing else fits.
+    """
+    return tuple(one for one in among or _OFFLOADS if zero or one != "params")
 
 
 @lru_cache(maxsize=4096)
 def _kept(dp: int, cp: int, ep: int, offloaded: tuple[Offload, ...] | None) -> int:
-    return sum(
-        sum(offloaded is None or one in offloaded for one in offloads(choice.zero))
-        for choice in shardings(dp, cp, ep)
-    )
+    return sum(len(offloads(choice.zero, offloaded)) for choice in shardings(dp, cp, ep))
 
 
 def size_of(
@@ -163,11 +165,12 @@ def _pinned(
     pins: Pins,
 ) -> tuple[int, int]:
     """Return how many shardings and how many schedules of a core are as a user fixed them."""
+    if offloaded is None and pins.get("offload") == "activations":
+        offloaded = ("activations",)
     kept = sum(
         obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
         for choice in shardings(one.dp_replicate, one.cp, one.ep)
-        for offload in offloads(choice.zero)
-        if offloaded is None or offload in offloaded
+        for offload in offloads(choice.zero, offloaded)
     )
     return kept, len(as_fixed(pins, one, chains))
 

@@ -11,15 +11,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from meshwright.execute import offload
 from meshwright.execute.data_parallel.exchange import Exchange
 from meshwright.execute.data_parallel.masters import Weight
 from meshwright.simulate.fake import replaced
-from meshwright.simulate.memory import MemoryTracker
+from meshwright.simulate.memory import HOST, MemoryTracker
 
 
 @contextmanager
 def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
-    """Label what FSDP2 gathers, accumulates, reduces and buffers, and what exchanges do."""
+    """Label what FSDP2 and exchanges gather, accumulate, reduce, buffer; what is on the host."""
 
     def gathering(gather: Any) -> Any:
         def run(parameter: FSDPParam) -> None:
@@ -55,8 +56,17 @@ def labelled_in_data(memory: MemoryTracker) -> Iterator[None]:
 
         return run
 
+    def leaving(room: Any) -> Any:
+        def run(flat: Tensor) -> Tensor:
+            host: Tensor = room(flat)
+            memory.label(HOST, host)
+            return host
+
+        return run
+
     with ExitStack() as stack:
         for owner, name, make in (
+            (offload, "host_room", leaving),
             (Exchange, "__init__", exchanging),
             (FSDPParam, "init_unsharded_param", gathering),
             (FSDPParamGroup, "post_backward", reducing),

@@ -261,15 +261,15 @@ def _with_states(shards: Shards, spec: OptimizerSpec) -> torch.optim.Optimizer:
 def _mark_states(
     memory: MemoryTracker, parallel: Parallel, shards: Shards, optimizer: torch.optim.Optimizer
 ) -> None:
-    offload = parallel.program.layout.offload
+    layout = parallel.program.layout
     for state in optimizer.state.values():
         for tensor in state.values():
             if isinstance(tensor, Tensor):
-                memory.label("optimizer" if offload == "none" else HOST, tensor)
+                memory.label(HOST if layout.states_on_host else "optimizer", tensor)
     for leaf in shards.leaves if shards.on_host else ():
         memory.label(HOST, leaf)
     for held in parallel.held:
-        memory.label(HOST if offload == "params" else "weights", held.shard)
+        memory.label(HOST if layout.offload == "params" else "weights", held.shard)
 
 
 def _step(memory: MemoryTracker) -> tuple[Phase, ...]:

@@ -115,7 +115,9 @@ class StreamOrder:
             self._give_anew(stream)
             key = storage._cdata
             reference = weakref.ref(storage, partial(self._freed, key))
-            known = self._memory[key] = (_Memory(stream, place()), reference)
+            # Pinned memory is not given anew before the copies that torch has begun with it end.
+            home = HOST if tensor.device.type == "cpu" else stream
+            known = self._memory[key] = (_Memory(home, place()), reference)
         return known[0]
 
     def _freed(self, key: int, _: Any = None) -> None:

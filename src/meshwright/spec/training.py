@@ -67,7 +67,7 @@ Schedule = Literal[
     "dualpipev",
 ]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "params"]
+Offload = Literal["none", "optimizer", "params", "activations"]
 
 
 class DataSpec(Spec):

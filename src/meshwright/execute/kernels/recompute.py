@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -56,9 +57,14 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> None:
+def recompute(
+    block: nn.Module,
+    kind: Literal["none", "selective", "full"],
+    note: Callable[[Mapping[Any, Any]], None] | None = None,
+) -> None:
     """Make a block recompute its forward in the backward: nothing, all, or all but products.
 
+    `note` is given where the selective kind keeps results, in each forward that is not compiled.
     The method is replaced on the instance, so that parameters keep their names and the hooks of
     data parallelism stay outside of it. Dropout needs no generator state: it is counter-based.
     """
@@ -66,7 +72,9 @@ def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> N
         return
     more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
-        more["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        more["context_fn"] = contexts = partial(create_selective_checkpoint_contexts, _policy)
+        if note is not None:
+            more["context_fn"] = partial(_noted, contexts, note)
     inner = block.forward
 
     # A function, which the compiler enters; a `partial` it would leave as it is, and compile none.
@@ -74,3 +82,9 @@ def recompute(block: nn.Module, kind: Literal["none", "selective", "full"]) -> N
         return checkpoint(inner, *args, **more, **kwargs)
 
     block.forward = forward
+
+
+def _noted(contexts: Callable[[], Any], note: Callable[[Mapping[Any, Any]], None]) -> Any:
+    found = contexts()
+    note(found[0].storage)
+    return found

@@ -65,6 +65,9 @@ def parallelize(
     `ConfigError` for anything that the layout or the model does not allow, in the first backward if
     only that can show it.
     """
+    if layout.offload == "activations":
+        rule = "layout.offload = activations knows the blocks of Meshwright's models alone"
+        raise ConfigError(refusal(rule, legal=["layout.recompute = full", "layout.offload = none"]))
     _check(layout, mesh)
     _refuse_adapters(model, layout)
     blocks = find_blocks(model)

@@ -1,0 +1,282 @@
+"""Keeps what blocks need in their backward in host memory until then.
+
+When a block's forward has ended, the tensors that autograd saved in it are copied to the host on a
+stream of copies, while the next block computes; the device then waits for them and lets go. The
+first of them that a backward asks for has all of its block back, and sends for those of the block
+before, which arrive while this one computes. What left last is still on the device: a backward that
+begins with it takes it from there. On a CPU the host's memory is the device's, and a copy is over
+when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _VersionWrapper
+
+from meshwright.models.blocks import Block
+from meshwright.models.context import PLAIN, Context
+from meshwright.models.experts import ExpertMLP
+
+Place = Literal["device", "leaving", "host", "coming"]
+
+
+class MovedStorage:
+    """A storage that was saved, whole: `flat` on the device, `host` on the host, or both."""
+
+    __slots__ = ("__weakref__", "flat", "host")
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat: Tensor | None = flat
+        self.host: Tensor | None = None
+
+
+class SavedPlace(NamedTuple):
+    """What autograd holds in place of a saved tensor: where it is in a piece of a block."""
+
+    stay: Stay
+    piece: MovedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, on the device."""
+        self.stay.need()
+        flat = self.piece.flat
+        assert flat is not None
+        if flat.dtype != self.dtype:
+            flat = flat.view(self.dtype)
+        return flat.as_strided(self.size, self.stride, self.offset)
+
+
+class _Moved(_VersionWrapper):
+    """A result that selective recomputation has kept, on its way like saved tensors."""
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
+        """Return the tensor, on the device."""
+        assert isinstance(self.val, SavedPlace)
+        return self.val.tensor()
+
+
+class Copies:
+    """Copies between device and host: on a GPU in order, on a stream of their own."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+
+    def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Begin to copy to the first of each pair from the second; returns what to wait for."""
+        if not any(one.is_cuda for pair in pairs for one in pair):
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Have what the device computes from now on wait for copies, not the host."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Have a tensor's memory not be given anew before the copies are done with it."""
+        if tensor.is_cuda:
+            tensor.record_stream(self.stream)
+
+
+def host_room(flat: Tensor) -> Tensor:
+    """Return host memory for a tensor: pinned where a GPU copies to it by itself."""
+    return torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda)
+
+
+class Stay:
+    """What a block has saved of one microbatch, and where that is.
+
+    Autograd alone keeps the pieces, so that each is freed with the operation that needs it;
+    `_copied` keeps those that a copy works with. `left` are storages that don't move.
+    """
+
+    def __init__(self, of: Offload, before: Stay | None, left: set[int], device: Any) -> None:
+        self._of, self._before, self.left, self._device = of, before, left, device
+        self.cached: list[Mapping[Any, Any]] = []
+        self.place: Place = "device"
+        self._by_storage = WeakValueDictionary[int, MovedStorage]()
+        self._pieces: list[ref[MovedStorage]] = []
+        self._copied: list[MovedStorage] = []
+        self._event: Any = None
+
+    def pack(self, tensor: Tensor) -> Tensor | SavedPlace:
+        """Return what autograd keeps of a tensor that it saves: itself, or its place."""
+        if isinstance(tensor, DTensor) or not tensor.is_floating_point():
+            return tensor
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.left or size < self._of.least or tensor.device != self._device:
+            return tensor
+        piece = self._by_storage.get(key)
+        if piece is None:
+            whole = (size // tensor.element_size(),)
+            piece = MovedStorage(tensor.detach().as_strided(whole, (1,), 0))
+            self._by_storage[key] = piece
+            self._pieces.append(ref(piece))
+        where = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return SavedPlace(self, piece, tensor.dtype, *where)
+
+    def _pack_cached(self) -> None:
+        """Take what selective recomputation keeps beside autograd."""
+        for kept in tree_leaves([list(one.values()) for one in self.cached]):
+            if isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor):
+                kept.val = self.pack(kept.val)
+                if isinstance(kept.val, SavedPlace):
+                    kept.__class__ = _Moved
+        self.cached.clear()
+
+    def _alive(self) -> list[MovedStorage]:
+        return [piece for one in self._pieces for piece in [one()] if piece is not None]
+
+    def leave(self) -> None:
+        """Begin to copy to the host."""
+        self._pack_cached()
+        self._by_storage.clear()
+        self._copied = self._alive()
+        pairs = []
+        for piece in self._copied:
+            assert piece.flat is not None
+            piece.host = host_room(piece.flat)
+            pairs.append((piece.host, piece.flat))
+        self._event, self.place = self._of.copies.begin(pairs), "leaving"
+
+    def let_go(self) -> None:
+        """Free the device's memory, once the copies are done."""
+        self._of.copies.wait(self._event)
+        for piece in self._copied:
+            piece.flat = None
+        self._copied, self.place = [], "host"
+
+    def _fetch(self) -> None:
+        """Begin to copy to the device."""
+        if self.place != "host":
+            return
+        self._copied = self._alive()
+        pairs = []
+        for piece in self._copied:
+            assert piece.host is not None
+            piece.flat = torch.empty_like(piece.host, device=self._device, pin_memory=False)
+            pairs.append((piece.flat, piece.host))
+        self._event, self.place = self._of.copies.begin(pairs), "coming"
+
+    def need(self) -> None:
+        """Have everything on the device for the backward, and that of the block before sent for."""
+        if self.place == "device":
+            return
+        if self._of.leaving is self:
+            self._of.leaving = None
+            for piece in self._copied:
+                assert piece.flat is not None
+                self._of.copies.keep(piece.flat)
+        else:
+            self._of.let_go()
+            self._fetch()
+            self._of.copies.wait(self._event)
+        for piece in self._copied:
+            piece.host = None
+        self._copied, self.place = [], "device"
+        if self._before is not None:
+            self._before._fetch()
+            self._before = None
+
+
+class Offload:
+    """The blocks of a rank; `least` is the bytes of the smallest storage that moves.
+
+    `leaving` is what left last: the device still has it.
+    """
+
+    def __init__(self, least: int) -> None:
+        self.least, self.copies = least, Copies()
+        self.leaving: Stay | None = None
+        self._last: Stay | None = None
+        self._open: Stay | None = None
+
+    def wrap(self, block: Block, *, is_first: bool) -> None:
+        """Have a block's saved tensors go to the host; `is_first` is that of its stage.
+
+        The method is replaced on the instance, outside of recomputation and the compiler.
+        """
+        inner = block.forward
+        if isinstance(block.mlp, ExpertMLP):
+            self._note_weights(block.mlp.experts)
+
+        def forward(x: Tensor, context: Context = PLAIN) -> Tensor:
+            if not torch.is_grad_enabled():
+                return inner(x, context)
+            left = set(map(_storage, _lasting(block, x, context)))
+            before = None if is_first else self._last
+            self._open = stay = Stay(self, before, left, x.device)
+            with torch.autograd.graph.saved_tensors_hooks(stay.pack, _unpack):
+                out = inner(x, context)
+            self._open, self._last = None, stay
+            self.let_go()
+            stay.leave()
+            self.leaving = stay
+            return out
+
+        block.forward = forward  # type: ignore[method-assign]
+
+    def _note_weights(self, experts: nn.Module) -> None:
+        """Leave weights that data parallelism gathers after the block's."""
+        inner = experts.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._open is not None:
+                self._open.left.update(map(_storage, map(_local, experts.parameters())))
+            return inner(*args, **kwargs)
+
+        experts.forward = forward
+
+    def note(self, cached: Mapping[Any, Any]) -> None:
+        """Take where selective recomputation keeps what the open block makes."""
+        if self._open is not None:
+            self._open.cached.append(cached)
+
+    def let_go(self) -> None:
+        """Free what left last from the device's memory, once it is on the host."""
+        if self.leaving is not None:
+            self.leaving.let_go()
+            self.leaving = None
+
+
+def _unpack(saved: Tensor | SavedPlace) -> Tensor:
+    return saved.tensor() if isinstance(saved, SavedPlace) else saved
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _lasting(block: Block, x: Tensor, context: Context) -> Iterator[Tensor]:
+    """Yield what others hold as well: weights, tables, the context, what frozen weights made."""
+    yield from map(_local, block.parameters())
+    yield from block.buffers()
+    yield from block.attn.rope.held()
+    yield from (one for one in context if isinstance(one, Tensor))
+    if x.is_leaf:
+        yield x

@@ -1,0 +1,58 @@
+"""`Op`: an operation of a layer, with the bytes of each tensor that it saves for the backward."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+Kind = Literal[
+    "embedding",
+    "block",
+    "mask",
+    "norm",
+    "product",
+    "rotation",
+    "attention",
+    "activation",
+    "routing",
+    "dropout",
+    "loss",
+]
+
+# The backward of a product has two of its size: one for the input, one for the weight.
+PRODUCT_BACKWARD: Final = 2
+
+Bytes = int | tuple[int, ...]
+"""Bytes of each tensor, or of a single one."""
+
+
+class Op(NamedTuple):
+    """An operation of a layer: `saved` without recomputation, `kept` with the selective one.
+
+    Both have a number for each tensor, or one for a single tensor; `indices` are the bytes of
+    integers, which `saved` has none of.
+    """
+
+    name: str
+    kind: Kind
+    flops: float = 0.0
+    saved: Bytes = 0
+    kept: Bytes = 0
+    indices: int = 0
+    normed: int = 0
+    backward: float = PRODUCT_BACKWARD
+
+
+def total(held: Bytes) -> int:
+    """Return the bytes of all tensors."""
+    return sum(held) if isinstance(held, tuple) else held
+
+
+def moved_of(held: Bytes, least: int) -> int:
+    """Return the bytes of the tensors of at least so many bytes each."""
+    return sum(size for size in (held if isinstance(held, tuple) else (held,)) if size >= least)
+
+
+def by_steps(each: tuple[int, int], steps: float) -> tuple[int, ...]:
+    """Return the tensors of a ring's steps, the last of which may have a part of the queries."""
+    whole, part = each * int(steps), steps % 1
+    return (*whole, *(round(size * part) for size in each)) if part else whole
