@@ -97,12 +97,14 @@ def merged(source: Source, spec: ModelSpec) -> Source:
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         found, module = source(name, shape, region), name.removesuffix(".weight")
         first, second = f"{module}.lora_a", f"{module}.lora_b"
-        if not name.endswith(".weight") or first not in shapes:
+        if not name.endswith(".weight") or second not in shapes:
             return found
-        (rows, columns), between = region, (0, lora.rank)
-        a = source(first, shapes[first], (between, columns)).float()
-        b = source(second, shapes[second], (rows, between)).float()
-        return torch.addmm(found.float(), b, a, alpha=scale)
+        if first not in shapes:  # experts' gate and up have it together
+            first = first.replace(".up.", ".gate.")
+        (*experts, rows, columns), between = region, (0, lora.rank)
+        a = source(first, shapes[first], (*experts, between, columns)).float()
+        b = source(second, shapes[second], (*experts, rows, between)).float()
+        return torch.add(found.float(), b @ a, alpha=scale)
 
     return region_of
 

@@ -10,34 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.lower import Program
+from meshwright.program.mixture import expert_operations
+from meshwright.program.products import (
+    FROZEN_BACKWARD,
+    PRODUCT_BACKWARD,
+    Inputs,
+    Kind,
+    Op,
+)
 from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps, spreads
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec, ModelSpec
 
-Kind = Literal[
-    "embedding",
-    "block",
-    "mask",
-    "norm",
-    "product",
-    "rotation",
-    "attention",
-    "activation",
-    "routing",
-    "dropout",
-    "loss",
-]
-
-# The backward of a product has two of its size: one for the input, one for the weight.
-PRODUCT_BACKWARD: Final = 2
-# Where the weight is frozen, that for the input.
-FROZEN_BACKWARD: Final = 1
 # Five products against two: the scores anew, and the gradients of the weights, v, q and k.
 # FlashAttention, arXiv:2205.14135, algorithm 4.
 ATTENTION_BACKWARD: Final = 2.5
@@ -65,18 +54,6 @@ class Operation:
     count: int
     normed_bytes: int = 0
     layer: LayerSpec | None = None
-    backward: float = PRODUCT_BACKWARD
-
-
-class _Op(NamedTuple):
-    """An operation of a layer: `saved` without recomputation, `kept` with the selective one."""
-
-    name: str
-    kind: Kind
-    flops: float = 0.0
-    saved: int = 0
-    kept: int = 0
-    normed: int = 0
     backward: float = PRODUCT_BACKWARD
 
 
@@ -144,7 +121,7 @@ def operations(
 
 def _layer(
     program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int, recomputed: bool
-) -> Iterator[tuple[_Op, int]]:
+) -> Iterator[tuple[Op, int]]:
     """Yield the operations of a layer, and the bytes that each keeps under the recompute policy."""
     recompute = "none" if recomputed else program.layout.recompute
     ops = (
@@ -154,31 +131,31 @@ def _layer(
     # The layer's dropout keys, in the context that a second forward starts from, too.
     keys = sizes.rows * _INT64 if program.model.drops else 0
     if recompute != "none":
-        yield _Op("input", "block"), sizes.stream_bytes
+        yield Op("input", "block"), sizes.stream_bytes
     for op in ops:
         yield op, {"none": op.saved, "selective": op.kept, "full": 0}[recompute]
     if keys:
-        yield _Op("dropout", "dropout"), keys
+        yield Op("dropout", "dropout"), keys
 
 
-def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False) -> _Op:
+def _norm(program: Program, sizes: Sizes, name: str, shares_input: bool = False) -> Op:
     """Return a norm: it keeps its input and, for each token, the scale, or the mean and the scale.
 
     LayerNorm has its statistics in the dtype of its input, RMSNorm in fp32.
     """
     is_rms, taken = program.model.norm == "rms", sizes.stream_bytes
     statistics = sizes.stream * (_WIDE if is_rms else 2 * sizes.element)
-    return _Op(name, "norm", saved=statistics + (0 if shares_input else taken), normed=taken)
+    return Op(name, "norm", saved=statistics + (0 if shares_input else taken), normed=taken)
 
 
-def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, kept: int = 0) -> _Op:
+def _head_norm(sizes: Sizes, name: str, heads: int, statistics: int, kept: int = 0) -> Op:
     """Return an RMSNorm of heads: it keeps them, and in fp32 so many scales for each token."""
     taken = sizes.tokens * heads * sizes.head_dim * sizes.element
     saved = taken + sizes.tokens * statistics * _WIDE
-    return _Op(name, "norm", saved=saved, kept=kept, normed=taken)
+    return Op(name, "norm", saved=saved, kept=kept, normed=taken)
 
 
-def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[_Op]:
+def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
     if program.model.norms_before:
         yield _norm(program, sizes, "attn_norm")
     heads_of = _latent_heads if program.model.is_latent else _heads
@@ -188,30 +165,30 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) ->
         yield _norm(program, sizes, "attn_post_norm")
 
 
-def _latent_heads(program: Program, sizes: Sizes) -> Iterator[_Op]:
+def _latent_heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield what latent attention makes queries, keys and values by.
 
     Every rank of tp makes the latent vectors whole. The norms keep them: the one of keys all of
     what it is a part of.
     """
     model, line = program.model, sizes.tokens * sizes.element
+    first = Inputs(program, sizes, _input_kept(program, sizes))
 
-    def low(name: str, width: int, kept: int, part: int = 0) -> Iterator[_Op]:
+    def low(name: str, width: int, part: int = 0) -> Iterator[Op]:
         rank, wide = width - part, sizes.tokens * _WIDE
-        yield _Op(f"{name}_a", "product", sizes.product(sizes.dim, width), kept, line * width)
+        yield from first.product(f"{name}_a", sizes.dim, width, line * width)
         normed = line * rank
-        yield _Op(f"{name}_a_norm", "norm", saved=line * width + wide, normed=normed)
+        yield Op(f"{name}_a_norm", "norm", saved=line * width + wide, normed=normed)
         made = sizes.heads * latent_widths(model)[name]
-        yield _Op(f"{name}_b", "product", sizes.product(rank, made), normed, line * made)
+        yield from Inputs(program, sizes, normed).product(f"{name}_b", rank, made, line * made)
 
-    kept = _input_kept(program, sizes)
     if model.q_lora_rank:
-        yield from low("attn.q", model.q_lora_rank, kept)
+        yield from low("attn.q", model.q_lora_rank)
     else:
         made = sizes.heads * model.head_dim
-        yield _Op("attn.q", "product", sizes.product(sizes.dim, made), kept, line * made)
+        yield from first.product("attn.q", sizes.dim, made, line * made)
     shared = model.qk_rope_head_dim
-    yield from low("attn.kv", model.kv_lora_rank + shared, 0, shared)
+    yield from low("attn.kv", model.kv_lora_rank + shared, shared)
 
 
 def latent_widths(model: ModelSpec) -> Mapping[str, int]:
@@ -219,14 +196,14 @@ def latent_widths(model: ModelSpec) -> Mapping[str, int]:
     return {"attn.q": model.head_dim, "attn.kv": model.qk_nope_head_dim + model.v_head_dim}
 
 
-def _heads(program: Program, sizes: Sizes) -> Iterator[_Op]:
+def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield what queries, keys and values are made by."""
     model, layout = program.model, program.layout
     heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     of_heads = sizes.tokens * heads * sizes.element
     of_kv_heads = sizes.tokens * kv_heads * sizes.element
     # q, k and v have one input. The results of products are kept by the selective policy.
-    inputs = _Inputs(program, sizes, _input_kept(program, sizes))
+    inputs = Inputs(program, sizes, _input_kept(program, sizes))
     yield from inputs.product("attn.q", sizes.dim, heads, of_heads)
     yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
     yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
@@ -238,7 +215,7 @@ def _heads(program: Program, sizes: Sizes) -> Iterator[_Op]:
         yield _head_norm(sizes, "attn.k_norm", sizes.kv_heads, sizes.kv_heads if each else 1)
 
 
-def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[_Op]:
+def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iterator[Op]:
     """Yield the rotation, attention and the product after it."""
     model, layout = program.model, program.layout
     heads, kv_heads = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
@@ -247,14 +224,14 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     if model.rotary_dim and kind.rotary:
         # Slices of the model's tables, or with positions of its own a copy in each layer.
         tables = 2 * program.sequence * model.rotary_dim * _WIDE if layout.cp > 1 else 0
-        yield _Op("attn.rope", "rotation", saved=tables)
+        yield Op("attn.rope", "rotation", saved=tables)
     sums = sizes.tokens * sizes.heads * _WIDE  # the log-sum-exp
     of_keys = of_heads if spreads(program, kind) else of_kv_heads
     saved = of_heads + 2 * of_keys + of_heads + sums  # q, k, v, the result
     if program.target.packed and is_ring(program):
         saved += sizes.rows * sizes.span * _INT64  # the rows' segments in ring order
     steps = ring_steps(program, kind, cp_rank)
-    yield _Op(
+    yield Op(
         "attn.core",
         "attention",
         flops=4.0 * heads * sizes.rows * pairs(program, kind, cp_rank) / _head_ranks(program),
@@ -266,43 +243,11 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     is_copied |= model.value_dim < model.core_dim
     values = sizes.heads * model.value_dim
     of_values = sizes.tokens * values * sizes.element
-    inputs = _Inputs(program, sizes, of_values if is_copied else 0, of_values)
+    inputs = Inputs(program, sizes, of_values if is_copied else 0, of_values)
     yield from inputs.product("attn.o", values, sizes.dim, _row_kept(program, sizes))
 
 
-class _Inputs:
-    """What some linear layers take together, of `size` bytes for the first that keeps them.
-
-    `copied` bytes is what dropout makes of them. A product with a frozen weight keeps nothing: it
-    has no gradient of the weight to compute.
-    """
-
-    def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
-        self._model, self._sizes = program.model, sizes
-        self._size, self._copied = size, copied or size
-
-    def product(self, name: str, inner: int, outer: int, kept: int) -> Iterator[_Op]:
-        """Yield the product of a layer, and those of its adapter: `kept` as in `_Op`."""
-        sizes, lora = self._sizes, self._model.lora
-        flops = sizes.product(inner, outer)
-        if lora is None:
-            yield _Op(name, "product", flops, self._take(), kept)
-            return
-        yield _Op(name, "product", flops, 0, kept, backward=FROZEN_BACKWARD)
-        if name not in self._model.adapted:
-            return
-        low = sizes.tokens * lora.rank * sizes.element
-        saved = self._copied if lora.dropout else self._take()
-        yield _Op(f"{name}.lora_a", "product", sizes.product(inner, lora.rank), saved, low)
-        result = sizes.tokens * outer * sizes.element
-        yield _Op(f"{name}.lora_b", "product", sizes.product(lora.rank, outer), low, result)
-
-    def _take(self) -> int:
-        size, self._size = self._size, 0
-        return size
-
-
-def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[_Op]:
+def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Op]:
     if program.model.norms_before:
         yield _norm(program, sizes, "mlp_norm", shares_input=program.model.parallel_residual)
     has_experts = program.model.has_experts(kind)
@@ -311,62 +256,18 @@ def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[_
         yield _norm(program, sizes, "mlp_post_norm")
 
 
-def _mlp(program: Program, sizes: Sizes) -> Iterator[_Op]:
+def _mlp(program: Program, sizes: Sizes) -> Iterator[Op]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
-    inputs = _Inputs(program, sizes, _input_kept(program, sizes))
+    inputs = Inputs(program, sizes, _input_kept(program, sizes))
     if program.model.gated_mlp:
         yield from inputs.product("mlp.gate", sizes.dim, sizes.ffn, hidden)
         yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
-        yield _Op("mlp.act", "activation", saved=2 * hidden)  # gate and up; act(gate) is made again
+        yield Op("mlp.act", "activation", saved=2 * hidden)  # gate and up; act(gate) is made again
     else:
         yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
-        yield _Op("mlp.act", "activation", saved=hidden)
-    inputs = _Inputs(program, sizes, hidden)
+        yield Op("mlp.act", "activation", saved=hidden)
+    inputs = Inputs(program, sizes, hidden)
     yield from inputs.product("mlp.down", sizes.ffn, sizes.dim, _row_kept(program, sizes))
-
-
-def expert_operations(program: Program, sizes: Sizes) -> Iterator[_Op]:
-    """Yield the operations of a router, of the experts and of the shared one.
-
-    All are inside the tensor-parallel region, and process the tokens of all its ranks.
-    """
-    model, el = program.model, sizes.element
-    scores = sizes.tokens * model.experts * _WIDE
-    beside = sizes.tokens * sizes.shared_ffn * el
-    tokens = sizes.whole_bytes
-    is_frozen = model.lora is not None
-    product = partial(
-        _Op, kind="product", backward=FROZEN_BACKWARD if is_frozen else PRODUCT_BACKWARD
-    )
-    # The tokens, their softmax and the experts that were picked; how large a token's scores are.
-    picked = sizes.pairs * _INT64 + (sizes.tokens * _WIDE if program.train.router_z_loss else 0)
-    flops = sizes.product(sizes.dim, model.experts)
-    yield product("mlp.router", flops=flops, saved=tokens + scores + picked, kept=scores)
-    if model.shared_ffn_dim:
-        flops, result = sizes.product(sizes.dim, sizes.shared_ffn), sizes.whole_bytes
-        yield product("mlp.shared.gate", flops=flops, kept=beside)
-        yield product("mlp.shared.up", flops=flops, kept=beside)
-        yield _Op("mlp.shared.act", "activation", saved=2 * beside)
-        # A frozen product keeps nothing.
-        yield product("mlp.shared.down", flops=flops, saved=0 if is_frozen else beside, kept=result)
-    if model.shared_gate:
-        one = sizes.tokens * el  # a number of each token
-        # Its sigmoid, and what that multiplies.
-        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=one)
-        yield _Op("mlp.shared_gate.act", "activation", saved=one + sizes.whole_bytes)
-    # The pairs' shares, their tokens and places, and how many an expert has.
-    order = sizes.received * (_WIDE + 2 * _INT64) + model.experts * _INT64
-    hidden = sizes.received * sizes.expert_ffn * el
-    results = sizes.received * sizes.dim * el
-    if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
-        order += results + sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
-    yield _Op("mlp.experts.order", "routing", saved=order)
-    yield product("mlp.experts.gate", flops=sizes.expert_product, kept=hidden)
-    yield product("mlp.experts.up", flops=sizes.expert_product, kept=hidden)
-    yield _Op("mlp.experts.act", "activation", saved=2 * hidden)
-    # Under tp the sum over the ranks is kept too.
-    summed = sizes.stream_bytes if program.layout.tp > 1 else 0
-    yield product("mlp.experts.down", flops=sizes.expert_product, kept=results + summed)
 
 
 def _input_kept(program: Program, sizes: Sizes) -> int:
@@ -382,13 +283,13 @@ def _row_kept(program: Program, sizes: Sizes) -> int:
     return sizes.whole_bytes + (sizes.stream_bytes if program.layout.tp > 1 else 0)
 
 
-def _end(program: Program, sizes: Sizes) -> Iterator[_Op]:
+def _end(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield what comes after the layers; the backward computes all but the norm."""
     yield _norm(program, sizes, "norm")
     backward = PRODUCT_BACKWARD if program.model.lora is None else FROZEN_BACKWARD
     flops = sizes.product(sizes.dim, sizes.vocab)
-    yield _Op("head", "product", flops, sizes.stream_bytes, backward=backward)
-    yield _Op("loss", "loss", saved=_WIDE)  # where its sum will be
+    yield Op("head", "product", flops, sizes.stream_bytes, backward=backward)
+    yield Op("loss", "loss", saved=_WIDE)  # where its sum will be
 
 
 def _head_ranks(program: Program) -> int:
