@@ -156,12 +156,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shares, *places, gates, ups, gate, up, down, bias = ctx.saved_tensors[:11]
+        kept = ctx.saved_tensors  # once: they may be computed again for it
+        x, shares, *places, gates, ups, gate, up, down, bias = kept[:11]
         module: Experts = ctx.module
         pairs = Sorted(*places)
         counts, act, is_trained = pairs.counts, module.act, ctx.needs_input_grad[4]
-        low, lows = ctx.saved_tensors[11 : 11 + ctx.low], ctx.saved_tensors[11 + ctx.low :]
-        adapters = Backward(named(module.adapters, low, module.scale), lows, counts)
+        own = named(module.adapters, kept[11 : 11 + ctx.low], module.scale)
+        adapters = Backward(own, kept[11 + ctx.low :], counts)
         to_gate = to_up = to_down = None
         share = pairs.sorted(shares)[:, None].to(x.dtype)
         arriving = grad[pairs.tokens]

@@ -9,6 +9,7 @@ from typing import Final
 from meshwright.predict.need import Need, frozen, of_result, trained
 from meshwright.program.lower import Program
 from meshwright.program.sizes import Sizes
+from meshwright.spec.lora import DOWN, JOINED, matrices
 
 _WIDE: Final = 4
 
@@ -33,11 +34,15 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
 
     of = partial(trained, program)
+    first = [one for one in (*JOINED, DOWN) if "lora_a" in matrices(model.adapted, one)]
+    rank = 0 if model.lora is None or not first else model.lora.rank
+    came += 2 * sizes.received * rank * el  # the gradients of what adapters' A have made
     down, *both = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
     yield Need("mlp.experts.down", came + pairs + 3 * hidden, down, pairs + hidden)
     columns = tuple(name for one in both for name in one)
     yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
-    yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
+    for name in ("mlp.experts.act", *(f"{one}.lora_a" for one in first)):
+        yield Need(name, came + 2 * hidden + 3 * pairs)
     # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
     back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
     waits = back and model.shared_ffn_dim  # their sum by token
