@@ -39,10 +39,11 @@ class Experts(nn.Module):
         self.down = Matrices(count, spec.dim, width, bias=bias)
         self.act = Glu(spec.activation, spec.swiglu_limit, spec.swiglu_alpha)
         self.adds = True
-        self.scale = 1.0 if spec.lora is None else spec.lora.scale
-        self.adapters = _adapters(spec)
-        every = (self.gate, self.up, self.down)
-        for one, name in zip(every, (*JOINED, DOWN), strict=True) if spec.lora is not None else ():
+        self.scale, self.adapters = 1.0, _adapters(spec)
+        if spec.lora is None:
+            return
+        self.scale = spec.lora.scale
+        for one, name in ((self.gate, JOINED[0]), (self.up, JOINED[1]), (self.down, DOWN)):
             one.adapt(spec.lora.rank, matrices(spec.adapted, name))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:

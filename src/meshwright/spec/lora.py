@@ -166,7 +166,8 @@ def target_names(blocks: Blocks) -> dict[str, tuple[str, ...]]:
     stored one by one, and in memory together, as PEFT's `target_parameters` name them.
     """
     family = FAMILIES[blocks.family]
-    found = {one: (_inside(family.modules[one]),) for one in blocks.linear}
+    found: dict[str, tuple[str, ...]] = {}
+    found |= {one: (_inside(family.modules[one]),) for one in blocks.linear}
     if not blocks.experts:
         return found
     if family.fused_experts:
