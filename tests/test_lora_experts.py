@@ -4,11 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.bench.memory import measure
 from meshwright.errors import ConfigError
+from meshwright.execute.own_models.parallelize import _refuse_adapters
 from meshwright.execute.parallel import Parallel
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models import build_model
+from meshwright.predict.timeline import timeline
+from meshwright.program.lower import lower
+from meshwright.prove.case import Case
 from meshwright.prove.parity import check
 from meshwright.simulate.run import simulate
 from meshwright.spec.loading import load_config
@@ -17,7 +22,7 @@ from ranks import on_ranks
 from seeded import without_sums
 from test_conformance_kept import kept
 from test_expert_parallel import summed_over_other_experts
-from test_lora import DROPS, MIXTURE, SHARED, TRAIN, case_of, model, proven
+from test_lora import DROPS, MEASURED, MIXTURE, SHARED, TRAIN, WIDE, case_of, model, proven
 
 ATTENTION = ("q_proj", "v_proj")
 # One by one, as files have experts, and in memory.
@@ -161,6 +166,29 @@ def test_parameters_are_those_of_the_table():
     assert one == 2 * 4 * 4 * 3 * (32 + 48)
     # Gate and up have A together.
     assert trained_parameter_count(model(targets=JOINT, **MIXTURE)) == one - 2 * 4 * 4 * 32
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize("label", ["tp2 mb2", "shard2 zero1 ep2 mb2"])
+def test_memory_is_predicted(label):
+    """Of wide experts, whose tokens are as many on each rank."""
+    wide = {**WIDE, "experts": 4, "top_k": 2, "expert_ffn_dim": 256, "family": "qwen3_moe"}
+    spec = model(rank=16, targets=JOINT, **wide)
+    train = MEASURED.model_copy(update={"routing": "balanced"})
+    case = Case(spec, train, Layout.parse(label))
+    measured = on_ranks(2, peak_of, case=case)[0]
+    said = timeline(lower(spec, train, case.layout), 0).peak.total
+    assert said == pytest.approx(measured, rel=0.05)
+
+
+def peak_of(world, case):
+    return measure(world, case).peak.total
+
+
+def test_own_loops_do_not_cut_adapters_of_experts():
+    spec = model(targets=("down_proj",), **MIXTURE)
+    with pytest.raises(ConfigError, match=r"experts\.down has a low-rank adapter"):
+        _refuse_adapters(build_model(spec), Layout(tp=2))
 
 
 # Configs.

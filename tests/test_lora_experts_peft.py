@@ -1,4 +1,4 @@
-"""Adapters of experts in PEFT's format, and runs with them beside a loop of transformers and PEFT."""
+"""Adapters of experts in PEFT's format, and runs with them beside transformers and PEFT."""
 
 import json
 
