@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.adapters import AdapterSource, merge, write_adapter
 from meshwright.checkpoint.weights import load_model, write_weights
@@ -137,3 +137,28 @@ def test_twenty_steps_are_those_of_transformers_and_peft(form, tmp_path):
     for label in ("tp2 sp", "shard2 zero3", "dp2 ep2"):
         found = on_ranks(2, losses, label=label, spec=spec, folder=tmp_path)[0]
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_parameter_of_pefts_is_read(tmp_path):
+    """Without one of gate and up there is one wrapper, and our own files have experts one by one."""
+    made = telling(model(**FORMS["down"]))
+    write_adapter(made, tmp_path, None)
+    tensors, held = {}, dict(made.named_parameters())
+    for layer in range(2):
+        at = f"layers.{layer}.mlp.experts.down"
+        a, b = held[f"{at}.lora_a"].detach(), held[f"{at}.lora_b"].detach()
+        tensors[f"{AT}.{layer}.mlp.experts.lora_A.weight"] = a.reshape(16, 48).clone()
+        tensors[f"{AT}.{layer}.mlp.experts.lora_B.weight"] = b.permute(1, 2, 0).reshape(32, 16)
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
+    file = tmp_path / ADAPTER_CONFIG
+    stated = json.loads(file.read_text())
+    stated |= {"target_modules": [], "target_parameters": ["down_proj"]}
+    file.write_text(json.dumps(stated))
+    config = load_config(None, [f"lora.init_from={tmp_path}", *_model(made.spec)])
+    assert config.model.adapted == {"mlp.experts.down"}
+    source = AdapterSource(tmp_path, made.spec)
+    for name, parameter in held.items():
+        if "lora" in name:
+            assert torch.equal(
+                source(name, tuple(parameter.shape), whole(parameter.shape)), parameter
+            )

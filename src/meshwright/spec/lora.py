@@ -59,6 +59,7 @@ def _texts(value: Any) -> Any:
 class Lora(Spec):
     """Adapters of a model: matrices A `[rank, in]` and B `[out, rank]` on each target.
 
+    Experts have their own, `[experts, rank, in]` and `[experts, out, rank]`.
     `alpha` over the rank is the scale, with `rslora` over the root of the rank
     (arXiv:2312.03732). `targets` are names of linear layers or patterns of them. With `base`
     "nf4" the weights of linear layers of blocks are kept in four bits.
@@ -93,7 +94,8 @@ class LoraSection(Spec):
 
     An adapter adds `alpha / rank` times two matrices of that rank to a linear layer, with `rslora`
     `alpha` over the root of the rank; `alpha` left out is the rank. `targets` are linear layers by
-    their names in Hugging Face models, as "q_proj", patterns as "*_proj", or "all-linear".
+    their names in Hugging Face models, as "q_proj", patterns as "*_proj", or "all-linear"; experts
+    as "gate_proj", or as the parameters that they are in memory, "mlp.experts.gate_up_proj".
     `dropout` is the share of an adapter's input that training drops. `init_from` is a folder of
     PEFT's whose adapters the run begins with. `base` is how frozen weights are kept: "precision",
     as `train.precision` says, or "nf4", linear layers in four bits (arXiv:2305.14314).
