@@ -6,7 +6,7 @@ matrix with the outputs of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,40 +58,41 @@ def named(
     return found
 
 
-class Backward:
-    """The gradients of adapters' matrices: first those of B, then of A, by the rows it multiplied.
+def added(
+    adapters: Sequence[Adapter], made: Mapping[str, Tensor], rows: Tensor, counts: Tensor
+) -> list[Tensor]:
+    """Add what the adapters of some projections make of rows; returns their products with A."""
+    return [one.add(made, rows, counts) for one in adapters if one.names[0] in made]
 
-    `lows` are the products with A that the forward has made, in the order of adapters.
+
+Through = list[tuple[Tensor, list[Tensor]]]
+"""Of each adapter the gradients of its product with A, and of each B."""
+
+
+def through(
+    adapters: Sequence[tuple[Adapter, Tensor]],
+    grads: Mapping[str, Tensor],
+    to_rows: Tensor,
+    counts: Tensor,
+) -> Through:
+    """Add to the gradient of rows what adapters give to it, of those of projections' results.
+
+    Beside each adapter there is the product with A that the forward has made.
     """
+    found = []
+    for one, low in adapters:
+        to_low, to_bs = one.back([grads[name] for name in one.names], low, counts)
+        to_rows += products(to_low, one.a, counts, transposed=True)
+        found.append((to_low, to_bs))
+    return found
 
-    def __init__(self, adapters: Sequence[Adapter], lows: Sequence[Tensor], counts: Tensor) -> None:
-        self._adapters, self._lows, self._counts = adapters, lows, counts
-        self._waiting: list[tuple[int, Tensor]] = []
-        self._to_a: dict[int, Tensor] = {}
-        self._to_bs: dict[int, list[Tensor]] = {}
 
-    def through(self, grads: Mapping[str, Tensor], to_rows: Tensor) -> bool:
-        """Add what adapters give to the gradient of their rows; returns whether there are any.
+def gradients(found: Through, rows: Tensor, counts: Tensor) -> list[Tensor]:
+    """Return those of all matrices, in the order in which `named` takes them.
 
-        `grads` are those of projections' results by name.
-        """
-        for at, one in enumerate(self._adapters):
-            if one.names[0] not in grads:
-                continue
-            own = [grads[name] for name in one.names]
-            to_low, self._to_bs[at] = one.back(own, self._lows[at], self._counts)
-            to_rows += products(to_low, one.a, self._counts, transposed=True)
-            self._waiting.append((at, to_low))
-        return bool(self._waiting)
-
-    def made_of(self, rows: Tensor) -> None:
-        """Make the gradients of A by the rows that it has multiplied."""
-        for at, to_low in self._waiting:
-            self._to_a[at] = weight_grads(to_low, rows, self._counts)
-        self._waiting.clear()
-
-    @property
-    def gradients(self) -> Iterator[Tensor]:
-        """Those of all matrices, in the order in which `named` takes them."""
-        for at in range(len(self._adapters)):
-            yield from (self._to_a[at], *self._to_bs[at])
+    That of an A is made by the rows that it has multiplied.
+    """
+    every = []
+    for to_low, to_bs in found:
+        every += [weight_grads(to_low, rows, counts), *to_bs]
+    return every

@@ -7,7 +7,7 @@ saves the projections of gate and up and the routing, and recomputes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.expert_adapters import Backward, named
+from meshwright.models.expert_adapters import added, gradients, named, through
 from meshwright.models.grouped import Sorted, dots, products, spread, sums, weight_grads
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.ops import Glu, widened
@@ -49,18 +49,17 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's experts; x `[tokens, dim]`."""
         weights, biases = zip(*(one.used for one in (self.gate, self.up, self.down)), strict=True)
-        low = (one for names in self.adapters for one in self._low(names))
+        low = [one for names in self.adapters for one in self._low(names)]
         out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
             x, routing, routing.shares, self, *weights, *biases, *low
         )
         return out
 
-    def _low(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield this rank's matrices of an adapter of some projections: A, and the B of each."""
+    def _low(self, names: Sequence[str]) -> list[Tensor]:
+        """Return this rank's matrices of an adapter of some projections: A, and the B of each."""
         every: list[Matrices] = [getattr(self, name) for name in names]
-        for one in (every[0].lora_a, *(each.lora_b for each in every)):
-            assert one is not None
-            yield every[0].local(one)
+        own = (every[0].lora_a, *(each.lora_b for each in every))
+        return [every[0].local(one) for one in own if one is not None]
 
 
 def _adapters(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
@@ -140,13 +139,12 @@ class _Experts(torch.autograd.Function):
             "up": products(inputs, up, counts, bias=up_bias),
         }
         adapters = named(module.adapters, low, module.scale)
-        lows = [one.add(made, inputs, counts) for one in adapters if one.names[0] in made]
+        lows = added(adapters, made, inputs, counts)
         del inputs
         share = pairs.sorted(shares)[:, None].to(x.dtype)
         hidden = module.act.of(made["gate"], made["up"]).mul_(share)
         results = products(hidden, down, counts)
-        after = {"down": results}
-        lows += [one.add(after, hidden, counts) for one in adapters if one.names[0] in after]
+        lows += added(adapters, {"down": results}, hidden, counts)
         if bias is not None and module.adds:
             results.add_(spread(bias, counts, len(results)).mul_(share))
         kept = x, shares, *pairs, *made.values(), gate, up, down, bias
@@ -163,12 +161,16 @@ class _Experts(torch.autograd.Function):
         pairs = Sorted(*places)
         counts, act, is_trained = pairs.counts, module.act, ctx.needs_input_grad[4]
         own = named(module.adapters, kept[11 : 11 + ctx.low], module.scale)
-        adapters = Backward(own, kept[11 + ctx.low :], counts)
+        beside = list(zip(own, kept[11 + ctx.low :], strict=True))
+        first, last = (
+            [each for each in beside if (each[0].names == ("down",)) == is_last]
+            for is_last in (False, True)
+        )
         to_gate = to_up = to_down = None
         share = pairs.sorted(shares)[:, None].to(x.dtype)
         arriving = grad[pairs.tokens]
         to_hidden = products(arriving, down, counts, transposed=True)
-        adapters.through({"down": arriving}, to_hidden)
+        low_of_down = through(last, {"down": arriving}, to_hidden, counts)
         acts = act.gate(gates)
         entering = acts * act.up(ups)
         to_share = (widened(to_hidden) * widened(entering)).sum(-1)
@@ -178,7 +180,7 @@ class _Experts(torch.autograd.Function):
             to_bias = sums(arriving, share[:, 0], counts) if is_trained else None
         to_share = to_share[pairs.back].view_as(shares)
         entering.mul_(share)
-        adapters.made_of(entering)
+        to_low_of_down = gradients(low_of_down, entering, counts)
         if is_trained:
             to_down = module.down.gradient(partial(weight_grads, arriving, entering, counts))
         del arriving, entering
@@ -191,12 +193,12 @@ class _Experts(torch.autograd.Function):
             del inputs
         to_x = products(to_gates, gate, counts, transposed=True)
         to_x += products(to_ups, up, counts, transposed=True)
-        if adapters.through({"gate": to_gates, "up": to_ups}, to_x):
-            adapters.made_of(x[pairs.tokens])
+        found = through(first, {"gate": to_gates, "up": to_ups}, to_x, counts)
+        to_low = gradients(found, x[pairs.tokens], counts) if found else []
         total = pairs.summed(to_x, shares.shape[-1])
         biases: tuple[Tensor | None, ...] = (None, None, None)
         if bias is not None and is_trained:
             ones = torch.ones_like(share[:, 0])
             biases = sums(to_gates, ones, counts), sums(to_ups, ones, counts), to_bias
         weights = to_gate, to_up, to_down
-        return total, None, to_share, None, *weights, *biases, *adapters.gradients
+        return total, None, to_share, None, *weights, *biases, *to_low, *to_low_of_down
