@@ -121,6 +121,8 @@ def merge(model: Transformer) -> Transformer:
     for name, parameter in plain.named_parameters():
         shape = tuple(parameter.shape)
         parameter.copy_(source(name, shape, whole(shape)))
+    for name, buffer in plain.named_buffers():
+        buffer.copy_(model.get_buffer(name))
     plain.init_tables(torch.device("cpu"))
     return plain
 
