@@ -62,9 +62,10 @@ FORKED: Final = {
     "meshwright.launch.measure.bench_worker",
     "ranks",
 }
-# Imported by the server: what ranks and commands would import themselves.
+# Imported by the server: what ranks, commands and tests on ranks would import themselves.
 PRELOADED: Final = (
     *("torch", "torch._dynamo", "torch.profiler", "safetensors.torch"),
+    *("pytest", "hypothesis", "transformers", "meshwright.simulate.rehearse"),
     *("meshwright.launch.ranks.worker", "meshwright.launch.proofs.proof_worker"),
     *(
         "meshwright.launch.measure.bench_worker",

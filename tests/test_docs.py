@@ -213,6 +213,13 @@ def test_links(page):
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_of_the_source_are_where_a_page_says(page):
+    folders = [ROOT, ROOT / "src", ROOT / "src/meshwright", ROOT / "tests"]
+    for named in re.findall(r"`([\w./-]+/[\w-]+\.py)`", page.read_text()):
+        assert any((one / named).exists() for one in folders), f"{ids(page)} names {named}"
+
+
 def test_the_dockerfile_takes_what_is_there():
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert copied

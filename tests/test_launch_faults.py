@@ -13,6 +13,13 @@ from runs import clean_environ, faulty_worker, rank_pids
 ONCE = ["layout.dp_replicate=2", "checkpoint.restarts=0"]
 
 
+@pytest.fixture(autouse=True)
+def forked(forks):
+    """Fork the faulty ranks, too."""
+    with forks.all_python():
+        yield
+
+
 @pytest.fixture
 def refused(outcome):
     """Return a function that trains what is refused, and says with which words."""

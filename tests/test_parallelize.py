@@ -37,8 +37,11 @@ def run(processes, *words):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return run(1)
+def alone(processes_are_forked):
+    if processes_are_forked is None:
+        return run(1)
+    with processes_are_forked.all_python():
+        return run(1)
 
 
 @pytest.mark.parametrize(

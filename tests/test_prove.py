@@ -92,7 +92,7 @@ def test_the_table_mixes_what_the_axes_leave_open(world):
     assert any(case.model.dropout for case in cases)
     assert any(case.model.tie_embeddings and case.layout.pp > 1 for case in cases)
     counts = {c.layout.microbatches(c.train.batch) for c in cases}
-    assert counts >= {2, 4, 8, 16}
+    assert counts >= {2, 4, 8}
 
 
 def test_each_family_has_its_layouts_in_the_table():
@@ -253,7 +253,7 @@ def test_two_ranks_and_json(only, capsys):
 
 def test_a_config_is_proven_small(capsys):
     words = ["prove", "model.preset=llama-3.2-1b", "layout.tp=8", "layout.sp=true"]
-    words += ["layout.dp_shard=64", "layout.zero=3", "train.batch=512", "train.precision=bf16"]
+    words += ["layout.dp_shard=64", "layout.zero=3", "train.batch=512"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "asked: shard64 zero3 tp8 sp" in out

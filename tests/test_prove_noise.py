@@ -1,5 +1,7 @@
 """What a tensor may be off by: measured noise, of which there are several samples."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from meshwright.prove.case import Case
 from meshwright.prove.compare import Expected
 from meshwright.prove.optimizer import comparable
 from meshwright.prove.reference import run_reference, shared_reference
+from meshwright.prove.suite import _KEPT, Suite
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import ranks
@@ -56,6 +59,17 @@ def test_ranks_share_the_samples_of_one_reference(world):
     for one, other in zip(ours.rounded, alone.rounded, strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(other.updates[name], x) for name, x in one.updates.items())
+
+
+@ranks(1)
+def test_ranks_keep_few_references(world):
+    """Those of a whole table would fill the memory of a machine."""
+    suite, case = Suite(world), replace(make_case("mb1", batch=1), steps=1)
+    found = [suite._reference(case.from_seed(seed)) for seed in range(_KEPT + 1)]
+    assert suite._reference(case.from_seed(1)) is found[1]
+    suite._reference(case.from_seed(0))  # computed anew, in the place of the one used longest ago
+    assert len(suite._references) == _KEPT
+    assert suite._reference(case.from_seed(1)) is found[1]
 
 
 def test_a_second_moment_of_noise_may_be_off_by_as_much_as_the_gradient():

@@ -252,8 +252,8 @@ def test_an_empty_section_is_left_out():
 
 def test_a_simulation_beside_its_prediction(tmp_path, capsys):
     out = tmp_path / "simulation.html"
-    sizes = ["model.dim=32", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=4"]
-    words = [*sizes, "train.batch=8", "train.seq_len=32", "layout.pp=2", "layout.tp=2"]
+    sizes = ["model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4"]
+    words = [*sizes, "train.batch=4", "train.seq_len=32", "layout.pp=2", "layout.tp=2"]
     words += ["layout.dp_replicate=1", "cluster.preset=h100-sxm", "--world", "4"]
     assert main(["simulate", *words, "--html", str(out)]) == 0
     html = out.read_text()

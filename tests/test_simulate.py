@@ -223,6 +223,7 @@ def test_a_second_step_is_as_the_first():
 
 def test_out_of_memory_is_found(capsys):
     words = [*SMALL, "layout.pp=2", "layout.microbatch=2", "layout.dp_replicate=1"]
+    words += ["model.n_layers=2", "train.batch=4"]
     (first, last) = simulate(load_config(None, words)).ranks
     fits = f"cluster.memory={max(first.peak, last.peak) + 2**16}"
     assert main(["simulate", *words, fits]) == 0

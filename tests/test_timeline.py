@@ -58,7 +58,7 @@ def both_ways(cases):
     return [*by_torch, *(pytest.param(*one, marks=marks[n > 0]) for n, one in enumerate(wide))]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("label", "precision", "bound", "matmul"),
     both_ways(
@@ -83,6 +83,7 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound, matmul):
     check(label, precision, matmul, bound)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("label", "precision", "tied", "matmul"),
     both_ways(

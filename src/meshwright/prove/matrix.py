@@ -59,6 +59,8 @@ _BIG: Final = {
     16: "dp8 shard2 zero2 mb1",
 }
 _BIG_VOCAB: Final = 34768
+# Sequences of a batch: more ranks need more microbatches, and each costs time.
+_BATCHES: Final = {2: (4, 8), 4: (4, 8), 8: (8, 16), 16: (8, 16)}
 # How many layouts of each table are also dealt to models with experts.
 _OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
 # How many of them share out the experts, at least: where they are fewer, more layouts are dealt.
@@ -227,14 +229,16 @@ def _dealt(layout: Layout, turn: int, kinds: Sequence[Kind]) -> Case | None:
         offload = "optimizer"
     seq_len = 64 if turn % 6 == 5 else 32
     found = []
-    for batch, microbatch in product((8, 16), (1, 2, 4)):
+    for batch, microbatch in product(_BATCHES[layout.world], (1, 2, 4)):
         update = {"microbatch": microbatch, "offload": offload}
         precision = _turned(_PRECISIONS, turn)
         train = TrainSpec(batch=batch, seq_len=seq_len, precision=precision)
         case = _case(layout.model_copy(update=update), train, turn, kinds)
         if broken(case.model, case.train, case.layout) is None:
             found.append(case)
-    return _turned(found, turn) if found else None
+    # One microbatch alone adds up nothing.
+    several = [one for one in found if one.layout.microbatches(one.train.batch) > 1]
+    return _turned(several or found, turn) if found else None
 
 
 def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) -> Case:

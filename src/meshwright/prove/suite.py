@@ -22,6 +22,8 @@ from meshwright.prove.verdict import Verdict
 _NEAR: Final = 5e-5
 # How many seeds are tried; about one in ten has such scores.
 _SEEDS: Final = 8
+# References that are kept: they take some 30 MB on each rank, and few layouts of a table share one.
+_KEPT: Final = 6
 
 
 def _in_full(case: Case, device: torch.device) -> Case:
@@ -34,7 +36,7 @@ def _in_full(case: Case, device: torch.device) -> Case:
 class Suite:
     """A rank's side of the proof of many cases.
 
-    The reference is computed once for all cases with the same model and batch.
+    The reference is computed once for successive cases with the same model and batch.
     """
 
     def __init__(self, world: World, timeout_s: float = 600.0) -> None:
@@ -76,9 +78,11 @@ class Suite:
     def _reference(self, case: Case) -> Reference:
         """Return what one device computes."""
         key = _alone(case)
-        if key not in self._references:
-            self._references[key] = shared_reference(case, self._world)
-        return self._references[key]
+        found = self._references.pop(key, None) or shared_reference(case, self._world)
+        self._references[key] = found  # the last in order: used last
+        if len(self._references) > _KEPT:
+            del self._references[next(iter(self._references))]
+        return found
 
 
 def _alone(case: Case) -> Case:

@@ -83,19 +83,51 @@ def lightest(
     setting: Setting, devices: int, recompute: Recompute = "full", offload: Offload = "none"
 ) -> Light | None:
     """Return the layout of so many devices with the least memory; None if none is legal."""
-    found = []
-    for one in divisions(setting, devices):
-        if setting.train.batch % one.dp:
-            continue
-        light = lightest_of(
-            setting,
-            one.model_copy(update={"recompute": recompute}),
-            setting.train.batch // one.dp,
-            offload,
-        )
-        if light is not None:
-            found.append(light)
+    found = [
+        light
+        for one in divisions(setting, devices)
+        if (light := _of_batch(setting, one, recompute, offload)) is not None
+    ]
     return min(found, key=lambda light: (light.bytes, light.layout.label), default=None)
+
+
+def _of_batch(
+    setting: Setting, one: Layout, recompute: Recompute, offload: Offload
+) -> Light | None:
+    """Return the layout of a division with the least memory for the setting's batch, if any."""
+    if setting.train.batch % one.dp:
+        return None
+    one = one.model_copy(update={"recompute": recompute})
+    return lightest_of(setting, one, setting.train.batch // one.dp, offload)
+
+
+class Lengths:
+    """Which sequence lengths fit in `limit` bytes on each of so many devices, without offload.
+
+    A division that does not fit is not tried for longer sequences, and the last that did comes
+    first.
+    """
+
+    def __init__(self, setting: Setting, devices: int, limit: float) -> None:
+        self._setting, self._devices, self._limit = setting, devices, limit
+        self._too_long: dict[Layout, int] = {}
+        self._last: Layout | None = None
+
+    def fit(self, length: int) -> bool:
+        """Return whether any layout fits with sequences of so many tokens."""
+        own = with_train(self._setting, seq_len=length)
+        every = [
+            one
+            for one in divisions(own, self._devices)
+            if self._too_long.get(one, length + 1) > length
+        ]
+        for one in sorted(every, key=lambda one: one != self._last):
+            light = _of_batch(own, one, "full", "none")
+            if light is not None and light.bytes <= self._limit:
+                self._last = one
+                return True
+            self._too_long[one] = length
+        return False
 
 
 def with_train(setting: Setting, **changes: int) -> Setting:

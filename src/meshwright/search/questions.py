@@ -10,7 +10,7 @@ from meshwright.layout import Layout, broken
 from meshwright.predict.catalogue import Cluster, cluster_of, find_device
 from meshwright.predict.price import Prediction, estimated, price
 from meshwright.predict.setting import Setting
-from meshwright.search.lightest import divisions, lightest, lightest_of, with_train
+from meshwright.search.lightest import Lengths, divisions, lightest, lightest_of, with_train
 from meshwright.search.rank import MARGIN, Search
 from meshwright.search.space import RECOMPUTES
 from meshwright.spec.training import Recompute
@@ -172,12 +172,7 @@ def longest_context(
     The batch stays the same. Tries powers of two and seven lengths between each two of them,
     without offload. None where not even the shortest fits.
     """
-    limit = _limit(setting, margin)
-
-    def fits(length: int) -> bool:
-        light = lightest(with_train(setting, seq_len=length), devices)
-        return light is not None and light.bytes <= limit
-
+    fits = Lengths(setting, devices, _limit(setting, margin)).fit
     octave = 1 << 10
     while octave > 16 and not fits(octave):
         octave //= 2
