@@ -140,7 +140,7 @@ def test_twenty_steps_are_those_of_transformers_and_peft(form, tmp_path):
 
 
 def test_one_parameter_of_pefts_is_read(tmp_path):
-    """Without one of gate and up there is one wrapper, and our own files have experts one by one."""
+    """One of down alone has no wrapper around it; our own files have experts one by one."""
     made = telling(model(**FORMS["down"]))
     write_adapter(made, tmp_path, None)
     tensors, held = {}, dict(made.named_parameters())
