@@ -55,7 +55,12 @@ EXTRAS: Final = {
     ),
     "lm-eval": Extra(("tests/test_eval_tasks.py",), 3, ("meshwright[lm-eval]", "accelerate")),
     "peft": Extra(
-        ("tests/test_lora_peft.py", "tests/test_sft_loops.py"), 7, ("peft", "accelerate")
+        (
+            *("tests/test_lora_peft.py", "tests/test_lora_experts_peft.py"),
+            "tests/test_sft_loops.py",
+        ),
+        10,
+        ("peft", "accelerate"),
     ),
     "schemas": Extra(
         ("tests/test_job_schemas.py",),

@@ -67,11 +67,8 @@ PRELOADED: Final = (
     *("torch", "torch._dynamo", "torch.profiler", "safetensors.torch"),
     *("pytest", "hypothesis", "transformers", "meshwright.simulate.rehearse"),
     *("meshwright.launch.ranks.worker", "meshwright.launch.proofs.proof_worker"),
-    *(
-        "meshwright.launch.measure.bench_worker",
-        "meshwright.launch.session",
-        "meshwright.cli.train",
-    ),
+    *("meshwright.launch.measure.bench_worker", "meshwright.launch.session"),
+    "meshwright.cli.train",
 )
 # Variables that the C library, torch and Python read once, as they are loaded.
 READ_AT_LOAD: Final = (

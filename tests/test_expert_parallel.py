@@ -25,7 +25,8 @@ from meshwright.execute.record.flight_recorder_file import Group
 from meshwright.execute.transport.groups import Link, open_groups
 from meshwright.launch.supervise.explain import mismatch
 from meshwright.layout import Layout
-from meshwright.models.experts import Experts, Routing, same
+from meshwright.models.experts import Experts
+from meshwright.models.routers import Routing, same
 from meshwright.program.lower import lower
 from meshwright.program.messages import Axis
 from meshwright.prove.batches import make_batch

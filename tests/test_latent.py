@@ -14,7 +14,7 @@ from meshwright.execute.build import build
 from meshwright.execute.data_parallel.optimize import Shards
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
-from meshwright.models.experts import Routing, SigmoidRouter
+from meshwright.models.routers import Routing, SigmoidRouter
 from meshwright.program.lower import lower
 from meshwright.prove.case import Case
 from meshwright.prove.parity import prove_parity

@@ -40,8 +40,8 @@ def telling(spec):
     """A model with weights of which none is 0."""
     made = build_model(spec, device="cpu")
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            parameter.copy_(telling_weight(name, parameter.shape, spec, 5))
+        for name, tensor in made.state_dict().items():
+            tensor.copy_(telling_weight(name, tensor.shape, spec, 5))
     made.init_tables("cpu")
     return made.eval()
 

@@ -159,6 +159,22 @@ def test_another_layout_goes_on_with_the_same_tokens_and_curve(started, outcome)
         outcome.add(0, f"{job.layout.label} goes on as {layout.label} on the same curve", seconds)
 
 
+def test_adapters_of_experts_go_on_on_another_layout(started):
+    experts = ["model.family=qwen3_moe", "model.experts=4", "model.top_k=2", "model.dropout=0"]
+    targets = 'lora.targets=["q_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'
+    where = ["layout.dp_shard=2", "layout.zero=3", "layout.ep=2", "train.steps=6"]
+    job = started(*experts, "lora.rank=4", targets, *where, "train.clip_norm=0")
+    _, told = go(job)
+    losses = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+    for number, change in enumerate(({"tp": 2, "sp": True}, {"pp": 2}, {})):
+        other = cut_after(job, 3, f"other{number}")
+        layout = type(job.layout)(microbatch=2, **change)
+        create(replace(other, layout=layout))
+        _, told = go(replace(other, layout=layout), resume=True)
+        again = {e["step"]: e["loss"] for e in told if e["event"] == "step"}
+        assert again == pytest.approx({step: losses[step] for step in (4, 5, 6)}, rel=2e-5)
+
+
 def test_beside_the_training_the_same_is_written(started):
     job = started("layout.dp_shard=2", "layout.zero=1", "train.steps=4")
     go(job)

@@ -15,7 +15,8 @@ from meshwright.execute.expert_parallel.routing import correct_routers
 from meshwright.execute.transport.groups import open_groups
 from meshwright.layout import Layout, broken
 from meshwright.models.balance import Balance
-from meshwright.models.experts import ExpertMLP, SigmoidRouter
+from meshwright.models.experts import ExpertMLP
+from meshwright.models.routers import SigmoidRouter
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.oracle import router_losses

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loops import OPTIMIZER, STEPS, TRAIN, own_steps, plain_steps, sampled, worst
-from meshwright.checkpoint.adapters import peft_name
+from meshwright.checkpoint.peft_files import peft_name
 from meshwright.data import IGNORE
 from meshwright.layout import Layout
 from meshwright.models.hf_names import hf_name

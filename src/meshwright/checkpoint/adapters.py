@@ -14,27 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.checkpoint.peft_files import places, to_peft
 from meshwright.errors import CheckpointError
 from meshwright.execute.build import Source
 from meshwright.models import Transformer, build_model
 from meshwright.models.files import open_safetensors
-from meshwright.models.hf_names import hf_name
 from meshwright.program.shards import Region, whole
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parts import parts
 from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 
-_PREFIX: Final = "base_model.model."
-_MATRICES: Final = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_MATRICES: Final = (".lora_a", ".lora_b")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHOWN: Final = 3
-
-
-def peft_name(family: str, name: str) -> str:
-    """Return PEFT's name for a matrix of an adapter."""
-    module, matrix = name.rsplit(".", 1)
-    stored = hf_name(family, f"{module}.weight").removesuffix(".weight")
-    return f"{_PREFIX}{stored}.{_MATRICES[matrix]}.weight"
 
 
 class AdapterSource:
@@ -49,10 +41,8 @@ class AdapterSource:
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; pickles are not read")
         self._file = open_safetensors(path)
-        self._names = {
-            part.name: peft_name(spec.family, part.name) for part in parts(spec) if part.is_adapter
-        }
-        shapes = {self._names[one.name]: one.shape for one in parts(spec) if one.is_adapter}
+        self._places = places(spec, self._file.keys())
+        shapes = {name: one.shape for one in self._places.values() for name in one.names}
         found = set(self._file.keys())
         for what, names in (("lacks", shapes.keys() - found), ("holds", found - shapes.keys())):
             if names:
@@ -67,10 +57,13 @@ class AdapterSource:
 
     def __call__(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         """Return a region of a matrix by our name, as it is stored."""
-        lies: Any = self._file.get_slice(self._names[name])
-        tensor: Tensor = lies[tuple(slice(start, stop) for start, stop in region)]
+        return self._places[name].read(region, self._stored)
+
+    def _stored(self, name: str, region: Region | None) -> Tensor:
+        lies: Any = self._file.get_slice(name)
+        tensor: Tensor = lies[:] if region is None else lies[tuple(slice(*one) for one in region)]
         if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"{self._names[name]} is {tensor.dtype}, not of floating point")
+            raise CheckpointError(f"{name} is {tensor.dtype}, not of floating point")
         return tensor
 
 
@@ -78,7 +71,7 @@ def both(base: Source, adapters: Source) -> Source:
     """Return a source with a model's weights from one source, and its adapters from another."""
 
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        is_adapter = name.endswith(tuple(_MATRICES))
+        is_adapter = name.endswith(_MATRICES)
         return (adapters if is_adapter else base)(name, shape, region)
 
     return region_of
@@ -97,12 +90,14 @@ def merged(source: Source, spec: ModelSpec) -> Source:
     def region_of(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
         found, module = source(name, shape, region), name.removesuffix(".weight")
         first, second = f"{module}.lora_a", f"{module}.lora_b"
-        if not name.endswith(".weight") or first not in shapes:
+        if not name.endswith(".weight") or second not in shapes:
             return found
-        (rows, columns), between = region, (0, lora.rank)
-        a = source(first, shapes[first], (between, columns)).float()
-        b = source(second, shapes[second], (rows, between)).float()
-        return torch.addmm(found.float(), b, a, alpha=scale)
+        if first not in shapes:  # experts' gate and up have it together
+            first = first.replace(".up.", ".gate.")
+        (*experts, rows, columns), between = region, (0, lora.rank)
+        a = source(first, shapes[first], (*experts, between, columns)).float()
+        b = source(second, shapes[second], (*experts, rows, between)).float()
+        return torch.add(found.float(), b @ a, alpha=scale)
 
     return region_of
 
@@ -126,6 +121,8 @@ def merge(model: Transformer) -> Transformer:
     for name, parameter in plain.named_parameters():
         shape = tuple(parameter.shape)
         parameter.copy_(source(name, shape, whole(shape)))
+    for name, buffer in plain.named_buffers():
+        buffer.copy_(model.get_buffer(name))
     plain.init_tables(torch.device("cpu"))
     return plain
 
@@ -140,13 +137,13 @@ def write_adapter(
     spec = model.spec
     if spec.lora is None:
         raise CheckpointError("the model has no adapters to export: it was trained whole")
-    tensors = {
-        peft_name(spec.family, name): parameter.detach().to("cpu", dtype).contiguous()
+    matrices = {
+        name: parameter.detach().to("cpu", dtype)
         for name, parameter in model.named_parameters()
-        if name.endswith(tuple(_MATRICES))
+        if name.endswith(_MATRICES)
     }
+    tensors = to_peft(spec, matrices)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    sizes: dict[str, Any] = {"gated": spec.gated_mlp, "experts": spec.experts}
-    content = adapter_config(spec.lora, spec.family, base=base, **sizes)
+    content = adapter_config(spec.lora, spec.blocks, base=base)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,8 @@ def four_bit_rule(model: ModelSpec, layout: Layout) -> str | None:
         return None
     if model.experts:
         return f"model.experts = {model.experts} are not kept in four bits {_WHY}"
+    if model.is_latent:
+        return f"latent attention (model.kv_lora_rank) is not kept in four bits {_WHY}"
     if layout.offload == "params":
         return f"layout.offload = params cuts frozen weights, which four bits keep whole {_WHY}"
     if layout.zero == 3:

@@ -7,144 +7,22 @@ saves the projections of gate and up and the routing, and recomputes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.balance import Balance
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.expert_adapters import added, gradients, named, through
 from meshwright.models.grouped import Sorted, dots, products, spread, sums, weight_grads
 from meshwright.models.mlp import GatedMLP
 from meshwright.models.ops import Glu, widened
+from meshwright.models.routers import Edge, Make, Matrices, Routing, router, same
+from meshwright.spec.lora import DOWN, JOINED, JOINT, matrices
 from meshwright.spec.model import ModelSpec
-
-Make = Callable[[], Tensor]
-# A parameter, and what makes its gradient -> the gradient, None where it is made later
-Gradient = Callable[[Tensor, Make], Tensor | None]
-Edge = Callable[[Tensor], Tensor]
-
-
-def same(x: Tensor) -> Tensor:
-    """Return x."""
-    return x
-
-
-class Matrices(nn.Module):
-    """Matrices with a hand-written backward: `[..., out, in]`; their biases `[..., out]`.
-
-    Parallelisms may replace `local`, which returns this rank's operand, and `made`, which computes
-    its gradient.
-    """
-
-    bias: nn.Parameter | None
-
-    def __init__(self, *shape: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(*shape))
-        self.bias = nn.Parameter(torch.empty(*shape[:-1])) if bias else None
-        self.local: Edge = same
-        self.made: Gradient = lambda owner, make: make()
-
-    @property
-    def used(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's operands: matrices and biases."""
-        return self.local(self.weight), None if self.bias is None else self.local(self.bias)
-
-    def gradient(self, make: Make) -> Tensor | None:
-        """Return the gradient, or None if it is deferred."""
-        return self.made(self.weight, make)
-
-
-class Routing(NamedTuple):
-    """The experts of each token: `ids` int64 and `shares` fp32, both `[tokens, top_k]`."""
-
-    ids: Tensor
-    shares: Tensor
-
-
-class Router(Matrices):
-    """Scores each expert for each token, and selects those with the largest softmax; in fp32.
-
-    `balance` has its losses.
-    """
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec.experts, spec.dim, bias=spec.expert_bias)
-        self.top_k, self.divides = spec.top_k, spec.norm_top_k
-        self.balance = Balance()
-
-    def forward(self, x: Tensor, rows: int) -> Routing:
-        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
-        shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
-        return Routing(ids, shares)
-
-
-class SigmoidRouter(Router):
-    """Scores by a sigmoid; a correction per expert affects selection, but not weights.
-
-    DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Experts are selected from the groups with the
-    largest sum of their two best scores. The correction is a buffer, fp32 `[experts]`.
-    """
-
-    correction: Tensor
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
-        self.groups, self.top_groups = spec.expert_groups, spec.top_groups
-        self.scale = spec.routed_scale
-        self.register_buffer("correction", torch.zeros(spec.experts))
-
-    def forward(self, x: Tensor, rows: int) -> Routing:
-        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
-        weight = self.local(self.weight)
-        shares, ids = _RouteBySigmoid.apply(x, weight, self, rows)  # type: ignore[no-untyped-call]
-        return Routing(ids, shares)
-
-    def pick(self, scores: Tensor) -> Tensor:
-        """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
-        if self.balance.is_forced:
-            return self.balance.picked(scores, self.top_k)[1]
-        corrected = scores + self.correction
-        if self.top_groups < self.groups:
-            by_group = corrected.view(len(corrected), self.groups, -1)
-            best = by_group.topk(2).values.sum(-1).topk(self.top_groups).indices
-            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-            corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        return corrected.topk(self.top_k).indices
-
-    def to_even(self, every: Tensor, rows: int) -> Tensor:
-        """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
-
-        A token counts for the experts with its largest scores, without corrections, and its
-        probabilities are its scores divided by their sum.
-        """
-        total = every.sum(-1, keepdim=True)
-        shares = every / total
-        best = every.topk(self.top_k).indices
-        each = self.balance.to_shares(shares, best, rows)
-        to_shares = each.repeat_interleave(len(every) // rows, 0)
-        return (to_shares - (to_shares * shares).sum(-1, keepdim=True)) / total
-
-    @torch.no_grad()
-    def correct(self, moves: Tensor) -> None:
-        """Change the correction of experts with fewer or more tokens than the mean.
-
-        arXiv:2408.15664, algorithm 1. `balance.lately` are the tokens of the global batch; `moves`
-        fp32 `[]` is 0 if the step changes no weights.
-        """
-        met = self.balance.lately
-        assert met is not None
-        towards = (met.sum() - met * len(met)).sign()  # of integers: as exact as the counts
-        self.correction += self.balance.rate * (towards * moves)
-
-
-def router(spec: ModelSpec) -> Router:
-    """Return the router of a layer with experts."""
-    return SigmoidRouter(spec) if spec.router_scores == "sigmoid" else Router(spec)
 
 
 class Experts(nn.Module):
@@ -161,14 +39,36 @@ class Experts(nn.Module):
         self.down = Matrices(count, spec.dim, width, bias=bias)
         self.act = Glu(spec.activation, spec.swiglu_limit, spec.swiglu_alpha)
         self.adds = True
+        self.scale, self.adapters = 1.0, _adapters(spec)
+        if spec.lora is None:
+            return
+        self.scale = spec.lora.scale
+        for one, name in ((self.gate, JOINED[0]), (self.up, JOINED[1]), (self.down, DOWN)):
+            one.adapt(spec.lora.rank, matrices(spec.adapted, name))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's experts; x `[tokens, dim]`."""
         weights, biases = zip(*(one.used for one in (self.gate, self.up, self.down)), strict=True)
+        low = [one for names in self.adapters for one in self._low(names)]
         out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            x, routing, routing.shares, self, *weights, *biases
+            x, routing, routing.shares, self, *weights, *biases, *low
         )
         return out
+
+    def _low(self, names: Sequence[str]) -> list[Tensor]:
+        """Return this rank's matrices of an adapter of some projections: A, and the B of each."""
+        every: list[Matrices] = [getattr(self, name) for name in names]
+        own = (every[0].lora_a, *(each.lora_b for each in every))
+        return [every[0].local(one) for one in own if one is not None]
+
+
+def _adapters(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
+    """Return the projections of experts that have adapters; those that have one, together."""
+    if JOINT in spec.adapted:
+        found: list[tuple[str, ...]] = [("gate", "up")]
+    else:
+        found = [(one.rsplit(".", 1)[1],) for one in JOINED if one in spec.adapted]
+    return (*found, *([("down",)] if DOWN in spec.adapted else []))
 
 
 class ExpertMLP(nn.Module):
@@ -183,7 +83,7 @@ class ExpertMLP(nn.Module):
         self.router = router(spec)
         self.experts = Experts(spec)
         width = spec.shared_ffn_dim
-        self.shared = GatedMLP(spec, width) if width else None
+        self.shared = GatedMLP(spec, width, "mlp.shared") if width else None
         self.shared_gate = nn.Linear(spec.dim, 1, bias=False) if spec.shared_gate else None
         self.enter: Edge = same
         self.leave: Edge = same
@@ -196,7 +96,7 @@ class ExpertMLP(nn.Module):
         results = self.begin(tokens, self.router(tokens, rows))
         beside = None
         if self.shared is not None:
-            beside = self.shared(tokens)
+            beside = self.shared(inside, context).flatten(0, -2)
             if self.shared_gate is not None:
                 beside = torch.sigmoid(self.shared_gate(tokens)) * beside
         out = results()
@@ -212,103 +112,11 @@ class ExpertMLP(nn.Module):
         return partial(self.experts, tokens, routing)
 
 
-class _Route(torch.autograd.Function):
-    """Scores, their softmax, the largest of it and their shares.
-
-    Kept are the tokens, the softmax `[tokens, experts]` in fp32 and the ids, for the z-loss also
-    how large a token's scores are.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        scores = widened(x) @ widened(weight).t()
-        scores = scores if bias is None else scores + widened(bias)
-        every = torch.softmax(scores, -1)
-        shares, ids = router.balance.picked(every, router.top_k)
-        sizes = (scores.logsumexp(-1),) if router.balance.z else ()
-        ctx.save_for_backward(x, weight, every, ids, *sizes)
-        ctx.router, ctx.rows, ctx.has_bias = router, rows, bias is not None
-        ctx.mark_non_differentiable(ids)
-        return shares / shares.sum(-1, keepdim=True) if router.divides else shares, ids
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, every, ids, *sizes = ctx.saved_tensors
-        router: Router = ctx.router
-        balance, rows = router.balance, ctx.rows
-        if router.divides:
-            picked = every.gather(-1, ids)
-            total = picked.sum(-1, keepdim=True)
-            grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
-        to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
-        balance.count(ids, every.shape[-1])
-        if balance.aux:
-            by_row = to_scores.view(rows, -1, every.shape[-1])
-            by_row += balance.to_shares(every, ids, rows)[:, None]
-        to_scores = torch._softmax_backward_data(to_scores, every, -1, every.dtype)
-        for one in sizes:
-            to_scores.addcmul_(every, balance.to_scores(one, rows)[:, None])
-        to_x = (to_scores @ widened(weight)).to(x.dtype)
-        to_weight = to_bias = None
-        if ctx.needs_input_grad[1]:  # else it is frozen
-            to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
-            to_bias = to_scores.sum(0).to(weight.dtype) if ctx.has_bias else None
-        return to_x, to_weight, to_bias, None, None
-
-
-# Added to a sum of shares that is divided by, as in transformers.
-_TINY: Final = 1e-20
-
-
-class _RouteBySigmoid(torch.autograd.Function):
-    """Scores, their sigmoid, those picked and their shares.
-
-    Kept are the tokens, the sigmoids `[tokens, experts]` in fp32 and the ids.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        every = torch.sigmoid(widened(x) @ widened(weight).t())
-        ids = router.pick(every)
-        shares = every.gather(-1, ids)
-        ctx.save_for_backward(x, weight, every, ids)
-        ctx.router, ctx.rows = router, rows
-        ctx.mark_non_differentiable(ids)
-        if router.divides:
-            shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
-        return shares * router.scale, ids
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, every, ids = ctx.saved_tensors
-        router: SigmoidRouter = ctx.router
-        router.balance.count(ids, every.shape[-1])
-        grad = grad * router.scale
-        picked = every.gather(-1, ids)
-        if router.divides:
-            total = picked.sum(-1, keepdim=True) + _TINY
-            grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
-        to_every = torch.zeros_like(every).scatter_(-1, ids, grad)
-        if router.balance.aux:
-            to_every += router.to_even(every, ctx.rows)
-        to_scores = to_every * every * (1 - every)
-        to_x = (to_scores @ widened(weight)).to(x.dtype)
-        to_weight = None
-        if ctx.needs_input_grad[1]:  # else it is frozen
-            to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
-        return to_x, to_weight, None, None
-
-
 class _Experts(torch.autograd.Function):
     """All experts' MLPs. A share multiplies what enters `down`: its gradient needs no result.
 
-    Kept are the tokens, their shares, the pairs' order and the results of gate and up.
+    Kept are the tokens, their shares, the pairs' order, the results of gate and up, and of each
+    adapter the product with A.
     """
 
     @staticmethod
@@ -318,37 +126,51 @@ class _Experts(torch.autograd.Function):
         routing: Routing,
         shares: Tensor,
         module: Experts,
-        *weights: Tensor | None,
+        *given: Tensor | None,
     ) -> Tensor:
-        gate, up, down, gate_bias, up_bias, bias = weights
+        (gate, up, down, gate_bias, up_bias, bias), low = given[:6], given[6:]
         assert gate is not None
         assert up is not None
         assert down is not None
         pairs, top_k = Sorted.of(routing.ids, len(gate)), shares.shape[-1]
         inputs, counts = x[pairs.tokens], pairs.counts
-        gates = products(inputs, gate, counts, bias=gate_bias)
-        ups = products(inputs, up, counts, bias=up_bias)
+        made = {
+            "gate": products(inputs, gate, counts, bias=gate_bias),
+            "up": products(inputs, up, counts, bias=up_bias),
+        }
+        adapters = named(module.adapters, low, module.scale)
+        lows = added(adapters, made, inputs, counts)
         del inputs
         share = pairs.sorted(shares)[:, None].to(x.dtype)
-        hidden = module.act.of(gates, ups).mul_(share)
-        ctx.save_for_backward(x, shares, *pairs, gates, ups, gate, up, down, bias)
-        ctx.module = module
+        hidden = module.act.of(made["gate"], made["up"]).mul_(share)
         results = products(hidden, down, counts)
+        lows += added(adapters, {"down": results}, hidden, counts)
         if bias is not None and module.adds:
             results.add_(spread(bias, counts, len(results)).mul_(share))
+        kept = x, shares, *pairs, *made.values(), gate, up, down, bias
+        ctx.save_for_backward(*kept, *low, *lows)
+        ctx.module, ctx.low = module, len(low)
         return pairs.summed(results, top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shares, *places, gates, ups, gate, up, down, bias = ctx.saved_tensors
+        kept = ctx.saved_tensors  # once: they may be computed again for it
+        x, shares, *places, gates, ups, gate, up, down, bias = kept[:11]
         module: Experts = ctx.module
         pairs = Sorted(*places)
         counts, act, is_trained = pairs.counts, module.act, ctx.needs_input_grad[4]
+        own = named(module.adapters, kept[11 : 11 + ctx.low], module.scale)
+        beside = list(zip(own, kept[11 + ctx.low :], strict=True))
+        first, last = (
+            [each for each in beside if (each[0].names == ("down",)) == is_last]
+            for is_last in (False, True)
+        )
         to_gate = to_up = to_down = None
         share = pairs.sorted(shares)[:, None].to(x.dtype)
         arriving = grad[pairs.tokens]
         to_hidden = products(arriving, down, counts, transposed=True)
+        low_of_down = through(last, {"down": arriving}, to_hidden, counts)
         acts = act.gate(gates)
         entering = acts * act.up(ups)
         to_share = (widened(to_hidden) * widened(entering)).sum(-1)
@@ -358,6 +180,7 @@ class _Experts(torch.autograd.Function):
             to_bias = sums(arriving, share[:, 0], counts) if is_trained else None
         to_share = to_share[pairs.back].view_as(shares)
         entering.mul_(share)
+        to_low_of_down = gradients(low_of_down, entering, counts)
         if is_trained:
             to_down = module.down.gradient(partial(weight_grads, arriving, entering, counts))
         del arriving, entering
@@ -370,9 +193,12 @@ class _Experts(torch.autograd.Function):
             del inputs
         to_x = products(to_gates, gate, counts, transposed=True)
         to_x += products(to_ups, up, counts, transposed=True)
+        found = through(first, {"gate": to_gates, "up": to_ups}, to_x, counts)
+        to_low = gradients(found, x[pairs.tokens], counts) if found else []
         total = pairs.summed(to_x, shares.shape[-1])
         biases: tuple[Tensor | None, ...] = (None, None, None)
         if bias is not None and is_trained:
             ones = torch.ones_like(share[:, 0])
             biases = sums(to_gates, ones, counts), sums(to_ups, ones, counts), to_bias
-        return total, None, to_share, None, to_gate, to_up, to_down, *biases
+        weights = to_gate, to_up, to_down
+        return total, None, to_share, None, *weights, *biases, *to_low, *to_low_of_down

@@ -6,11 +6,14 @@ rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+# What the kernel of all groups wants widths to be multiples of: 16 bytes of bf16.
+ALIGNED: Final = 8
 
 
 class Sorted(NamedTuple):
@@ -61,7 +64,7 @@ def products(
     factors = weight if transposed else weight.transpose(1, 2)
     if not len(rows):
         return rows.new_empty(0, factors.shape[-1])
-    if takes_one_kernel(rows):
+    if takes_one_kernel(rows, factors):
         found = torch._grouped_mm(rows, factors, offs=_ends(counts))
         return found if bias is None else found.add_(spread(bias, counts, len(rows)))
     groups = list(torch.split(rows, on_host(counts, len(rows))))
@@ -105,7 +108,7 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
     grads `[pairs, out]` and rows `[pairs, in]`, sorted by group.
     """
-    if len(rows) and takes_one_kernel(rows):
+    if len(rows) and takes_one_kernel(rows, grads):
         return torch._grouped_mm(grads.t(), rows, offs=_ends(counts))
     sizes = on_host(counts, len(rows))
     found = rows.new_zeros(len(sizes), grads.shape[-1], rows.shape[-1])
@@ -116,9 +119,10 @@ def weight_grads(grads: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     return found
 
 
-def takes_one_kernel(rows: Tensor) -> bool:
-    """Whether there is a kernel for all groups at once."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[-1] % 8 == 0
+def takes_one_kernel(rows: Tensor, others: Tensor) -> bool:
+    """Whether there is a kernel for all groups at once: it wants widths that are multiples of 8."""
+    is_aligned = rows.shape[-1] % ALIGNED == 0 and others.shape[-1] % ALIGNED == 0
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:

@@ -65,7 +65,7 @@ def init_parameter(
         return torch.ones(size, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
     if name.endswith(".lora_a"):
-        bound = 1 / math.sqrt(shape[1])
+        bound = 1 / math.sqrt(shape[-1])
         drawn = torch.empty(*shape, dtype=torch.float32, device="cpu")
         return drawn.uniform_(-bound, bound, generator=generator)[first:end]
     row, std = math.prod(shape[1:]), weight_std(name, spec)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from meshwright.models.attention import Core, Project, attend, each
 from meshwright.models.context import PLAIN, Context
+from meshwright.models.lora import apply, linear
 from meshwright.models.norms import RMSNorm
 from meshwright.models.ops import rotate
 from meshwright.models.rope import Rope
@@ -48,15 +49,17 @@ class LatentAttention(nn.Module):
         self.q: nn.Linear | None = None
         self.q_a: nn.Linear | None = None
         if low:
-            self.q_a = nn.Linear(spec.dim, low, bias=bias)
+            self.q_a = linear(spec, "attn.q_a", spec.dim, low, bias=bias)
             self.q_a_norm = RMSNorm(low, LATENT_EPS)
-            self.q_b = nn.Linear(low, heads * spec.head_dim, bias=False)
+            self.q_b = linear(spec, "attn.q_b", low, heads * spec.head_dim, bias=False)
         else:
-            self.q = nn.Linear(spec.dim, heads * spec.head_dim, bias=False)
-        self.kv_a = nn.Linear(spec.dim, self.rank + self.turned, bias=bias)
+            self.q = linear(spec, "attn.q", spec.dim, heads * spec.head_dim, bias=False)
+        self.kv_a = linear(spec, "attn.kv_a", spec.dim, self.rank + self.turned, bias=bias)
         self.kv_a_norm = RMSNorm(self.rank, LATENT_EPS)
-        self.kv_b = nn.Linear(self.rank, heads * (self.nope + self.value), bias=False)
-        self.o = nn.Linear(heads * self.value, spec.dim, bias=spec.has_output_bias)
+        made = heads * (self.nope + self.value)
+        self.kv_b = linear(spec, "attn.kv_b", self.rank, made, bias=False)
+        values = heads * self.value
+        self.o = linear(spec, "attn.o", values, spec.dim, bias=spec.has_output_bias)
         self.query_scale = spec.query_scale
         self.interleaves = spec.rope_interleave
         self.scores = ScoreBounds.of(spec, spec.layer(int(layer)))
@@ -73,7 +76,7 @@ class LatentAttention(nn.Module):
         assert into is not None
         q, made = self.project(x, (into, self.kv_a), context)
         if self.q_a is not None:
-            q = self.q_b(self.q_a_norm(q))
+            q = apply(self.q_b, self.q_a_norm(q), context)
         latent, shared = torch.split(made, [self.rank, self.turned], -1)
         latent, shared = self.kv_a_norm(latent), shared[:, :, None]
         q = q.view(*q.shape[:-1], -1, self.nope + self.turned)
@@ -89,15 +92,16 @@ class LatentAttention(nn.Module):
         q = self._filled(plain, own)
         if self.query_scale != 1.0:
             q = q * self.query_scale
-        k, v = self._keys_and_values(latent, shared)
+        k, v = self._keys_and_values(latent, shared, context)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = self.core(q, k, v, context.mask, self.scores, None).transpose(1, 2)
-        out: Tensor = self.o(mixed[..., : self.value].flatten(2))
-        return out
+        return apply(self.o, mixed[..., : self.value].flatten(2), context)
 
-    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(
+        self, latent: Tensor, shared: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor]:
         """Return `[batch, seq, heads, core_dim]` of latent vectors and the key that heads share."""
-        heads: Tensor = self.kv_b(latent)
+        heads = apply(self.kv_b, latent, context)
         heads = heads.view(*heads.shape[:-1], -1, self.nope + self.value)
         keys, values = torch.split(heads, [self.nope, self.value], -1)
         every = shared.expand(-1, -1, keys.shape[2], -1)

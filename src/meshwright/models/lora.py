@@ -30,12 +30,16 @@ class LoraLinear(nn.Linear):
         self.lora_a = nn.Parameter(torch.empty(lora.rank, inner))
         self.lora_b = nn.Parameter(torch.empty(outer, lora.rank))
         self.scale, self.p, self.site = lora.scale, lora.dropout, site
-        # Tensor parallelism replaces it, by what gives this rank's part.
+        # Tensor parallelism replaces it, by what gives this rank's part; `part` is which part of
+        # the inputs that is, where it cuts them.
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
+        self.part = 0
 
     def forward(self, input: Tensor, context: Context = PLAIN) -> Tensor:
         """Return `[batch, seq, out]` of `[batch, seq, in]`."""
-        return self.added(product(self, input, self.weight, self.bias), input, context)
+        bias = None if self.bias is None else self.local(self.bias)
+        out = product(self, input, self.local(self.weight), bias)
+        return self.added(out, input, context, self.part * input.shape[-1])
 
     def added(self, out: Tensor, x: Tensor, context: Context, first: int = 0) -> Tensor:
         """Return `out` plus the adapter's product with x, whose channels start at `first`."""

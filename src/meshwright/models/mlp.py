@@ -12,13 +12,16 @@ from meshwright.spec.model import ModelSpec
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP, as Llama's: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202."""
+    """A gated MLP, as Llama's: `down(act(gate(x)) * up(x))`, SwiGLU with SiLU. arXiv:2002.05202.
 
-    def __init__(self, spec: ModelSpec, width: int) -> None:
+    `name` is its own in a block.
+    """
+
+    def __init__(self, spec: ModelSpec, width: int, name: str = "mlp") -> None:
         super().__init__()
-        self.gate = linear(spec, "mlp.gate", spec.dim, width, bias=spec.mlp_bias)
-        self.up = linear(spec, "mlp.up", spec.dim, width, bias=spec.mlp_bias)
-        self.down = linear(spec, "mlp.down", width, spec.dim, bias=spec.mlp_bias)
+        self.gate = linear(spec, f"{name}.gate", spec.dim, width, bias=spec.mlp_bias)
+        self.up = linear(spec, f"{name}.up", spec.dim, width, bias=spec.mlp_bias)
+        self.down = linear(spec, f"{name}.down", width, spec.dim, bias=spec.mlp_bias)
         self.act = spec.activation
         self.project: Project = each
 

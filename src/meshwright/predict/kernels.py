@@ -13,7 +13,8 @@ from meshwright.predict.network import Network, Picks
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import LayoutWork, Message, Product, Work
 from meshwright.program.messages import Phase
-from meshwright.program.operations import ATTENTION_BACKWARD, PRODUCT_BACKWARD
+from meshwright.program.operations import ATTENTION_BACKWARD
+from meshwright.program.saved import PRODUCT_BACKWARD
 from meshwright.program.sizes import loss_rows
 from meshwright.program.target import Matmul, Target
 

@@ -18,7 +18,7 @@ from meshwright.predict.pipeline import in_flight, waiting
 from meshwright.predict.setting import Setting, held_by, work_of
 from meshwright.predict.systems import CAUSAL, System
 from meshwright.predict.work import HeldLayers, LayoutWork, Work
-from meshwright.program.operations import Kind
+from meshwright.program.saved import Kind
 from meshwright.program.shards import cuts_frozen, sums_in_place
 from meshwright.program.sizes import Sizes, loss_element, loss_room, loss_rows
 from meshwright.spec.lora import NF4_BLOCK, nf4_bytes

@@ -7,11 +7,11 @@ is autograd's: the last operation of the forward comes first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Final, NamedTuple
 
+from meshwright.predict.mixture_needs import expert_needs
+from meshwright.predict.need import Need, frozen, of_result, weights_of
 from meshwright.program.attention import Cut, ScoreBounds, by_blocks
-from meshwright.program.four_bits import dequantised
 from meshwright.program.lower import Program
 from meshwright.program.operations import (
     Operation,
@@ -25,22 +25,6 @@ from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec
 
 _WIDE: Final = 4
-
-
-class Need(NamedTuple):
-    """An operation's backward: its bytes besides saved ones, and the gradients that it computes.
-
-    `deferred` is the gradient of a product's result, which a deferred weight gradient holds in
-    addition to the input. `room` is temporary memory while a weight gradient is computed at once,
-    `added` while a deferred one is added to a sum.
-    """
-
-    op: str
-    bytes: int
-    weights: tuple[str, ...] = ()
-    deferred: int = 0
-    room: int = 0
-    added: int = 0
 
 
 Size = tuple[str, int]
@@ -111,14 +95,14 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.mlp_bias
-    came = _of_result(program, sizes) + gathered
+    came = of_result(program, sizes) + gathered
     if program.model.lora is not None:
-        yield from _frozen(program, sizes, "mlp.down", came, 0, hidden)
+        yield from frozen(program, sizes, "mlp.down", came, 0, hidden)
     else:
         yield Need(
             "mlp.down",
             came + hidden,
-            _of("mlp.down", biases),
+            weights_of("mlp.down", biases),
             sizes.whole_bytes,
             *_room(program, sizes, sizes.dim, sizes.ffn, hidden),
         )
@@ -131,68 +115,6 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Need]:
         yield from _columns(program, sizes, {"mlp.up": hidden}, biases)
 
 
-def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
-    """Yield the needs of the routed experts, their router and the shared expert.
-
-    The experts' backward is one function. It holds the gradient of each pair's result, then those
-    of its hidden values, then those of its input, each twice while groups are concatenated.
-    """
-    model, el = program.model, sizes.element
-    whole, pairs = sizes.whole_bytes, sizes.received * sizes.dim * el
-    hidden = sizes.received * sizes.expert_ffn * el
-    is_cut = program.layout.sp and program.layout.tp > 1
-    came = _of_result(program, sizes) + (whole if is_cut else 0)
-    router_came = came
-    if program.layout.ep > 1:  # the gradient of what was sent back, as it came
-        came += pairs
-    wide = hidden // el * _WIDE
-    # The gradient of a share is a sum over what is widened to fp32.
-    weighing = wide if el == _WIDE else 3 * wide
-    yield Need("mlp.experts.weigh", came + pairs + 3 * hidden + weighing)
-
-    of = partial(_trained, program)
-    down, *both = (of(f"mlp.experts.{one}", model.expert_bias) for one in ("down", "gate", "up"))
-    yield Need("mlp.experts.down", came + pairs + 3 * hidden, down, pairs + hidden)
-    columns = tuple(name for one in both for name in one)
-    yield Need("mlp.experts.gate", came + pairs + 2 * hidden, columns, pairs + 2 * hidden)
-    yield Need("mlp.experts.act", came + 2 * hidden + 3 * pairs)
-    # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
-    back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
-    waits = back and model.shared_ffn_dim  # their sum by token
-    yield Need("mlp.experts.order", came + 2 * pairs + back + (0 if waits else whole))
-    came = router_came
-    if model.shared_ffn_dim:  # meanwhile those gradients travel: what leaves, and what comes
-        yield from _shared_needs(program, sizes, came + whole if not back else came + pairs + back)
-    scores = sizes.tokens * model.experts * _WIDE
-    widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
-    router = came + 2 * whole + 2 * scores + widened
-    arrived = came + back + 2 * whole if back else 0  # they have come, and are summed by token
-    names = _trained(program, "mlp.router", model.expert_bias)
-    yield Need("mlp.router", max(router, arrived), names, scores)
-
-
-def _shared_needs(program: Program, sizes: Sizes, held: int) -> Iterator[Need]:
-    """Yield the needs of the shared expert, beside what is `held` while it computes."""
-    model, el, whole = program.model, sizes.element, sizes.whole_bytes
-    of = partial(_trained, program)
-    if model.shared_gate:
-        line = sizes.tokens * el
-        yield Need("mlp.shared_gate.act", held + 2 * whole)
-        yield Need("mlp.shared_gate", held + 2 * whole, of("mlp.shared_gate"), line)
-        held += whole
-    beside = sizes.tokens * sizes.shared_ffn * el
-    names = [f"mlp.shared.{one}" for one in ("down", "gate", "up")]
-    yield Need(names[0], held + whole + beside, of(names[0]), whole)
-    yield Need("mlp.shared.act", held + 3 * beside)
-    yield Need(names[2], held + 2 * beside + whole, of(names[2]), beside)
-    yield Need(names[1], held + beside + 2 * whole, of(names[1]), beside)
-
-
-def _trained(program: Program, name: str, biases: bool = False) -> tuple[str, ...]:
-    """Return the weights of an operation that get gradients: frozen ones do not."""
-    return () if program.model.lora is not None else _of(name, biases)
-
-
 def _before(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
     """Yield the need of a norm before a sublayer, where there is one."""
     if program.model.norms_before:
@@ -203,12 +125,6 @@ def _after(program: Program, sizes: Sizes, name: str) -> Iterator[Need]:
     """Yield the need of a norm of what a sublayer adds, where there is one."""
     if program.model.norms_after:
         yield Need(name, _norm(program, sizes) - sizes.stream_bytes, (f"{name}.weight",))
-
-
-def _of_result(program: Program, sizes: Sizes) -> int:
-    """Return the bytes of the gradient of a sublayer's result where it is not the stream's own."""
-    model = program.model
-    return sizes.stream_bytes if model.dropout or model.norms_after else 0
 
 
 def _blocks(program: Program, sizes: Sizes, kind: LayerSpec) -> int:
@@ -230,14 +146,14 @@ def _attention(program: Program, sizes: Sizes, kind: LayerSpec, blocks: int) -> 
     gathered = sizes.whole_bytes if program.layout.sp and program.layout.tp > 1 else 0
     biases = program.model.attention_bias
     yield from _after(program, sizes, "attn_post_norm")
-    came = _of_result(program, sizes) + gathered
+    came = of_result(program, sizes) + gathered
     if program.model.lora is not None:
-        yield from _frozen(program, sizes, "attn.o", came, 0, of_values)
+        yield from frozen(program, sizes, "attn.o", came, 0, of_values)
     else:
         yield Need(
             "attn.o",
             came + of_values,
-            _of("attn.o", program.model.has_output_bias),
+            weights_of("attn.o", program.model.has_output_bias),
             sizes.whole_bytes + of_values,
             *_room(program, sizes, sizes.dim, sizes.heads * program.model.value_dim, of_values),
         )
@@ -279,12 +195,19 @@ def _latent_heads(program: Program, sizes: Sizes, of_core: int) -> Iterator[Need
     def normed(size: int) -> int:
         return size + 3 * size // sizes.element * _WIDE
 
+    def second(name: str, held: int, result: int, inputs: int) -> Iterator[Need]:
+        if model.lora is not None:
+            yield from frozen(program, sizes, name, held, result, inputs)
+        else:
+            yield Need(name, held + result + inputs, (f"{name}.weight",), result)
+
     # Keys and values together, beside what they are put together of.
-    yield Need("attn.kv_b", max(of_core + made, of_q + made + part), ("attn.kv_b.weight",), made)
+    yield Need("attn.kv: heads", of_core + made)
+    yield from second("attn.kv_b", of_q, made, part)
     yield Need("attn.kv_a_norm", of_q + normed(part), ("attn.kv_a_norm.weight",))
     results = {"attn.q": of_q, "attn.kv_a": whole}
     if low := line * model.q_lora_rank:
-        yield Need("attn.q_b", of_q + whole + low, ("attn.q_b.weight",), of_q)
+        yield from second("attn.q_b", whole, of_q, low)
         yield Need("attn.q_a_norm", whole + normed(low), ("attn.q_a_norm.weight",))
         results = {"attn.q_a": low, "attn.kv_a": whole}
     yield from _columns(program, sizes, results, model.attention_bias)
@@ -305,13 +228,13 @@ def _columns(
             last = names.pop()
             made = whole if len(names) == len(results) - 1 else 2 * whole
             room = _room(program, sizes, results[last] // line, sizes.dim, whole)
-            yield Need(last, held + made, _of(last, biases), results[last], *room)
+            yield Need(last, held + made, weights_of(last, biases), results[last], *room)
         return
     first, grads = names[0], sum(results.values())
     again = gathers_again(program)
     made, travelling = of_input(program, sizes, len(names), gathers=again)
     yield Need(f"{first}: input", grads + made)
-    weights = tuple(of for name in names for of in _of(name, biases))
+    weights = tuple(of for name in names for of in weights_of(name, biases))
     waits = whole - sizes.stream_bytes if again else 0
     rooms = [_room(program, sizes, size // line, sizes.dim) for size in results.values()]
     yield Need(
@@ -323,33 +246,11 @@ def _frozen_columns(program: Program, sizes: Sizes, results: Mapping[str, int]) 
     """Yield the needs of products of one input with frozen weights, and of their adapters."""
     held, made = sum(results.values()), 0
     for name, size in reversed(list(results.items())):
-        yield from _frozen(program, sizes, name, held + made - size, size, sizes.whole_bytes)
+        yield from frozen(program, sizes, name, held + made - size, size, sizes.whole_bytes)
         held, made = held - size, sizes.whole_bytes
     if program.layout.tp > 1:
         sent, _ = of_input(program, sizes, gathers=False)
         yield Need(f"{next(iter(results))}: input", sent)
-
-
-def _frozen(
-    program: Program, sizes: Sizes, name: str, held: int, result: int, inputs: int
-) -> Iterator[Need]:
-    """Yield the needs of a product with a frozen weight, and of its adapter before it.
-
-    `result` and `inputs` are the bytes of their gradients, `held` is there beside them; where that
-    has the result's, `result` is 0. The adapter's gradient is one of the result that is scaled.
-    """
-    lora = program.model.lora
-    # In four bits the weight is there as products take it, at first beside what makes it.
-    weight, room = dequantised(program, sizes, f"layers.*.{name}.weight")
-    made = weight + max(room, inputs)
-    if lora is None or name not in program.model.adapted:
-        yield Need(name, held + result + made)
-        return
-    low = sizes.tokens * lora.rank * sizes.element
-    scaled = result or sizes.whole_bytes
-    yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
-    yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
-    yield Need(name, held + result + inputs + made)
 
 
 def of_input(
@@ -390,7 +291,3 @@ def _norm(program: Program, sizes: Sizes) -> int:
     if program.model.norm == "rms":
         return sizes.stream_bytes + 3 * wide
     return 2 * sizes.stream_bytes
-
-
-def _of(name: str, has_bias: bool) -> tuple[str, ...]:
-    return (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)

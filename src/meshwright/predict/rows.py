@@ -213,7 +213,7 @@ def _adapted(row: Row, model: ModelSpec, assumed: list[str]) -> ModelSpec:
         if model.experts:
             raise ValueError(f"adapters of a model with experts = {model.experts} are not priced")
         lora = Lora(rank=rank, alpha=rank, targets=targets)
-        check_targets(lora, model.family, gated=model.gated_mlp, experts=model.experts)
+        check_targets(lora, model.blocks)
     except ValueError as error:
         raise RowError(f"lora: {error}") from None
     return model.model_copy(update={"lora": lora})

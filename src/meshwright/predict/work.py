@@ -20,7 +20,8 @@ from meshwright.program.collectives import collectives
 from meshwright.program.four_bits import dequantising_bytes
 from meshwright.program.lower import Program
 from meshwright.program.messages import Overlaps, Phase, Purpose
-from meshwright.program.operations import PRODUCT_BACKWARD, Operation, operations
+from meshwright.program.operations import Operation, operations
+from meshwright.program.saved import PRODUCT_BACKWARD
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.program.target import Target
@@ -292,7 +293,7 @@ def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     sharding = program.shardings[weight]
     *experts, outer, inner = sharding.tp_shape
     if experts:
-        return Product(sizes.received, inner, outer, groups=experts[0])
+        return Product(sizes.received, inner, outer, False, experts[0], op.backward)
     # A latent vector's first product sends, and is whole on each rank.
     shared = ".shared." in name
     is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))

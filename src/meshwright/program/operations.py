@@ -10,21 +10,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from meshwright.layout.schedules import SCHEDULES
 from meshwright.program.lower import Program
-from meshwright.program.saved import PRODUCT_BACKWARD as PRODUCT_BACKWARD
-from meshwright.program.saved import Bytes, Op, by_steps, moved_of, total
-from meshwright.program.saved import Kind as Kind
+from meshwright.program.mixture import expert_operations
+from meshwright.program.products import Inputs
+from meshwright.program.saved import (
+    FROZEN_BACKWARD,
+    PRODUCT_BACKWARD,
+    Bytes,
+    Kind,
+    Op,
+    by_steps,
+    moved_of,
+    total,
+)
 from meshwright.program.scores import is_plain, is_ring, pairs, ring_steps, spreads
 from meshwright.program.sizes import Sizes
 from meshwright.program.stages import Stage
 from meshwright.spec.model import LayerSpec, ModelSpec
 
-# Where the weight is frozen, that for the input.
-FROZEN_BACKWARD: Final = 1
 # Five products against two: the scores anew, and the gradients of the weights, v, q and k.
 # FlashAttention, arXiv:2205.14135, algorithm 4.
 ATTENTION_BACKWARD: Final = 2.5
@@ -175,23 +181,23 @@ def _latent_heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     what it is a part of.
     """
     model, line = program.model, sizes.tokens * sizes.element
+    first = Inputs(program, sizes, _input_kept(program, sizes))
 
-    def low(name: str, width: int, kept: int, part: int = 0) -> Iterator[Op]:
+    def low(name: str, width: int, part: int = 0) -> Iterator[Op]:
         rank, wide = width - part, sizes.tokens * _WIDE
-        yield Op(f"{name}_a", "product", sizes.product(sizes.dim, width), kept, line * width)
+        yield from first.product(f"{name}_a", sizes.dim, width, line * width)
         normed = line * rank
         yield Op(f"{name}_a_norm", "norm", saved=(line * width, wide), normed=normed)
         made = sizes.heads * latent_widths(model)[name]
-        yield Op(f"{name}_b", "product", sizes.product(rank, made), normed, line * made)
+        yield from Inputs(program, sizes, normed).product(f"{name}_b", rank, made, line * made)
 
-    kept = _input_kept(program, sizes)
     if model.q_lora_rank:
-        yield from low("attn.q", model.q_lora_rank, kept)
+        yield from low("attn.q", model.q_lora_rank)
     else:
         made = sizes.heads * model.head_dim
-        yield Op("attn.q", "product", sizes.product(sizes.dim, made), kept, line * made)
+        yield from first.product("attn.q", sizes.dim, made, line * made)
     shared = model.qk_rope_head_dim
-    yield from low("attn.kv", model.kv_lora_rank + shared, 0, shared)
+    yield from low("attn.kv", model.kv_lora_rank + shared, shared)
 
 
 def latent_widths(model: ModelSpec) -> Mapping[str, int]:
@@ -206,7 +212,7 @@ def _heads(program: Program, sizes: Sizes) -> Iterator[Op]:
     of_heads = sizes.tokens * heads * sizes.element
     of_kv_heads = sizes.tokens * kv_heads * sizes.element
     # q, k and v have one input. The results of products are kept by the selective policy.
-    inputs = _Inputs(program, sizes, _input_kept(program, sizes))
+    inputs = Inputs(program, sizes, _input_kept(program, sizes))
     yield from inputs.product("attn.q", sizes.dim, heads, of_heads)
     yield from inputs.product("attn.k", sizes.dim, kv_heads, of_kv_heads)
     yield from inputs.product("attn.v", sizes.dim, kv_heads, of_kv_heads)
@@ -248,40 +254,8 @@ def _core(program: Program, sizes: Sizes, kind: LayerSpec, cp_rank: int) -> Iter
     is_copied |= model.value_dim < model.core_dim
     values = sizes.heads * model.value_dim
     of_values = sizes.tokens * values * sizes.element
-    inputs = _Inputs(program, sizes, of_values if is_copied else 0, of_values)
+    inputs = Inputs(program, sizes, of_values if is_copied else 0, of_values)
     yield from inputs.product("attn.o", values, sizes.dim, _row_kept(program, sizes))
-
-
-class _Inputs:
-    """What some linear layers take together, of `size` bytes for the first that keeps them.
-
-    `copied` bytes is what dropout makes of them. A product with a frozen weight keeps nothing: it
-    has no gradient of the weight to compute.
-    """
-
-    def __init__(self, program: Program, sizes: Sizes, size: int, copied: int = 0) -> None:
-        self._model, self._sizes = program.model, sizes
-        self._size, self._copied = size, copied or size
-
-    def product(self, name: str, inner: int, outer: int, kept: Bytes) -> Iterator[Op]:
-        """Yield the product of a layer, and those of its adapter: `kept` as in `Op`."""
-        sizes, lora = self._sizes, self._model.lora
-        flops = sizes.product(inner, outer)
-        if lora is None:
-            yield Op(name, "product", flops, self._take(), kept)
-            return
-        yield Op(name, "product", flops, 0, kept, backward=FROZEN_BACKWARD)
-        if name not in self._model.adapted:
-            return
-        low = sizes.tokens * lora.rank * sizes.element
-        saved = self._copied if lora.dropout else self._take()
-        yield Op(f"{name}.lora_a", "product", sizes.product(inner, lora.rank), saved, low)
-        result = sizes.tokens * outer * sizes.element
-        yield Op(f"{name}.lora_b", "product", sizes.product(lora.rank, outer), low, result)
-
-    def _take(self) -> int:
-        size, self._size = self._size, 0
-        return size
 
 
 def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[Op]:
@@ -295,7 +269,7 @@ def _feed_forward(program: Program, sizes: Sizes, kind: LayerSpec) -> Iterator[O
 
 def _mlp(program: Program, sizes: Sizes) -> Iterator[Op]:
     hidden = sizes.tokens * sizes.ffn * sizes.element
-    inputs = _Inputs(program, sizes, _input_kept(program, sizes))
+    inputs = Inputs(program, sizes, _input_kept(program, sizes))
     if program.model.gated_mlp:
         yield from inputs.product("mlp.gate", sizes.dim, sizes.ffn, hidden)
         yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
@@ -304,55 +278,8 @@ def _mlp(program: Program, sizes: Sizes) -> Iterator[Op]:
     else:
         yield from inputs.product("mlp.up", sizes.dim, sizes.ffn, hidden)
         yield Op("mlp.act", "activation", saved=hidden)
-    inputs = _Inputs(program, sizes, hidden)
+    inputs = Inputs(program, sizes, hidden)
     yield from inputs.product("mlp.down", sizes.ffn, sizes.dim, _row_kept(program, sizes))
-
-
-def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
-    """Yield the operations of a router, of the experts and of the shared one.
-
-    All are inside the tensor-parallel region, and process the tokens of all its ranks.
-    """
-    model, el = program.model, sizes.element
-    scores = sizes.tokens * model.experts * _WIDE
-    beside = sizes.tokens * sizes.shared_ffn * el
-    tokens = sizes.whole_bytes
-    is_frozen = model.lora is not None
-    product = partial(
-        Op, kind="product", backward=FROZEN_BACKWARD if is_frozen else PRODUCT_BACKWARD
-    )
-    # The tokens, their softmax and the experts that were picked; how large a token's scores are.
-    saved = tokens, scores, sizes.tokens * _WIDE if program.train.router_z_loss else 0
-    flops, picked = sizes.product(sizes.dim, model.experts), sizes.pairs * _INT64
-    yield product("mlp.router", flops=flops, saved=saved, kept=scores, indices=picked)
-    if model.shared_ffn_dim:
-        flops, result = sizes.product(sizes.dim, sizes.shared_ffn), sizes.whole_bytes
-        yield product("mlp.shared.gate", flops=flops, kept=beside)
-        yield product("mlp.shared.up", flops=flops, kept=beside)
-        yield Op("mlp.shared.act", "activation", saved=(beside, beside))
-        # A frozen product keeps nothing.
-        yield product("mlp.shared.down", flops=flops, saved=0 if is_frozen else beside, kept=result)
-    if model.shared_gate:
-        one = sizes.tokens * el  # a number of each token
-        # Its sigmoid, and what that multiplies.
-        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=one)
-        yield Op("mlp.shared_gate.act", "activation", saved=(one, sizes.whole_bytes))
-    # The pairs' shares, their tokens and places, and how many an expert has.
-    order = sizes.received * 2 * _INT64 + model.experts * _INT64
-    shares = sizes.received * _WIDE
-    hidden = sizes.received * sizes.expert_ffn * el
-    results = sizes.received * sizes.dim * el
-    come = 0
-    if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
-        come = results
-        order += sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
-    yield Op("mlp.experts.order", "routing", saved=(shares, come), indices=order)
-    yield product("mlp.experts.gate", flops=sizes.expert_product, kept=hidden)
-    yield product("mlp.experts.up", flops=sizes.expert_product, kept=hidden)
-    yield Op("mlp.experts.act", "activation", saved=(hidden, hidden))
-    # Under tp the sum over the ranks is kept too.
-    summed = sizes.stream_bytes if program.layout.tp > 1 else 0
-    yield product("mlp.experts.down", flops=sizes.expert_product, kept=(results, summed))
 
 
 def _input_kept(program: Program, sizes: Sizes) -> int:

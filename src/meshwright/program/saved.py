@@ -20,6 +20,8 @@ Kind = Literal[
 
 # The backward of a product has two of its size: one for the input, one for the weight.
 PRODUCT_BACKWARD: Final = 2
+# Where the weight is frozen, that for the input.
+FROZEN_BACKWARD: Final = 1
 
 Bytes = int | tuple[int, ...]
 """Bytes of each tensor, or of a single one."""

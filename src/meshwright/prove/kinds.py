@@ -157,4 +157,23 @@ ADAPTED_KINDS: Final = (
         lora=Lora(rank=3, alpha=4.0, targets=("q_proj", "v_proj")),
     ),
     Kind("qwen3", flags=_BLOCKS, lora=Lora(rank=4, alpha=6.0, base="nf4")),
+    Kind("qwen3_moe", flags=_MIXTURE, lora=Lora(rank=3, alpha=4.0, targets=("*_proj",))),
+    Kind(
+        "qwen2_moe",
+        packed=True,
+        flags=_SHARED,
+        asked=_EVEN,
+        lora=Lora(rank=4, alpha=6.0, targets=("v_proj", "gate_up_proj", "down_proj")),
+    ),
+    Kind(
+        "gpt_oss",
+        flags={**_BOUNDED, "experts": 4, "top_k": 2},
+        lora=Lora(rank=2, alpha=4.0, targets=("gate_up_proj", "down_proj"), rslora=True),
+    ),
+    Kind("deepseek_v3", flags=_LATENT, lora=Lora(rank=4, alpha=6.0, targets=("*_proj*",))),
+    Kind(
+        "mixtral",
+        flags={"experts": 8, "top_k": 2, "dropout": 0.1},
+        lora=Lora(rank=3, alpha=4.0, targets=("w1", "w2", "w3")),
+    ),
 )

@@ -66,7 +66,7 @@ _OF_EXPERTS: Final = {2: 28, 4: 42, 8: 42, 16: 7}
 # How many of them share out the experts, at least: where they are fewer, more layouts are dealt.
 _SHARED_OUT: Final = {2: 0, 4: 45, 8: 50, 16: 0}
 # And to models of which adapters are trained: of few, since test_lora.py has more of their layouts.
-_OF_ADAPTERS: Final = {2: 6, 4: 10, 8: 0, 16: 0}
+_OF_ADAPTERS: Final = {2: 12, 4: 18, 8: 0, 16: 0}
 # And how many with ZeRO to FSDP2, which GPUs take for it: the others sum by themselves on CPUs.
 _OF_FSDP2: Final = {2: 12, 4: 14, 8: 0, 16: 0}
 # Layouts of their own fame, which must stay in whatever the spread picks.

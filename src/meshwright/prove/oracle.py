@@ -25,7 +25,11 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
 # The dropout of an adapter has a mask of its own for each linear layer of a block.
-_ADAPTER_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+_ADAPTER_SITES = (
+    *("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"),
+    *("attn.q_a", "attn.q_b", "attn.kv_a", "attn.kv_b"),
+    *("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
+)
 Weights = Mapping[str, Tensor]
 
 
@@ -258,7 +262,14 @@ class _Model:
         total = torch.zeros_like(x)
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:
-            return F.linear(x, weights[f"{at}.experts.{name}.weight"][expert])
+            out = F.linear(x, weights[f"{at}.experts.{name}.weight"][expert])
+            second = weights.get(f"{at}.experts.{name}.lora_b")
+            if second is None:
+                return out
+            # One adapter of gate and up, as of one matrix above the other, has one A.
+            first = weights.get(f"{at}.experts.{name}.lora_a")
+            first = weights[f"{at}.experts.gate.lora_a"] if first is None else first
+            return out + F.linear(F.linear(x, first[expert]), second[expert]) * self.scale
 
         def bias(name: str, expert: int) -> Tensor | float:
             return weights[f"{at}.experts.{name}.bias"][expert] if spec.expert_bias else 0.0
@@ -324,8 +335,14 @@ class _Model:
             keys = layer_keys(self.keys, int(layer))
             stays = dropout(torch.ones(x.shape), lora.dropout, keys, None, site) != 0
             x = (_wide(x) * stays / (1 - lora.dropout)).to(x.dtype)
-        scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
-        return out + F.linear(F.linear(x, first), self.weights[f"{at}.lora_b"]) * scale
+        return out + F.linear(F.linear(x, first), self.weights[f"{at}.lora_b"]) * self.scale
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product. arXiv:2106.09685, 4.1, and 2312.03732."""
+        lora = self.spec.lora
+        assert lora is not None
+        return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
     def rotated(self, layer: int, x: Tensor) -> Tensor:
         """Return heads `[batch, seq, heads, head_dim]` with a part rotated by their positions.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from meshwright.predict.price import Prediction
 from meshwright.predict.setting import Setting
@@ -49,7 +49,7 @@ def fine_tunings(setting: Setting, devices: int, margin: float = MARGIN) -> list
 
 
 def _targets(model: ModelSpec) -> tuple[str, ...]:
-    return tuple(own_layers(model.family, gated=model.gated_mlp, experts=model.experts))
+    return tuple(own_layers(model.blocks))
 
 
 def _way(
@@ -57,8 +57,7 @@ def _way(
 ) -> FineTuning:
     model = setting.model
     try:
-        kinds: dict[str, Any] = {"experts": model.experts, "latent": model.is_latent}
-        check_targets(lora, model.family, gated=model.gated_mlp, **kinds)
+        check_targets(lora, model.blocks)
     except ValueError as error:
         return FineTuning(trained, refused=str(error))
     own = replace(setting, model=model.model_copy(update={"lora": lora}))

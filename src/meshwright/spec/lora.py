@@ -6,8 +6,10 @@ have their Hugging Face and PEFT names: `q_proj`, `down_proj`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import (
     BeforeValidator,
@@ -23,8 +25,19 @@ from meshwright.spec.families import FAMILIES
 
 # What PEFT calls all linear layers but the head.
 ALL_LINEAR: Final = "all-linear"
-# The linear layers of a block, in its order; `mlp.gate` where MLPs are gated.
-LINEAR: Final = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+# The linear layers of blocks. The place of each is also that of its dropout: new ones come last.
+LINEAR: Final = (
+    *("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"),
+    *("attn.q_a", "attn.q_b", "attn.kv_a", "attn.kv_b"),
+    *("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
+)
+# Those of experts; gate and up may have one adapter, as one matrix with the outputs of both.
+JOINED: Final = ("mlp.experts.gate", "mlp.experts.up")
+DOWN: Final = "mlp.experts.down"
+JOINT: Final = "mlp.experts.gate_up"
+# Their names in the memory of transformers 5.
+IN_MEMORY: Final[Mapping[str, str]] = {JOINT: f"{JOINT}_proj", DOWN: f"{DOWN}_proj"}
+_PATTERN: Final = frozenset("*?[")
 # Far above what anybody trains, and what a width rarely is.
 LARGEST_RANK: Final = 4096
 # How frozen weights are kept: in `train.precision`, or those of linear layers in four bits.
@@ -46,6 +59,7 @@ def _texts(value: Any) -> Any:
 class Lora(Spec):
     """Adapters of a model: matrices A `[rank, in]` and B `[out, rank]` on each target.
 
+    Experts have their own, `[experts, rank, in]` and `[experts, out, rank]`.
     `alpha` over the rank is the scale, with `rslora` over the root of the rank
     (arXiv:2312.03732). `targets` are names of linear layers or patterns of them. With `base`
     "nf4" the weights of linear layers of blocks are kept in four bits.
@@ -80,7 +94,8 @@ class LoraSection(Spec):
 
     An adapter adds `alpha / rank` times two matrices of that rank to a linear layer, with `rslora`
     `alpha` over the root of the rank; `alpha` left out is the rank. `targets` are linear layers by
-    their names in Hugging Face models, as "q_proj", patterns as "*_proj", or "all-linear".
+    their names in Hugging Face models, as "q_proj", patterns as "*_proj", or "all-linear"; experts
+    as "gate_proj", or as the parameters that they are in memory, "mlp.experts.gate_up_proj".
     `dropout` is the share of an adapter's input that training drops. `init_from` is a folder of
     PEFT's whose adapters the run begins with. `base` is how frozen weights are kept: "precision",
     as `train.precision` says, or "nf4", linear layers in four bits (arXiv:2305.14314).
@@ -116,63 +131,142 @@ class LoraSection(Spec):
         )
 
 
-def target_names(family: str, *, gated: bool, experts: int = 0) -> dict[str, str]:
-    """Return the linear layers of a block, by ours, under the names that targets have for them.
+class BlockKinds(NamedTuple):
+    """What the linear layers of a model's blocks depend on.
 
-    Layers that a family stores as one have one name. Of a model with experts those of attention.
+    `experts`, and a `shared` one beside them; `dense` layers have an MLP nevertheless. Attention is
+    plain or `latent`, with queries maybe from a latent vector, too (`low_queries`).
     """
-    modules = FAMILIES[family].modules
-    ours = [one for one in LINEAR if gated or one != "mlp.gate"]
-    ours = [one for one in ours if not experts or one.startswith("attn.")]
-    return {one: modules[one].rsplit(".", 1)[-1] for one in ours}
+
+    family: str
+    gated: bool = True
+    experts: int = 0
+    shared: bool = False
+    dense: bool = False
+    latent: bool = False
+    low_queries: bool = False
+
+    @property
+    def linear(self) -> Iterator[str]:
+        """Our names of the linear layers that are none of experts'."""
+        if self.latent:
+            yield from ("attn.q_a", "attn.q_b") if self.low_queries else ("attn.q",)
+            yield from ("attn.kv_a", "attn.kv_b", "attn.o")
+        else:
+            yield from ("attn.q", "attn.k", "attn.v", "attn.o")
+        inner = ("gate", "up", "down") if self.gated else ("up", "down")
+        if self.dense or not self.experts:
+            yield from (f"mlp.{one}" for one in inner)
+        if self.shared:
+            yield from (f"mlp.shared.{one}" for one in inner)
 
 
-def own_layers(family: str, *, gated: bool, experts: int = 0) -> list[str]:
-    """Return the names of the layers that a family does not store as one matrix with others."""
-    names = list(target_names(family, gated=gated, experts=experts).values())
-    return [name for name in dict.fromkeys(names) if names.count(name) == 1]
+def target_names(blocks: BlockKinds) -> dict[str, tuple[str, ...]]:
+    """Return the names in a block that targets may have for its layers, by our names.
+
+    Those of Hugging Face files first. Layers that a family stores as one have one name. Experts are
+    stored one by one, and in memory together, as PEFT's `target_parameters` name them.
+    """
+    family = FAMILIES[blocks.family]
+    found: dict[str, tuple[str, ...]] = {}
+    found |= {one: (_inside(family.modules[one]),) for one in blocks.linear}
+    if not blocks.experts:
+        return found
+    if family.fused_experts:
+        stored = {JOINT: "mlp.experts.gate.weight", DOWN: "mlp.experts.down.weight"}
+        return found | {one: (_inside(family.modules[name]),) for one, name in stored.items()}
+    found |= {one: (_inside(family.modules[one]),) for one in (*JOINED, DOWN)}
+    return found | {DOWN: (*found[DOWN], IN_MEMORY[DOWN]), JOINT: (IN_MEMORY[JOINT],)}
 
 
-def adapted(lora: Lora | None, family: str, *, gated: bool, experts: int = 0) -> frozenset[str]:
+def _inside(stored: str) -> str:
+    """Return a stored name without what precedes the block, and without an expert's number."""
+    return stored.split(".{}.", 1)[1].replace(".{}", "")
+
+
+def _is_named(name: str, target: str) -> bool:
+    """Whether the last parts of a name are a target's: as many as that has."""
+    parts = name.split(".")[-1 - target.count(".") :]
+    return fnmatchcase(".".join(parts), target)
+
+
+def _matches(target: str, blocks: BlockKinds) -> Iterator[str]:
+    """Yield our names of the layers that a target names; "all-linear": no experts or MLPs there.
+
+    A pattern is for layers one by one: not for gate and up together where files separate them.
+    """
+    family = FAMILIES[blocks.family]
+    is_pattern = not _PATTERN.isdisjoint(target) and not family.fused_experts
+    for ours, names in target_names(blocks).items():
+        if target == ALL_LINEAR:
+            if not blocks.experts or ours.startswith("attn."):
+                yield ours
+        elif any(_is_named(one, target) for one in names) and not (is_pattern and ours == JOINT):
+            yield ours
+
+
+def own_layers(blocks: BlockKinds) -> list[str]:
+    """Return the targets of "all-linear" that a family does not store as one with others."""
+    names = target_names(blocks)
+    found = [names[one][0] for one in _matches(ALL_LINEAR, blocks)]
+    return [one.rsplit(".", 1)[-1] for one in dict.fromkeys(found) if found.count(one) == 1]
+
+
+@lru_cache(maxsize=256)
+def adapted(lora: Lora | None, blocks: BlockKinds) -> frozenset[str]:
     """Return the linear layers of a block that adapters are for, by our names."""
     if lora is None:
         return frozenset()
-    names = target_names(family, gated=gated, experts=experts)
-    return frozenset(
-        ours
-        for ours, name in names.items()
-        for target in lora.targets
-        if target == ALL_LINEAR or fnmatchcase(name, target)
-    )
+    return frozenset(one for target in lora.targets for one in _matches(target, blocks))
 
 
-def check_targets(
-    lora: Lora | None, family: str, *, gated: bool, experts: int, latent: bool = False
-) -> None:
+def matrices(layers: Collection[str], name: str) -> tuple[str, ...]:
+    """Return which matrices of an adapter are a layer's own: `lora_a`, `lora_b`.
+
+    `layers` are the adapted ones. Where gate and up of experts are one layer with an adapter, A is
+    with gate, and each has its rows of B.
+    """
+    if name in layers:
+        return ("lora_a", "lora_b")
+    if JOINT in layers and name in JOINED:
+        return ("lora_a", "lora_b") if name == JOINED[0] else ("lora_b",)
+    return ()
+
+
+def check_targets(lora: Lora | None, blocks: BlockKinds) -> None:
     """Raise `ValueError` for targets that are no linear layers, or not ones of their own."""
     if lora is None:
         return
-    if latent:
-        raise ValueError(
-            f"lora.rank = {lora.rank} is not for latent attention (model.kv_lora_rank above 0); "
-            "train such a model whole"
-        )
-    every = list(dict.fromkeys(target_names(family, gated=gated, experts=experts).values()))
-    free = own_layers(family, gated=gated, experts=experts)
+    names = target_names(blocks)
+    stored = [one[0] for one in names.values()]
+    free = [ours for ours, one in names.items() if stored.count(one[0]) == 1]
+    legal = list(dict.fromkeys(names[one][-1].rsplit(".", 1)[-1] for one in free))
     if not lora.targets:
-        raise ValueError(refusal("lora.targets is empty", legal=[*map(repr, (ALL_LINEAR, *every))]))
+        raise ValueError(refusal("lora.targets is empty", legal=[*map(repr, (ALL_LINEAR, *legal))]))
     for target in lora.targets:
-        found = every if target == ALL_LINEAR else [n for n in every if fnmatchcase(n, target)]
         told = f"lora.targets has {target!r}"
+        found = list(_matches(target, blocks))
         if not found:
-            legal = nearest(target, [*free, ALL_LINEAR]) or free
-            what = f"{told}, which is no linear layer of the {family} family"
-            if experts:
-                what = (
-                    f"{told}, but with model.experts = {experts} adapters are for attention alone"
-                )
-                legal = free
+            some = nearest(target, [*legal, ALL_LINEAR]) or legal
+            what = f"{told}, which is no linear layer of the {blocks.family} family"
+            raise ValueError(refusal(what, legal=[*map(repr, some)]))
+        if joint := [one for one in found if one not in free]:
+            name = names[joint[0]][0].rsplit(".", 1)[-1]
+            what = f"{told}, but the {blocks.family} family stores {name} as one matrix of several"
             raise ValueError(refusal(what, legal=[*map(repr, legal)]))
-        if joint := [name for name in found if name not in free]:
-            what = f"{told}, but the {family} family stores {joint[0]} as one matrix of several"
-            raise ValueError(refusal(what, legal=[*map(repr, free)]))
+    _check_experts(lora, adapted(lora, blocks), names)
+
+
+def _check_experts(
+    lora: Lora, layers: Collection[str], names: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Hold what experts' adapters are asked to be against each other."""
+    apart = [one for one in JOINED if one in layers]
+    if JOINT in layers and apart:
+        both, one = names[JOINT][0], names[apart[0]][0]
+        what = f"lora.targets has {both}, one adapter for both, and {one}"
+        raise ValueError(refusal(what, legal=[f"{both!r} alone", f"{one!r} alone"]))
+    if lora.dropout and (of := [one for one in (*JOINED, JOINT, DOWN) if one in layers]):
+        what = f"lora.dropout = {lora.dropout} drops inputs of linear layers, and the matrices of "
+        what += f"experts are none: lora.targets has {names[of[0]][-1]}"
+        raise ValueError(refusal(what, legal=["lora.dropout = 0"]))

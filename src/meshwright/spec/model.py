@@ -20,7 +20,7 @@ from meshwright.errors import nearest, nearest_divisors, refusal
 from meshwright.spec.base import LARGEST, Spec, as_tuple
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.families.base import FEATURES, LATER, NEWEST
-from meshwright.spec.lora import Lora, adapted, check_targets
+from meshwright.spec.lora import BlockKinds, Lora, adapted, check_targets
 from meshwright.spec.rotary import RopeScaling, RotaryBase
 
 # Far above what anybody trains.
@@ -181,7 +181,13 @@ class ModelSpec(Spec):
     @property
     def adapted(self) -> frozenset[str]:
         """The linear layers of a layer that have adapters, as `attn.q`."""
-        return adapted(self.lora, self.family, gated=self.gated_mlp, experts=self.experts)
+        return adapted(self.lora, self.blocks)
+
+    @property
+    def blocks(self) -> BlockKinds:
+        """What its linear layers depend on."""
+        of = (self.shared_ffn_dim > 0, self.has_dense, self.is_latent, self.q_lora_rank > 0)
+        return BlockKinds(self.family, self.gated_mlp, self.experts, *of)
 
     @property
     def drops(self) -> bool:
@@ -310,14 +316,9 @@ class ModelSpec(Spec):
     @model_validator(mode="after")
     def _rules(self) -> ModelSpec:
         if self.n_heads % self.n_kv_heads:
-            legal = nearest_divisors(self.n_heads, self.n_kv_heads)
-            raise ValueError(
-                refusal(
-                    f"model.n_kv_heads = {self.n_kv_heads} must divide "
-                    f"model.n_heads = {self.n_heads}",
-                    legal=legal,
-                )
-            )
+            what = f"model.n_kv_heads = {self.n_kv_heads} must divide "
+            what += f"model.n_heads = {self.n_heads}"
+            raise ValueError(refusal(what, legal=nearest_divisors(self.n_heads, self.n_kv_heads)))
         if self.rotary_dim % 2:
             raise ValueError(
                 f"the rotated part of a head must be even, but model.head_dim = {self.head_dim} "
@@ -328,8 +329,7 @@ class ModelSpec(Spec):
             self.rope_scaling.check_pairs(self.rotary_dim // 2, self.rope_theta)
         FAMILIES[self.family].refuse_others(dict(self))
         self._check_experts()
-        kinds: dict[str, Any] = {"experts": self.experts, "latent": self.is_latent}
-        check_targets(self.lora, self.family, gated=self.gated_mlp, **kinds)
+        check_targets(self.lora, self.blocks)
         self._check_router()
         self._check_latent()
         return self

@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwright.spec.lora import LINEAR
+from meshwright.spec.lora import LINEAR, matrices
 from meshwright.spec.model import LayerSpec, ModelSpec
+
+Side = tuple[int, str]
+"""One side of a matrix: its size and its logical axis."""
 
 
 @dataclass(frozen=True)
@@ -150,21 +153,29 @@ def _mlp(spec: ModelSpec, at: str, mlp: str, width: int) -> Iterator[Part]:
 
 def _experts(spec: ModelSpec, layer: str) -> Iterator[Part]:
     at, count, width = f"{layer}.mlp", spec.experts, spec.expert_width
-    bias = spec.expert_bias
-    yield from _linear(spec, layer, "mlp.router", (count, "routes"), (spec.dim, "dim"), bias)
+    routes = (count, "routes"), (spec.dim, "dim")
+    yield from _linear(spec, layer, "mlp.router", *routes, spec.expert_bias)
+    inner, outer = (width, "ffn"), (spec.dim, "dim")
     for name in ("gate", "up"):
-        inner = f"{at}.experts.{name}"
-        yield Part(f"{inner}.weight", (count, width, spec.dim), ("experts", "ffn", "dim"))
-        if bias:
-            yield Part(f"{inner}.bias", (count, width), ("experts", "ffn"))
-    outer = f"{at}.experts.down"
-    yield Part(f"{outer}.weight", (count, spec.dim, width), ("experts", "dim", "ffn"))
-    if bias:
-        yield Part(f"{outer}.bias", (count, spec.dim), ("experts", "addend"))
+        yield from _of_experts(spec, layer, f"mlp.experts.{name}", inner, outer, "ffn")
+    yield from _of_experts(spec, layer, "mlp.experts.down", outer, inner, "addend")
     if spec.shared_ffn_dim:
         yield from _mlp(spec, layer, "mlp.shared", spec.shared_ffn_dim)
     if spec.shared_gate:
         yield Part(f"{at}.shared_gate.weight", (1, spec.dim), ("routes", "dim"))
+
+
+def _of_experts(
+    spec: ModelSpec, layer: str, name: str, out: Side, inner: Side, added: str
+) -> Iterator[Part]:
+    """Yield the parameters of one projection of all experts; `added` is the axis of its bias."""
+    at, each = f"{layer}.{name}", spec.experts
+    axes = ("experts", out[1], inner[1])
+    yield Part(f"{at}.weight", (each, out[0], inner[0]), axes)
+    if spec.expert_bias:
+        yield Part(f"{at}.bias", (each, out[0]), ("experts", added))
+    for part in _adapter(spec, at, name, out, inner):
+        yield replace(part, shape=(each, *part.shape), axes=("experts", *part.axes))
 
 
 def _norm(spec: ModelSpec, at: str) -> Iterator[Part]:
@@ -174,7 +185,7 @@ def _norm(spec: ModelSpec, at: str) -> Iterator[Part]:
 
 
 def _linear(
-    spec: ModelSpec, layer: str, name: str, out: tuple[int, str], inner: tuple[int, str], bias: bool
+    spec: ModelSpec, layer: str, name: str, out: Side, inner: Side, bias: bool
 ) -> Iterator[Part]:
     at = f"{layer}.{name}"
     four_bits = spec.lora is not None and spec.lora.four_bits and name in LINEAR
@@ -182,9 +193,18 @@ def _linear(
     yield Part(f"{at}.weight", (out[0], inner[0]), axes, four_bits=four_bits)
     if bias:
         yield Part(f"{at}.bias", (out[0],), (out[1],))
-    if spec.lora is not None and name in spec.adapted:
-        yield Part(f"{at}.lora_a", (spec.lora.rank, inner[0]), ("rank", inner[1]))
-        yield Part(f"{at}.lora_b", (out[0], spec.lora.rank), (out[1], "rank"))
+    yield from _adapter(spec, at, name, out, inner)
+
+
+def _adapter(spec: ModelSpec, at: str, name: str, out: Side, inner: Side) -> Iterator[Part]:
+    """Yield the matrices of a layer's adapter, if it has one."""
+    if spec.lora is None:
+        return
+    found = {
+        "lora_a": Part(f"{at}.lora_a", (spec.lora.rank, inner[0]), ("rank", inner[1])),
+        "lora_b": Part(f"{at}.lora_b", (out[0], spec.lora.rank), (out[1], "rank")),
+    }
+    yield from (found[one] for one in matrices(spec.adapted, name))
 
 
 def buffers(spec: ModelSpec) -> tuple[Part, ...]:

@@ -6,12 +6,23 @@ for another kind of adapter, such as DoRA's magnitudes, are refused by key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from meshwright.errors import CheckpointError, ConfigError, refusal
-from meshwright.spec.lora import ALL_LINEAR, Lora, adapted, target_names
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.lora import (
+    ALL_LINEAR,
+    DOWN,
+    JOINED,
+    JOINT,
+    BlockKinds,
+    Lora,
+    adapted,
+    target_names,
+)
 from meshwright.spec.stored import read_object
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -32,16 +43,19 @@ _FIXED: Final[Mapping[str, tuple[object, ...]]] = {
     "layer_replication": ([],),
     "exclude_modules": ([], ""),
     "trainable_token_indices": ([], {}),
-    "target_parameters": ([],),
 }
+_NUMBER: Final = re.compile(r"(^|\.)experts\.\d+\.")
 
 
-def adapter_config(
-    lora: Lora, family: str, *, gated: bool, base: str | None, experts: int = 0
-) -> dict[str, Any]:
-    """Return the `adapter_config.json` of adapters on a model of a family, stored at `base`."""
-    names = target_names(family, gated=gated, experts=experts)
-    targets = adapted(lora, family, gated=gated, experts=experts)
+def adapter_config(lora: Lora, blocks: BlockKinds, *, base: str | None) -> dict[str, Any]:
+    """Return the `adapter_config.json` of adapters on a model with such blocks, stored at `base`.
+
+    Experts whose gate and up have one adapter are parameters of one module, as in transformers 5.
+    """
+    layers = adapted(lora, blocks)
+    parameters = in_one_module(layers, blocks)
+    names = target_names(blocks)
+    modules = {one: names[one][0] for one in layers if one not in parameters}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -51,12 +65,38 @@ def adapter_config(
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({names[one] for one in targets}),
+        "target_modules": sorted(_modules(modules, names, blocks.experts)),
+        **({"target_parameters": [names[one][-1] for one in parameters]} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+
+
+def in_one_module(layers: Collection[str], blocks: BlockKinds) -> tuple[str, ...]:
+    """Return those of adapted layers that PEFT adapts as parameters of a layer's experts, in order.
+
+    Wrappers of a module lie in each other, the first one innermost.
+    """
+    if JOINT in layers or FAMILIES[blocks.family].fused_experts:
+        return tuple(one for one in (JOINT, DOWN) if one in layers)
+    return ()
+
+
+def _modules(
+    modules: Mapping[str, str], names: Mapping[str, tuple[str, ...]], experts: int
+) -> Iterator[str]:
+    """Yield the names of modules: the last part where all layers that end so have an adapter."""
+    for ours, name in modules.items():
+        last = name.rsplit(".", 1)[-1]
+        others = [one for one, each in names.items() if each[0].rsplit(".", 1)[-1] == last]
+        if set(others) <= modules.keys():
+            yield last
+        elif ours in (*JOINED, DOWN):
+            yield from (f"experts.{expert}.{last}" for expert in range(experts))
+        else:
+            yield ".".join(name.split(".")[-2:])
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -88,17 +128,30 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return {
         "rank": rank,
         "alpha": float(str(alpha)),
-        "targets": _targets(path, content.get("target_modules")),
+        "targets": _targets(path, content),
         "rslora": rslora,
         "dropout": float(str(dropout)),
     }
 
 
-def _targets(path: Path, found: object) -> tuple[str, ...]:
-    """Return the layers that adapters are on, by the last part of their names."""
+def _targets(path: Path, content: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the layers that adapters are on, by the last parts of their names.
+
+    Each expert by itself is all experts; parameters without a module are experts'.
+    """
+    parameters = _names(path, "target_parameters", content.get("target_parameters") or [])
+    found = content.get("target_modules")
     if found == ALL_LINEAR:
-        return (ALL_LINEAR,)
-    if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
-        told = f"{path}: target_modules = {str(found)[:60]} is not a list of layers' names"
-        raise ConfigError(refusal(told, legal=['["q_proj", "v_proj"]']))
-    return tuple(sorted(found))
+        modules = {ALL_LINEAR}
+    else:
+        modules = _names(path, "target_modules", found or ([] if parameters else None))
+    modules = {_NUMBER.sub(r"\1experts.", one) for one in modules}
+    parameters = {one if "." in one else f"mlp.experts.{one}" for one in parameters}
+    return tuple(sorted(modules | parameters))
+
+
+def _names(path: Path, key: str, found: object) -> set[str]:
+    if isinstance(found, list) and all(isinstance(one, str) for one in found):
+        return set(found)
+    told = f"{path}: {key} = {str(found)[:60]} is not a list of names"
+    raise ConfigError(refusal(told, legal=['["q_proj", "v_proj"]']))

@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.execute.record.flight_recorder import FlightRecorder, Pending
 from meshwright.execute.transport.groups import Link
-from meshwright.models.experts import Experts, Routing
+from meshwright.models.experts import Experts
 from meshwright.models.grouped import Sorted, on_host
+from meshwright.models.routers import Routing
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from meshwright.execute.tensor_parallel.deferred import ALONE, Deferral, defer, local
 from meshwright.execute.tensor_parallel.tensor import ColumnLinear, together
 from meshwright.execute.tensor_parallel.tp_regions import TPRegion
-from meshwright.models.experts import ExpertMLP, Make, Matrices
+from meshwright.models.experts import ExpertMLP
+from meshwright.models.routers import Make, Matrices
 
 
 def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshwright.execute.transport.groups import Groups, Link
 from meshwright.models import Transformer
-from meshwright.models.experts import ExpertMLP, Router, SigmoidRouter
+from meshwright.models.experts import ExpertMLP
+from meshwright.models.routers import Router, SigmoidRouter
 from meshwright.program.lower import Program
 
 Routers = dict[int, Router]

@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.models.blocks import Block
 from meshwright.models.experts import ExpertMLP
+from meshwright.models.grouped import ALIGNED
 from meshwright.program.lower import Program
 
 # Without types in torch 2.13.
@@ -38,6 +39,8 @@ def set_apart(block: Block, program: Program, *, splits: bool) -> nn.Module:
 def _set_experts_apart(mlp: ExpertMLP, program: Program, *, splits: bool) -> None:
     apart: list[nn.Module] = [mlp.router]
     has_kernel = not program.target.on_cpu and program.train.precision == "bf16"
+    lora = program.model.lora
+    has_kernel &= lora is None or not mlp.experts.adapters or lora.rank % ALIGNED == 0
     if program.layout.ep > 1:
         begin = mlp.begin
         # What ends it is made anew each time.

@@ -176,7 +176,9 @@ def _refuse_adapters(model: nn.Module, layout: Layout) -> None:
     found = (
         name
         for name, module in model.named_modules()
-        if isinstance(module, LoraLinear) or hasattr(module, "lora_A")
+        if isinstance(module, LoraLinear)
+        or hasattr(module, "lora_A")
+        or getattr(module, "lora_b", None) is not None
     )
     if layout.tp > 1 and (name := next(found, None)) is not None:
         rule = f"layout.tp = {layout.tp} cuts linear layers, and {name} has a low-rank adapter"

@@ -5,6 +5,9 @@ whole; for a row-parallel one, A is sharded by columns and B is whole. B multipl
 of the region, so one all-reduce sums both products, and nothing else is sent. The gradient of a
 whole matrix is a partial sum over tp, because the other side of its product is sharded.
 
+So are those of experts, along each expert's width, and within the same region those of the shared
+expert; `layout.ep` divides them like the experts.
+
 With frozen weights, there are no weight gradients to overlap with the all-reduce of input
 gradients: layers enter a region together, and autograd does the rest.
 """
@@ -20,23 +23,30 @@ from meshwright.execute.tensor_parallel.tp_regions import TPRegion
 from meshwright.models.attention import Project
 from meshwright.models.blocks import Block
 from meshwright.models.context import PLAIN, Context
-from meshwright.models.experts import ExpertMLP, Matrices
+from meshwright.models.experts import ExpertMLP
+from meshwright.models.latent import LatentAttention
 from meshwright.models.lora import LoraLinear
 from meshwright.models.nf4 import product
+from meshwright.models.routers import Matrices
 
 
 def cut_adapted(block: Block, tp_region: TPRegion) -> None:
     """Give every rank of tp its share of a block's linear layers and of their adapters."""
     block.attn.project = entering(tp_region)
-    rows = [block.attn.o]
+    rows, inside = [block.attn.o], list[nn.Linear]()
+    if isinstance(block.attn, LatentAttention):
+        inside += [block.attn.kv_b, *([] if block.attn.q_a is None else [block.attn.q_b])]
     if isinstance(block.mlp, ExpertMLP):
-        _cut_frozen_experts(block.mlp, tp_region)
+        inside += _cut_experts(block.mlp, tp_region)
     else:
         block.mlp.project = entering(tp_region)
         rows.append(block.mlp.down)
     for module in block.modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, LoraLinear | Matrices):
             module.local = local
+    for layer in inside:
+        if not isinstance(layer, LoraLinear):
+            layer.__class__ = FrozenInside
     for row in rows:
         assert isinstance(row, nn.Linear)
         kind = RowLora if isinstance(row, LoraLinear) else FrozenRow
@@ -45,16 +55,17 @@ def cut_adapted(block: Block, tp_region: TPRegion) -> None:
         row.tp_region = tp_region
 
 
-def _cut_frozen_experts(mlp: ExpertMLP, tp_region: TPRegion) -> None:
-    """Have frozen experts, their router and the shared one compute inside of the region."""
-    for module in mlp.modules():
-        if isinstance(module, Matrices):
-            module.local = local
-        elif isinstance(module, nn.Linear):
-            module.__class__ = FrozenInside
+def _cut_experts(mlp: ExpertMLP, tp_region: TPRegion) -> list[nn.Linear]:
+    """Have experts, their router and the shared one compute inside of the region.
+
+    Returns the linear layers there.
+    """
     mlp.experts.adds = tp_region.link.rank == 0
     if tp_region.link.size > 1:
         mlp.enter, mlp.leave = tp_region.enter, tp_region.leave
+    if mlp.shared is not None and isinstance(mlp.shared.down, LoraLinear):
+        mlp.shared.down.part = tp_region.link.rank
+    return [module for module in mlp.modules() if isinstance(module, nn.Linear)]
 
 
 def entering(tp_region: TPRegion) -> Project:

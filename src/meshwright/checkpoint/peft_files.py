@@ -1,0 +1,122 @@
+"""Where the matrices of adapters lie in PEFT's files.
+
+A layer's are tensors named after its stored module, those of experts one by one or all together: A
+`[experts x rank, in]`, B `[out, rank x experts]` with the expert as the last index, as PEFT has
+them for parameters of transformers 5. The experts' gate and up are there one matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.models.hf_names import hf_name
+from meshwright.program.shards import Region
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.lora import DOWN, JOINED, JOINT
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parts import Part, parts
+from meshwright.spec.peft import in_one_module
+
+_PREFIX: Final = "base_model.model."
+_MATRICES: Final = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_EXPERTS: Final = "model.layers.{}.mlp.experts"
+
+
+class StoredAdapter(NamedTuple):
+    """One of our matrices in a file: the names of its tensors, and the shape of each.
+
+    There is one for each expert, or all are `together` in one, of whose outputs it has `rows`.
+    """
+
+    part: Part
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    together: bool = False
+    rows: slice = slice(None)
+
+    def inside(self, stored: Tensor) -> Tensor:
+        """Return the view of a stored tensor that is our matrix, or an expert's."""
+        if not self.together:
+            return stored
+        experts = self.part.shape[0]
+        if self.part.name.endswith("lora_a"):
+            return stored.view(experts, -1, stored.shape[-1])
+        return stored.view(len(stored), -1, experts).permute(2, 0, 1)[:, self.rows]
+
+    def read(self, region: Region, stored: Callable[[str, Region | None], Tensor]) -> Tensor:
+        """Return a region; `stored` reads a region of a tensor by its name, or all of it."""
+        if self.together:
+            whole = self.inside(stored(self.names[0], None))
+            return whole[tuple(slice(*along) for along in region)].contiguous()
+        if not self.part.is_of_experts:
+            return stored(self.names[0], region)
+        (first, last), *inner = region
+        found = [stored(name, tuple(inner)) for name in self.names[first:last]]
+        if not found:
+            return torch.empty(0, *(stop - start for start, stop in inner))
+        return torch.stack(found)
+
+
+def places(spec: ModelSpec, stored: Collection[str] | None = None) -> dict[str, StoredAdapter]:
+    """Return where each matrix of a model's adapters lies, by our names.
+
+    Experts lie as they are written, or as in a file with the names `stored`.
+    """
+    together = in_one_module(spec.adapted, spec.blocks)
+    if stored is not None and not together and DOWN in spec.adapted:
+        alone = re.compile(_module("*", (DOWN,), DOWN, "lora_a").replace("*", r"\d+"))
+        together = (DOWN,) if any(map(alone.fullmatch, stored)) else ()
+    found = (part for part in parts(spec) if part.is_adapter)
+    return {part.name: _place(spec, part, together) for part in found}
+
+
+def _place(spec: ModelSpec, part: Part, together: Sequence[str]) -> StoredAdapter:
+    module, matrix = part.name.rsplit(".", 1)
+    _, layer, inner = module.split(".", 2)
+    if not part.is_of_experts:
+        return StoredAdapter(part, (peft_name(spec.family, part.name),), part.shape)
+    joint = JOINT if inner in JOINED else DOWN
+    if joint not in together:
+        names = (peft_name(spec.family, part.name, expert) for expert in range(spec.experts))
+        return StoredAdapter(part, tuple(names), part.shape[1:])
+    name = _module(layer, together, joint, matrix)
+    experts, first, second = part.shape
+    if matrix == "lora_a":
+        return StoredAdapter(part, (name,), (experts * first, second), True)
+    if joint == DOWN:
+        return StoredAdapter(part, (name,), (first, second * experts), True)
+    at = JOINED.index(inner)
+    rows = slice(at * first, (at + 1) * first)
+    if FAMILIES[spec.family].fused_experts:
+        rows = slice(at, None, 2)
+    return StoredAdapter(part, (name,), (2 * first, second * experts), True, rows)
+
+
+def _module(layer: str, together: Sequence[str], which: str, matrix: str) -> str:
+    """Return the name of a matrix of all experts: the first of two parameters is wrapped twice."""
+    inner = ".base_layer" if len(together) > 1 and which == together[0] else ""
+    return f"{_PREFIX}{_EXPERTS.format(layer)}{inner}.{_MATRICES[matrix]}.weight"
+
+
+def peft_name(family: str, name: str, expert: int = 0) -> str:
+    """Return PEFT's name for a matrix of an adapter, of experts one by one that of one."""
+    module, matrix = name.rsplit(".", 1)
+    stored = hf_name(family, f"{module}.weight", expert).removesuffix(".weight")
+    return f"{_PREFIX}{stored}.{_MATRICES[matrix]}.weight"
+
+
+def to_peft(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file of adapters, of matrices by our names."""
+    found: dict[str, Tensor] = {}
+    for name, place in places(spec).items():
+        own = state[name]
+        for at, stored in enumerate(place.names):
+            room = found.setdefault(stored, own.new_empty(place.shape))
+            each = place.part.is_of_experts and not place.together
+            place.inside(room).copy_(own[at] if each else own)
+    return found

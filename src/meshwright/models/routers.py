@@ -1,0 +1,244 @@
+"""The routers of experts: the scores of each token, the experts that it is given, their shares.
+
+Each has a hand-written backward, which keeps the tokens and their softmax or sigmoids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.balance import Balance
+from meshwright.models.ops import widened
+from meshwright.spec.model import ModelSpec
+
+Make = Callable[[], Tensor]
+# A parameter, and what makes its gradient -> the gradient, None where it is made later
+Gradient = Callable[[Tensor, Make], Tensor | None]
+Edge = Callable[[Tensor], Tensor]
+
+
+def same(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
+
+
+class Matrices(nn.Module):
+    """Matrices with a hand-written backward: `[..., out, in]`; their biases `[..., out]`.
+
+    Parallelisms may replace `local`, which returns this rank's operand, and `made`, which computes
+    its gradient.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, *shape: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+        self.bias = nn.Parameter(torch.empty(*shape[:-1])) if bias else None
+        self.lora_a: nn.Parameter | None = None
+        self.lora_b: nn.Parameter | None = None
+        self.local: Edge = same
+        self.made: Gradient = lambda owner, make: make()
+
+    @property
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's operands: matrices and biases."""
+        return self.local(self.weight), None if self.bias is None else self.local(self.bias)
+
+    def adapt(self, rank: int, which: Collection[str]) -> None:
+        """Add the matrices of an adapter: A `[..., rank, in]`, B `[..., out, rank]`, or one."""
+        *outer, out, inner = self.weight.shape
+        if "lora_a" in which:
+            self.lora_a = nn.Parameter(torch.empty(*outer, rank, inner))
+        if "lora_b" in which:
+            self.lora_b = nn.Parameter(torch.empty(*outer, out, rank))
+
+    def gradient(self, make: Make) -> Tensor | None:
+        """Return the gradient, or None if it is deferred."""
+        return self.made(self.weight, make)
+
+
+class Routing(NamedTuple):
+    """The experts of each token: `ids` int64 and `shares` fp32, both `[tokens, top_k]`."""
+
+    ids: Tensor
+    shares: Tensor
+
+
+class Router(Matrices):
+    """Scores each expert for each token, and selects those with the largest softmax; in fp32.
+
+    `balance` has its losses.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec.experts, spec.dim, bias=spec.expert_bias)
+        self.top_k, self.divides = spec.top_k, spec.norm_top_k
+        self.balance = Balance()
+
+    def forward(self, x: Tensor, rows: int) -> Routing:
+        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
+        shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
+        return Routing(ids, shares)
+
+
+class SigmoidRouter(Router):
+    """Scores by a sigmoid; a correction per expert affects selection, but not weights.
+
+    DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Experts are selected from the groups with the
+    largest sum of their two best scores. The correction is a buffer, fp32 `[experts]`.
+    """
+
+    correction: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.groups, self.top_groups = spec.expert_groups, spec.top_groups
+        self.scale = spec.routed_scale
+        self.register_buffer("correction", torch.zeros(spec.experts))
+
+    def forward(self, x: Tensor, rows: int) -> Routing:
+        """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
+        weight = self.local(self.weight)
+        shares, ids = _RouteBySigmoid.apply(x, weight, self, rows)  # type: ignore[no-untyped-call]
+        return Routing(ids, shares)
+
+    def pick(self, scores: Tensor) -> Tensor:
+        """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
+        if self.balance.is_forced:
+            return self.balance.picked(scores, self.top_k)[1]
+        corrected = scores + self.correction
+        if self.top_groups < self.groups:
+            by_group = corrected.view(len(corrected), self.groups, -1)
+            best = by_group.topk(2).values.sum(-1).topk(self.top_groups).indices
+            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+            corrected = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        return corrected.topk(self.top_k).indices
+
+    def to_even(self, every: Tensor, rows: int) -> Tensor:
+        """Return the load-balancing loss' gradient of scores, both fp32 `[tokens, experts]`.
+
+        A token counts for the experts with its largest scores, without corrections, and its
+        probabilities are its scores divided by their sum.
+        """
+        total = every.sum(-1, keepdim=True)
+        shares = every / total
+        best = every.topk(self.top_k).indices
+        each = self.balance.to_shares(shares, best, rows)
+        to_shares = each.repeat_interleave(len(every) // rows, 0)
+        return (to_shares - (to_shares * shares).sum(-1, keepdim=True)) / total
+
+    @torch.no_grad()
+    def correct(self, moves: Tensor) -> None:
+        """Change the correction of experts with fewer or more tokens than the mean.
+
+        arXiv:2408.15664, algorithm 1. `balance.lately` are the tokens of the global batch; `moves`
+        fp32 `[]` is 0 if the step changes no weights.
+        """
+        met = self.balance.lately
+        assert met is not None
+        towards = (met.sum() - met * len(met)).sign()  # of integers: as exact as the counts
+        self.correction += self.balance.rate * (towards * moves)
+
+
+def router(spec: ModelSpec) -> Router:
+    """Return the router of a layer with experts."""
+    return SigmoidRouter(spec) if spec.router_scores == "sigmoid" else Router(spec)
+
+
+class _Route(torch.autograd.Function):
+    """Scores, their softmax, the largest of it and their shares.
+
+    Kept are the tokens, the softmax `[tokens, experts]` in fp32 and the ids, for the z-loss also
+    how large a token's scores are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        scores = widened(x) @ widened(weight).t()
+        scores = scores if bias is None else scores + widened(bias)
+        every = torch.softmax(scores, -1)
+        shares, ids = router.balance.picked(every, router.top_k)
+        sizes = (scores.logsumexp(-1),) if router.balance.z else ()
+        ctx.save_for_backward(x, weight, every, ids, *sizes)
+        ctx.router, ctx.rows, ctx.has_bias = router, rows, bias is not None
+        ctx.mark_non_differentiable(ids)
+        return shares / shares.sum(-1, keepdim=True) if router.divides else shares, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, every, ids, *sizes = ctx.saved_tensors
+        router: Router = ctx.router
+        balance, rows = router.balance, ctx.rows
+        if router.divides:
+            picked = every.gather(-1, ids)
+            total = picked.sum(-1, keepdim=True)
+            grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
+        to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
+        balance.count(ids, every.shape[-1])
+        if balance.aux:
+            by_row = to_scores.view(rows, -1, every.shape[-1])
+            by_row += balance.to_shares(every, ids, rows)[:, None]
+        to_scores = torch._softmax_backward_data(to_scores, every, -1, every.dtype)
+        for one in sizes:
+            to_scores.addcmul_(every, balance.to_scores(one, rows)[:, None])
+        to_x = (to_scores @ widened(weight)).to(x.dtype)
+        to_weight = to_bias = None
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
+            to_bias = to_scores.sum(0).to(weight.dtype) if ctx.has_bias else None
+        return to_x, to_weight, to_bias, None, None
+
+
+# Added to a sum of shares that is divided by, as in transformers.
+_TINY: Final = 1e-20
+
+
+class _RouteBySigmoid(torch.autograd.Function):
+    """Scores, their sigmoid, those picked and their shares.
+
+    Kept are the tokens, the sigmoids `[tokens, experts]` in fp32 and the ids.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, router: SigmoidRouter, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        every = torch.sigmoid(widened(x) @ widened(weight).t())
+        ids = router.pick(every)
+        shares = every.gather(-1, ids)
+        ctx.save_for_backward(x, weight, every, ids)
+        ctx.router, ctx.rows = router, rows
+        ctx.mark_non_differentiable(ids)
+        if router.divides:
+            shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
+        return shares * router.scale, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, every, ids = ctx.saved_tensors
+        router: SigmoidRouter = ctx.router
+        router.balance.count(ids, every.shape[-1])
+        grad = grad * router.scale
+        picked = every.gather(-1, ids)
+        if router.divides:
+            total = picked.sum(-1, keepdim=True) + _TINY
+            grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
+        to_every = torch.zeros_like(every).scatter_(-1, ids, grad)
+        if router.balance.aux:
+            to_every += router.to_even(every, ctx.rows)
+        to_scores = to_every * every * (1 - every)
+        to_x = (to_scores @ widened(weight)).to(x.dtype)
+        to_weight = None
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            to_weight = router.gradient(lambda: (to_scores.t() @ widened(x)).to(weight.dtype))
+        return to_x, to_weight, None, None

@@ -1,0 +1,67 @@
+"""`Need`, what an operation's backward needs, and the needs of products with frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.program.four_bits import dequantised
+from meshwright.program.lower import Program
+from meshwright.program.sizes import Sizes
+from meshwright.spec.lora import matrices
+
+
+class Need(NamedTuple):
+    """An operation's backward: its bytes besides saved ones, and the gradients that it computes.
+
+    `deferred` is the gradient of a product's result, which a deferred weight gradient holds in
+    addition to the input. `room` is temporary memory while a weight gradient is computed at once,
+    `added` while a deferred one is added to a sum.
+    """
+
+    op: str
+    bytes: int
+    weights: tuple[str, ...] = ()
+    deferred: int = 0
+    room: int = 0
+    added: int = 0
+
+
+def frozen(
+    program: Program, sizes: Sizes, name: str, held: int, result: int, inputs: int
+) -> Iterator[Need]:
+    """Yield the needs of a product with a frozen weight, and of its adapter before it.
+
+    `result` and `inputs` are the bytes of their gradients, `held` is there beside them; where that
+    has the result's, `result` is 0. The adapter's gradient is one of the result that is scaled.
+    """
+    lora = program.model.lora
+    # In four bits the weight is there as products take it, at first beside what makes it.
+    weight, room = dequantised(program, sizes, f"layers.*.{name}.weight")
+    made = weight + max(room, inputs)
+    if lora is None or name not in program.model.adapted:
+        yield Need(name, held + result + made)
+        return
+    low = sizes.tokens * lora.rank * sizes.element
+    scaled = result or sizes.whole_bytes
+    yield Need(f"{name}.lora_b", held + result + scaled + low, (f"{name}.lora_b",))
+    yield Need(f"{name}.lora_a", held + result + low + inputs, (f"{name}.lora_a",))
+    yield Need(name, held + result + inputs + made)
+
+
+def of_result(program: Program, sizes: Sizes) -> int:
+    """Return the bytes of the gradient of a sublayer's result where it is not the stream's own."""
+    model = program.model
+    return sizes.stream_bytes if model.dropout or model.norms_after else 0
+
+
+def weights_of(name: str, has_bias: bool) -> tuple[str, ...]:
+    """Return the names of a layer's weight and, if it has one, its bias."""
+    return (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)
+
+
+def trained(program: Program, name: str, biases: bool = False) -> tuple[str, ...]:
+    """Return the parameters of experts' products that get gradients: of frozen ones adapters'."""
+    if program.model.lora is None:
+        return weights_of(name, biases)
+    return tuple(f"{name}.{one}" for one in matrices(program.model.adapted, name))

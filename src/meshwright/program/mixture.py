@@ -1,0 +1,77 @@
+"""The operations of a layer with experts: its router, the experts, the shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+from meshwright.program.lower import Program
+from meshwright.program.products import Inputs
+from meshwright.program.saved import FROZEN_BACKWARD, PRODUCT_BACKWARD, Op
+from meshwright.program.sizes import Sizes
+from meshwright.spec.lora import DOWN, JOINED, matrices
+
+_WIDE: Final = 4  # bytes of a share and of the softmax: fp32 in any precision
+_INT64: Final = 8
+
+
+def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
+    """Yield the operations of a router, of the experts and of the shared one.
+
+    All are inside the tensor-parallel region, and process the tokens of all its ranks.
+    """
+    model, el = program.model, sizes.element
+    scores = sizes.tokens * model.experts * _WIDE
+    beside = sizes.tokens * sizes.shared_ffn * el
+    tokens = sizes.whole_bytes
+    is_frozen = model.lora is not None
+    product = partial(
+        Op, kind="product", backward=FROZEN_BACKWARD if is_frozen else PRODUCT_BACKWARD
+    )
+    # The tokens, their softmax and the experts that were picked; how large a token's scores are.
+    saved = tokens, scores, sizes.tokens * _WIDE if program.train.router_z_loss else 0
+    flops, picked = sizes.product(sizes.dim, model.experts), sizes.pairs * _INT64
+    yield product("mlp.router", flops=flops, saved=saved, kept=scores, indices=picked)
+    if model.shared_ffn_dim:  # the router keeps the input; dropout would make another of it
+        inputs = Inputs(program, sizes, 0, tokens)
+        yield from inputs.product("mlp.shared.gate", sizes.dim, sizes.shared_ffn, beside)
+        yield from inputs.product("mlp.shared.up", sizes.dim, sizes.shared_ffn, beside)
+        yield Op("mlp.shared.act", "activation", saved=(beside, beside))
+        inputs = Inputs(program, sizes, beside)
+        yield from inputs.product("mlp.shared.down", sizes.shared_ffn, sizes.dim, tokens)
+    if model.shared_gate:
+        one = sizes.tokens * el  # a number of each token
+        # Its sigmoid, and what that multiplies.
+        yield product("mlp.shared_gate", flops=sizes.product(sizes.dim, 1), kept=one)
+        yield Op("mlp.shared_gate.act", "activation", saved=(one, sizes.whole_bytes))
+    # The pairs' shares, their tokens and places, and how many an expert has.
+    order = sizes.received * 2 * _INT64 + model.experts * _INT64
+    shares, come = sizes.received * _WIDE, 0
+    hidden = sizes.received * sizes.expert_ffn * el
+    results = sizes.received * sizes.dim * el
+    if program.layout.ep > 1:  # what has come is kept with it, and once more how it is sent back
+        come = results
+        order += sizes.pairs * 2 * _INT64 + model.experts // program.layout.ep * _INT64
+    yield Op("mlp.experts.order", "routing", saved=(shares, come), indices=order)
+    for name in JOINED:
+        yield product(name, flops=sizes.expert_product, kept=hidden)
+        yield from _adapter(program, sizes, name, sizes.dim, sizes.expert_ffn)
+    yield Op("mlp.experts.act", "activation", saved=(hidden, hidden))
+    # Under tp the sum over the ranks is kept too.
+    summed = sizes.stream_bytes if program.layout.tp > 1 else 0
+    yield product(DOWN, flops=sizes.expert_product, kept=(results, summed))
+    yield from _adapter(program, sizes, DOWN, sizes.expert_ffn, sizes.dim)
+
+
+def _adapter(program: Program, sizes: Sizes, name: str, inner: int, outer: int) -> Iterator[Op]:
+    """Yield the products of experts' adapters: those with A are kept, their input already is."""
+    lora = program.model.lora
+    found = matrices(program.model.adapted, name)
+    if lora is None or not found:
+        return
+    low, each = sizes.received * lora.rank * sizes.element, 2.0 * sizes.received * lora.rank
+    if "lora_a" in found:
+        yield Op(f"{name}.lora_a", "product", each * inner, low, low)
+    result = sizes.received * outer * sizes.element
+    yield Op(f"{name}.lora_b", "product", each * outer, 0, result)
