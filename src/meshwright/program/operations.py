@@ -103,8 +103,10 @@ def operations(
     kinds = Counter(program.model.layer(layer) for layer in stage.layers)
     found = []
     if stage.is_first:
-        # Under tp the local ids and where they are another rank's; else the batch's own ids.
+        # Under tp the local ids, if it is trained, and where they are another rank's; else the
+        # batch's own ids.
         saved = sizes.tokens * (_INT64 + 1) if program.layout.tp > 1 else 0
+        saved = 0 if program.model.lora is not None else saved
         found.append(Operation("embed", "embedding", index, 0.0, saved, 1))
     found += (
         Operation(
