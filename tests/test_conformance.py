@@ -243,6 +243,9 @@ def test_a_whole_table_adds_up(world):
         whole = [one for one in each if one.axes[0] in ("routes", "latent")]
         whole += [one for one in each if set(one.axes) == {"rank", "dim"}]
         scores = sum((6 if one.trained else 4) * one.numel for one in whole)
+        of_experts = [one for one in parts(case.model) if len(one.shape) == 3]
+        met = [one for one in of_experts if set(one.axes[1:]) == {"rank", "dim"}]
+        scores += sum(6 * one.numel * case.model.top_k // case.model.experts for one in met)
         model = flops_per_token(case.model, 0) + (layout.tp - 1) * scores
         assert flops * layout.world / layout.pp == model * tokens, case.label
         program = lower(case.model, case.train, layout)

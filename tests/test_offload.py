@@ -64,6 +64,7 @@ def both(world, label, precision, model):
     return list(plain), [name for name in plain if not torch.equal(plain[name], moved[name])]
 
 
+@pytest.mark.often(14)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("label", "model"),
@@ -103,6 +104,7 @@ def peaks(world, label, precision):
     return measure(world, Case(WIDE, train, Layout.parse(label))).peak.total
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize(
     ("label", "precision", "bound"),
     [
@@ -191,6 +193,7 @@ def rehearsed(label, rank=0):
     return rehearse(program, rank, OptimizerSpec()).worst.total, timeline(program, rank).peak.total
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("label", ["mb2", "mb2 recompute-full", "pp2 gpipe mb1", "pp4 gpipe mb1"])
 def test_a_rehearsal_has_less_on_the_device(label):
     """By as much as the program says, and what is on the host does not count."""
