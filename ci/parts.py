@@ -10,6 +10,8 @@ from ci.turns import order_of, seed_of
 
 # A part is ended after so many times its minutes: other machines are slower, and some are busy.
 FACTOR: Final = 3.5
+# But not before so many seconds: what takes a minute varies most.
+LEAST_LIMIT_S: Final = 600.0
 # The slow tests are dealt into so many shares, of which a commit has one.
 SLOW_SHARES: Final = 5
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
@@ -55,7 +57,7 @@ class Part:
     @property
     def limit_s(self) -> float:
         """Seconds after which it is ended."""
-        return max(120.0, FACTOR * self.expected_s)
+        return max(LEAST_LIMIT_S, FACTOR * self.expected_s)
 
 
 def tests(*words: str) -> tuple[str, ...]:
