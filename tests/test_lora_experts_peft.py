@@ -18,7 +18,16 @@ from meshwright.spec.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ranks import on_ranks
 from test_lora import MIXTURE, SHARED, model
 from test_lora_experts import APART, JOINT, LATENT, OF_LATENT, OSS
-from test_lora_peft import IDS, TRAIN, base_of, close, losses, plain_losses, telling
+from test_lora_peft import (
+    IDS,
+    TRAIN,
+    base_of,
+    close,
+    computes_with_ours,
+    losses,
+    plain_losses,
+    telling,
+)
 
 AT = "base_model.model.model.layers"
 MIXTRAL = {"family": "mixtral", "experts": 4, "top_k": 2}
@@ -105,14 +114,7 @@ def test_a_run_is_exported_merged(form, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_peft_computes_with_our_adapters(form, tmp_path):
     """Also with experts one by one, whose gate and up it makes one adapter of twice the rank."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    made = telling(model(**FORMS[form]))
-    base_of(made.spec, tmp_path / "base")
-    write_adapter(made, tmp_path / "adapter", str(tmp_path / "base"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
-    with torch.no_grad():
-        assert close(made(IDS), theirs(IDS).logits)
+    computes_with_ours(telling(model(**FORMS[form])), tmp_path)
 
 
 @pytest.mark.parametrize("form", ["joint", "gpt-oss"])

@@ -161,15 +161,19 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         AdapterSource(tmp_path, made.spec)
 
 
-def test_peft_computes_with_our_adapters(tmp_path):
+def computes_with_ours(made, folder):
+    """Write a model's adapters, and hold what PEFT computes with them against ours."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    made = telling(model(targets=TARGETS))
-    base_of(made.spec, tmp_path / "base")
-    write_adapter(made, tmp_path / "adapter", str(tmp_path / "base"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    base_of(made.spec, folder / "base")
+    write_adapter(made, folder / "adapter", str(folder / "base"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    theirs = peft.PeftModel.from_pretrained(theirs, folder / "adapter").eval()
     with torch.no_grad():
         assert close(made(IDS), theirs(IDS).logits)
+
+
+def test_peft_computes_with_our_adapters(tmp_path):
+    computes_with_ours(telling(model(targets=TARGETS)), tmp_path)
 
 
 # Twenty steps.

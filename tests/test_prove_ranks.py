@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,10 +81,11 @@ def test_cases_are_run_by_their_number_of_ranks():
 
 
 def test_when_the_time_is_up_the_rest_is_left_out(forks):
-    cases = legal(2)[:3]
+    cases = legal(2)[:20]
     with forks.all_python():
         outcomes = prove_cases(cases, clean_environ(), lambda outcome: None, seconds=0.01)
-    assert [outcome.passed for outcome in outcomes] == [True]
+    assert 1 <= len(outcomes) < len(cases)  # one, unless this process had to wait for the cores
+    assert all(outcome.passed for outcome in outcomes)
 
 
 def test_each_number_of_ranks_has_a_part_of_the_time(capsys, monkeypatch):
@@ -94,6 +96,8 @@ def test_each_number_of_ranks_has_a_part_of_the_time(capsys, monkeypatch):
         return [Outcome(cases[0], (Verdict("loss", {}, 0.0, 0.0, None, True),), 0.1)]
 
     monkeypatch.setattr(command, "prove_cases", prove)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0)
+    monkeypatch.setattr(command, "time", clock)
     words = ["prove", "--random", "40", "--minutes", "2", "--seed", "5"]
     assert main([*words, "--json"]) == 0
     found = capsys.readouterr()
@@ -101,7 +105,7 @@ def test_each_number_of_ranks_has_a_part_of_the_time(capsys, monkeypatch):
     ranks = {
         world: sum(c.layout.world for c in drawn if c.layout.world == world) for world in WORLDS
     }
-    assert limits[0] == pytest.approx(120 * ranks[2] / sum(ranks.values()), rel=1e-3)
-    assert limits[-1] == pytest.approx(120, rel=1e-3)  # the others took none of it
+    assert limits[0] == pytest.approx(120 * ranks[2] / sum(ranks.values()))
+    assert limits[-1] == pytest.approx(120)  # the others took none of it
     assert json.loads(found.out)["left_out"] == 35
     assert "5 of 5 layouts passed, 35 left out: the time was up" in found.err

@@ -1,11 +1,11 @@
-"""Keeps what blocks need in their backward in host memory until then.
+"""Offloads activations: keeps what blocks need in their backward in host memory until then.
 
 When a block's forward has ended, the tensors that autograd saved in it are copied to the host on a
-stream of copies, while the next block computes; the device then waits for them and lets go. The
-first of them that a backward asks for has all of its block back, and sends for those of the block
-before, which arrive while this one computes. What left last is still on the device: a backward that
-begins with it takes it from there. On a CPU the host's memory is the device's, and a copy is over
-when it returns.
+separate stream, while the next block computes. Then the device waits for the copies and frees its
+own. When a backward first asks for a saved tensor of a block, all tensors of that block are copied
+back, and the copies of the block before begin, so that they arrive while this block computes. The
+tensors of the last block are still on the device: if a backward begins with that block, it uses
+them. On a CPU, host and device share the memory, and a copy has ended when it returns.
 """
 
 from __future__ import annotations

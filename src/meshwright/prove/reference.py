@@ -126,7 +126,7 @@ def run_reference(case: Case, *, keeps: bool = False) -> Reference:
 def tells_apart(case: Case, least: float) -> bool:
     """Return whether the exact steps select every expert by more than such a distance of scores.
 
-    The steps end at the first that is not: most seeds of a model that has such show it early.
+    Stops at the first batch in which a token's experts are closer.
     """
     try:
         one = _Computed.of(case, least)
