@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from meshwright.layout import Layout
+from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import Expected
 from meshwright.prove.optimizer import comparable
-from meshwright.prove.reference import run_reference, shared_reference
+from meshwright.prove.oracle import _Model
+from meshwright.prove.reference import run_gradients, run_reference, shared_reference
 from meshwright.prove.suite import _KEPT, Suite
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
@@ -84,3 +86,29 @@ def test_a_second_moment_of_noise_may_be_off_by_as_much_as_the_gradient():
     assert error <= bound
     error, bound = Expected(exact, [rounded]).difference("bias", 4 * layout["bias"])
     assert error > bound
+
+
+def test_a_value_at_the_end_of_a_clamp_may_be_on_either_side(monkeypatch):
+    """A layout rounds it another way: its whole part of the gradient is noise."""
+    sizes = {**SIZES, "experts": 2, "top_k": 2, "head_dim": 8}
+    case = Case(model_spec(family="gpt_oss", **sizes), TrainSpec(batch=1, seq_len=16), Layout())
+    case, ups = replace(case, steps=1), list[torch.Tensor]()
+
+    def recorded(model, gate, up):
+        ups.append(up.detach().abs().flatten())
+        return between(model, gate, up)
+
+    between = _Model.between
+    with monkeypatch.context() as patch:
+        patch.setattr(_Model, "between", recorded)
+        run_gradients(case, make_batch(case, 0))
+    every = torch.cat(ups[-2:]).sort().values  # of the exact model
+    widest = int(every.diff()[-200:].argmax()) + len(every) - 201
+    value, beyond = every[widest], every[widest + 1]
+
+    def noise(limit: float) -> float:
+        model = case.model.model_copy(update={"swiglu_limit": limit})
+        reference = run_reference(replace(case, model=model))
+        return reference.noises[0]
+
+    assert noise(value.item() * (1 + 5e-7)) > 100 * noise((value + beyond).item() / 2)

@@ -31,6 +31,7 @@ from meshwright.prove.four_bits import kept_in_four_bits
 from meshwright.prove.optimizer import Updates
 from meshwright.prove.oracle import Routed, loss_sum, router_losses, streams
 from meshwright.prove.weights import whole_buffers, whole_weights
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
 
 Tensors = Mapping[str, Tensor]
@@ -43,6 +44,9 @@ _WARMUP: Final = 2
 # the weights is moved by one rounding of the case's precision, so that each operation rounds anew.
 SAMPLES: Final = 3
 _MOVED: Final = 1 / 16
+# Where a clamp ends, a gradient jumps, and a value that close to it may be on either side in a
+# layout. Samples have limits that differ by this share, so that their noise includes such jumps.
+_MOVED_LIMIT: Final = 2e-6
 
 
 class _TooNear(Exception):
@@ -261,12 +265,14 @@ def _run(one: _OneDevice, optimizer: OptimizerSpec, clip_norm: float) -> Steps:
 class _OneDevice:
     """Masters, and what is computed with them; with adapters these alone are `trained`.
 
-    A `sample` other than the first begins with weights of which some are one rounding off. Raises
-    `_TooNear` if a selected router score exceeds one that was not by less than `least_gap`.
+    A `sample` other than the first begins with weights of which some are one rounding off, and has
+    other limits of a clamp. Raises `_TooNear` if a selected router score exceeds one that was not
+    by less than `least_gap`.
     """
 
     def __init__(self, case: Case, *, exact: bool, sample: int = 0, least_gap: float = 0.0) -> None:
         self.case, self._is_exact = case, exact
+        self._model = _limited(case.model, sample)
         self._half = DTYPES[case.train.precision]
         start = whole_weights(case.model, case.train.seed)
         self._start = kept_in_four_bits(case.model, start, self._half)
@@ -305,10 +311,10 @@ class _OneDevice:
             routers: list[Routed] = []
             weights = used | self.beside
             loss = loss_sum(
-                case.model, weights, part, fp8=self.fp8, gaps=self.gaps, routers=routers
+                self._model, weights, part, fp8=self.fp8, gaps=self.gaps, routers=routers
             )
             self._check_gaps()
-            beside = [router_losses(case.model, case.train, one.scores) for one in routers]
+            beside = [router_losses(self._model, case.train, one.scores) for one in routers]
             for one in routers:
                 met = one.picked.sum((0, 1))
                 self._met[one.name] = self._met[one.name] + met if one.name in self._met else met
@@ -344,7 +350,7 @@ class _OneDevice:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss over the targets of some batches, without dropout."""
-        used, model = self.used() | self.beside, self.case.model
+        used, model = self.used() | self.beside, self._model
         total = sum(
             loss_sum(model, used, part, drops=False, fp8=self.fp8, gaps=self.gaps).item()
             for batch in batches
@@ -362,6 +368,14 @@ class _OneDevice:
         return {
             name: (self.masters[name].double() - self._start[name]).float() for name in self.trained
         }
+
+
+def _limited(model: ModelSpec, sample: int) -> ModelSpec:
+    """Return a model whose clamp has a slightly larger or smaller limit, by the sample."""
+    if model.swiglu_limit is None or not sample:
+        return model
+    limit = model.swiglu_limit * (1 + (_MOVED_LIMIT if sample % 2 else -_MOVED_LIMIT))
+    return model.model_copy(update={"swiglu_limit": limit})
 
 
 def _moved(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
