@@ -34,7 +34,7 @@ def counted(world, case, parallel=None, groups=None):
     return {v.claim: v for v in prove_conformance(case, groups, world, parallel)}
 
 
-@pytest.mark.often(18)
+@pytest.mark.often(10)
 @pytest.mark.parametrize("case", labelled([*CASES, *SHARED_OUT]))
 def test_a_program_is_what_its_ranks_do(case):
     for verdicts in on_ranks(case.layout.world, counted, case=case):
@@ -212,6 +212,7 @@ ATTENDING = [
 ]
 
 
+@pytest.mark.often(12)
 @pytest.mark.parametrize("case", labelled(ATTENDING))
 def test_attention_flops(case):
     for expected, found in on_ranks(case.layout.world, attended, case=case):

@@ -32,7 +32,7 @@ TINY = [
 ]
 ONE_RANK = "layout.dp_replicate=1"
 # Pages whose commands take ten seconds and more; other tests hold these commands.
-LONG = ("bench.md", "plan.md", "prove.md", "simulate.md")
+LONG = ("bench.md", "plan.md", "plans.md", "prove.md", "report.md", "simulate.md")
 NETWORK = ("tinystories", "hf:", "stories", "lambada")
 
 

@@ -310,7 +310,7 @@ def test_an_illegal_case_is_refused_with_the_nearest_legal(capsys):
 @pytest.mark.timeout(600)
 def test_five_on_their_ranks(capsys):
     """Every axis alone, ZeRO 1 and 3, a degree of 3, in odd sizes and all precisions."""
-    code = main(["prove", "--random", "5", "--seed", "541", "--world", "3"])
+    code = main(["prove", "--random", "5", "--seed", "1933", "--world", "3"])
     out = capsys.readouterr().out
     assert code == 0, out
     assert "5 of 5 layouts passed" in out

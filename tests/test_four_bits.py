@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda one: one.label)
 def test_layouts_train_adapters_on_the_same_four_bits(case):
     for verdicts in on_ranks(case.layout.world, proven, case=case):
@@ -150,6 +150,7 @@ def test_a_changed_level_is_caught_and_found():
 # Memory.
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "label", ["tp2 sp mb2", "shard2 zero1 mb2", "pp2 1f1b mb1", "cp2-ring mb2 recompute-full"]
 )

@@ -59,6 +59,7 @@ RANKS = {
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("words", RANKS.values(), ids=RANKS)
 def test_a_run_on_several_ranks_is_exported(words, config, tmp_path):
     """transformers reads what the ranks saved, and has the loss with which the last step began."""

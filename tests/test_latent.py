@@ -99,7 +99,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in CASES])
 def test_a_layout_is_one_device(case):
     verdicts = on_ranks(case.layout.world, proven, case=case)[0]
@@ -176,6 +176,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("fault", "case"),
     [pytest.param(fault, case, id=fault.__name__) for fault, case in FAULTS],

@@ -104,7 +104,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
@@ -174,6 +174,7 @@ def faulty(world, name):
     return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(name):
     verdicts = on_ranks(2, faulty, name=name)[0]
@@ -210,6 +211,7 @@ def test_what_is_frozen_costs_no_products_and_no_messages():
         assert weights < 10_000 or program is plain
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("label", "more"),
     [

@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda one: one.label)
 def test_layouts_train_the_same_adapters(case):
     for verdicts in on_ranks(case.layout.world, proven, case=case):
@@ -103,6 +103,7 @@ def test_fsdp2_trains_adapters_of_experts(label):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "more"),
     [

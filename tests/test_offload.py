@@ -64,7 +64,7 @@ def both(world, label, precision, model):
     return list(plain), [name for name in plain if not torch.equal(plain[name], moved[name])]
 
 
-@pytest.mark.often(14)
+@pytest.mark.often(7)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("label", "model"),
@@ -104,7 +104,7 @@ def peaks(world, label, precision):
     return measure(world, Case(WIDE, train, Layout.parse(label))).peak.total
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("label", "precision", "bound"),
     [
@@ -157,7 +157,7 @@ def moved(world, case):
     return expected, seen
 
 
-@pytest.mark.often(16)
+@pytest.mark.often(8)
 @pytest.mark.parametrize("case", labelled(WITHOUT))
 def test_a_block_moves_what_the_program_says(case):
     """To the byte: all but weights, tables, integers, small tensors, a frozen embedding's rows."""
@@ -193,7 +193,7 @@ def rehearsed(label, rank=0):
     return rehearse(program, rank, OptimizerSpec()).worst.total, timeline(program, rank).peak.total
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["mb2", "mb2 recompute-full", "pp2 gpipe mb1", "pp4 gpipe mb1"])
 def test_a_rehearsal_has_less_on_the_device(label):
     """By as much as the program says, and what is on the host does not count."""
@@ -246,6 +246,7 @@ PROVEN = [
 ]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("label", "precision"), PROVEN)
 def test_layouts_are_proven(label, precision, capsys):
     """Against one rank that offloads nothing, over three steps, at a model of three layers each."""

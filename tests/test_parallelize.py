@@ -55,7 +55,7 @@ def alone(processes_are_forked):
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_own_loop_is_the_same_on_every_layout(alone, processes, words):
-    agree(run(processes, *words), alone)
+    agree(run(processes, *words, "--steps", "3"), alone[:3])
 
 
 def agree(found, expected):

@@ -259,6 +259,7 @@ def failed(world, name, case):
     return [verdict.claim for verdict in verdicts if not verdict.passed]
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*CODE, *MODEL])
 def test_a_fault_is_caught(name, precision):
@@ -304,6 +305,7 @@ def place(world, name, label):
     return [verdict.first_divergence for verdict in verdicts if not verdict.passed]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("name", "label", "where"),
     [

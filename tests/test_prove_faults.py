@@ -294,7 +294,7 @@ def prove_with(world, at):
 IDS = [f"{s.fault.__name__} {s.layout}" for s in SEEDED]
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(3)
 @pytest.mark.parametrize("at", range(len(SEEDED)), ids=IDS)
 def test_a_fault_is_caught_and_located(at):
     seeded = SEEDED[at]
@@ -338,7 +338,7 @@ def test_a_fault_that_shows_after_an_update_has_a_place_and_a_step():
 FIRST = {seeded.fault: at for at, seeded in reversed(list(enumerate(SEEDED)))}
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "at",
     [

@@ -18,7 +18,8 @@ from runs import clean_environ
 
 
 def legal(world):
-    return [case for case in matrix(world) if case.refused is None]
+    """The legal cases of a table but the two large ones at its beginning."""
+    return [case for case in matrix(world) if case.refused is None][2:]
 
 
 def failing_worker(body):

@@ -20,6 +20,7 @@ READY = "html[data-ready]"
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
 pytestmark = [
     pytest.mark.early,
+    pytest.mark.slow,  # set-up installs no browser; `python -m ci.extras chromium` does
     pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}"),
 ]
 

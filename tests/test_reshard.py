@@ -147,8 +147,8 @@ def check(pairs, tmp_path):
 
 
 def test_every_layout_reads_and_is_read(tmp_path):
-    """Every one of up to two ranks: the others are among the ordered pairs."""
-    chain = [label for label in LABELS if LAYOUTS[label].world <= 2]
+    """Every other one of up to two ranks: the others are among the ordered pairs."""
+    chain = [label for label in LABELS if LAYOUTS[label].world <= 2][::2]
     check(list(zip(chain, chain[1:] + chain[:1], strict=True)), tmp_path)
 
 

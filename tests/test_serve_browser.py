@@ -16,6 +16,7 @@ from test_report_browser import BROWSER, NAMES, axe, browser, violations  # noqa
 
 pytestmark = [
     pytest.mark.early,
+    pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: {NAMES}"),
     pytest.mark.skipif(not HAS_UI, reason="the extra ui is not installed"),
 ]

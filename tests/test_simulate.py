@@ -92,7 +92,7 @@ OF_FOUR_AXES = [case for case in matrix(16) if case.refused is None][3::37]
 REHEARSED = [*CASES, *((case, 9) for case in OF_FOUR_AXES)]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("case", "rank"),
     [*REHEARSED[::2], *(pytest.param(*one, marks=pytest.mark.slow) for one in REHEARSED[1::2])],

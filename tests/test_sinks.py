@@ -139,7 +139,7 @@ def proven(world, label, packed, fault=None):
     return prove_parity(case, open_groups(case.layout, world), world, fault=fault)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "packed"),
     [

@@ -83,7 +83,7 @@ def test_the_peak_is_what_the_profiler_sees(label, precision, bound, matmul):
     check(label, precision, matmul, bound)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("label", "precision", "tied", "matmul"),
     both_ways(

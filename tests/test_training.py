@@ -91,6 +91,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize(
     ("world", "microbatch", "alone", "bound"),
