@@ -19,7 +19,7 @@ from meshwright.models.experts import ExpertMLP
 from meshwright.models.routers import SigmoidRouter
 from meshwright.prove.case import Case
 from meshwright.prove.conformance import prove_conformance
-from meshwright.prove.oracle import router_losses
+from meshwright.prove.oracle_routers import router_losses
 from meshwright.prove.parity import prove_parity
 from meshwright.spec.lora import Lora
 from meshwright.spec.resolve import model_spec

@@ -16,7 +16,7 @@ from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.prove.conformance import prove_conformance
-from meshwright.prove.oracle import router_losses
+from meshwright.prove.oracle_routers import router_losses
 from meshwright.prove.parity import prove_parity
 from meshwright.report.run import report
 from meshwright.spec.loading import load_config

@@ -88,6 +88,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "train.router_aux_loss": (0.0,),
     "train.router_z_loss": (0.0,),
     "train.router_bias_rate": (0.0,),
+    "train.expert_capacity": (None,),
     "train.routing": ("learned",),
     "train.imbalance": (1.0,),
 }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from meshwright.layout.candidates import CHOICES, NUMBERS
 from meshwright.layout.four_bits import four_bit_rule
 from meshwright.layout.layout import Layout
+from meshwright.layout.routers import ROUTERS, router_rule
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
 from meshwright.spec.base import LARGEST
 from meshwright.spec.model import ModelSpec
@@ -182,43 +183,8 @@ def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1"
 
 
-# What is asked of routers, and the scores that it is for.
-_ROUTERS = {
-    "router_aux_loss": ("softmax", "sigmoid"),
-    "router_z_loss": ("softmax",),
-    "router_bias_rate": ("sigmoid",),
-    "routing": ("softmax", "sigmoid"),
-    "imbalance": ("softmax", "sigmoid"),
-}
-
-
 def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """What is asked of routers asks for a model with routers."""
-    asked = train.router_aux_loss or train.router_z_loss or train.router_bias_rate
-    if not asked and train.routing == "learned" and train.imbalance in (None, 1):
-        return None  # soon: the planner asks for thousands of layouts
-    for key, scores in _ROUTERS.items():
-        value = getattr(train, key)
-        if value in (None, 0, "learned") or (key == "imbalance" and value == 1):
-            continue
-        if not model.experts:
-            return f"train.{key} = {value} is of models with experts, but model.experts = 0"
-        if model.router_scores not in scores:
-            return (
-                f"train.{key} = {value} is of routers with a {scores[0]}, but "
-                f"model.router_scores = {model.router_scores}"
-            )
-    if train.routing == "balanced" and (train.imbalance or 1) > 1:
-        return (
-            f'train.routing = "{train.routing}" gives every rank as many tokens, but '
-            f"train.imbalance = {train.imbalance}"
-        )
-    if train.router_bias_rate and model.lora is not None:
-        return (
-            f"train.router_bias_rate = {train.router_bias_rate} changes a buffer, which adapters "
-            f"do not store, but lora.rank = {model.lora.rank}"
-        )
-    return None
+    return router_rule(model, train, layout)
 
 
 def _four_bits(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
@@ -247,7 +213,7 @@ RULES = (
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
     Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_async_tp, ("layout.sp", "train.async_tp")),
-    Rule(_router, tuple(f"train.{key}" for key in _ROUTERS)),
+    Rule(_router, (*(f"train.{key}" for key in ROUTERS), "layout.cp")),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,

@@ -11,11 +11,17 @@ step: up if it received fewer tokens of the global batch than the mean, down if 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+def full_at(capacity: float, seq_len: int, top_k: int, experts: int) -> int:
+    """Return how many tokens of a sequence an expert takes, for a capacity in even shares."""
+    return math.ceil(capacity * seq_len * top_k / experts)
 
 
 @dataclass
@@ -26,9 +32,10 @@ class Balance:
     sequences of the global batch times the loss scale, 0 on ranks that compute what another does.
     `summed` returns the sum of counts over the `ranks` that share sequences. `met` are the tokens
     of each expert, int64 `[experts]`, on ranks that count; `losses` the two losses, fp32 `[2]`,
-    without `scale`. With `is_forced` tokens meet experts in turn, whatever their scores. `lately`
-    are the tokens of each expert in the step under way, int64 `[experts]`, where `rate` moves the
-    router's correction after it.
+    without `scale`. With a `capacity` c, an expert takes at most c times its even share of a row's
+    tokens; `dropped` counts the pairs that it does not take, int64 `[]`. With `is_forced` tokens
+    meet experts in turn, whatever their scores. `lately` are the tokens of each expert in the step
+    under way, int64 `[experts]`, where `rate` moves the router's correction after it.
     """
 
     aux: float = 0.0
@@ -37,10 +44,12 @@ class Balance:
     scale: float = 0.0
     ranks: int = 1
     summed: Callable[[Tensor], Tensor] = lambda counts: counts
+    capacity: float | None = None
     is_forced: bool = False
     met: Tensor | None = None
     losses: Tensor | None = None
     lately: Tensor | None = None
+    dropped: Tensor | None = None
 
     def picked(self, every: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Return the weights and ids of each token's experts, from all experts' weights in fp32.
@@ -54,8 +63,25 @@ class Balance:
         ids = places.view(tokens, top_k) % experts
         return every.gather(-1, ids), ids
 
-    def count(self, ids: Tensor, experts: int) -> None:
-        """Record how many tokens each expert received; ids int64 `[tokens, top_k]`."""
+    def bounded(self, ids: Tensor, rows: int, experts: int) -> Tensor:
+        """Return the ids, with the number of experts in place of those of full experts.
+
+        ids int64 `[tokens, top_k]`, of so many rows. The first tokens of a row have precedence, so
+        that no token depends on later ones: GShard, arXiv:2006.16668, algorithm 1, by sequence.
+        """
+        assert self.capacity is not None
+        by_row = ids.view(rows, -1, ids.shape[-1])
+        most = full_at(self.capacity, by_row.shape[1], ids.shape[-1], experts)
+        shape = (rows, by_row.shape[1], experts)
+        picks = torch.zeros(shape, dtype=torch.int32, device=ids.device)
+        picks.scatter_(2, by_row, 1)
+        places = picks.cumsum(1, dtype=torch.int32).gather(2, by_row)
+        return by_row.where(places <= most, experts).view_as(ids)
+
+    def count(self, ids: Tensor, rows: int, experts: int) -> None:
+        """Record how many tokens of so many rows met each expert; ids int64 `[tokens, top_k]`."""
+        if self.capacity is not None and self.dropped is not None:
+            self.dropped += (self.bounded(ids, rows, experts) == experts).sum()
         pairs = ids.flatten()
         counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, pairs, torch.ones_like(pairs))

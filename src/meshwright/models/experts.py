@@ -1,8 +1,9 @@
 """A mixture of experts instead of one MLP: a router, the selected experts, a shared one.
 
-arXiv:1701.06538, section 2. No token is dropped: each is processed by its `top_k` experts, whatever
-their load. Products are computed on tokens sorted by expert. The backward is written by hand: it
-saves the projections of gate and up and the routing, and recomputes the rest.
+arXiv:1701.06538, section 2. Without a capacity, no token is dropped: each is processed by its
+`top_k` experts, whatever their load. Products are computed on tokens sorted by expert. The backward
+is written by hand: it saves the projections of gate and up and the routing, and recomputes the
+rest.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class _Experts(torch.autograd.Function):
         assert gate is not None
         assert up is not None
         assert down is not None
-        pairs, top_k = Sorted.of(routing.ids, len(gate)), shares.shape[-1]
+        pairs, top_k = Sorted.of(routing.ids, len(gate), drops=routing.drops), shares.shape[-1]
         inputs, counts = x[pairs.tokens], pairs.counts
         made = {
             "gate": products(inputs, gate, counts, bias=gate_bias),
@@ -178,7 +179,7 @@ class _Experts(torch.autograd.Function):
         if bias is not None and module.adds:
             to_share += dots(arriving, bias, counts)
             to_bias = sums(arriving, share[:, 0], counts) if is_trained else None
-        to_share = to_share[pairs.back].view_as(shares)
+        to_share = pairs.of_tokens(to_share).view_as(shares)
         entering.mul_(share)
         to_low_of_down = gradients(low_of_down, entering, counts)
         if is_trained:

@@ -20,7 +20,8 @@ class Sorted(NamedTuple):
     """Pairs of a token and an expert, those of an expert in a row.
 
     `tokens` int64 `[pairs]` are the places of their tokens. `back` int64 `[pairs]` says where the
-    pairs of each token are, in the order of its experts. `counts` int64 `[experts]`.
+    pairs of each token are, in the order of its experts. `counts` int64 `[experts]`. If pairs were
+    dropped, `tokens` are those of the others, and `back` has places beyond the end.
     """
 
     tokens: Tensor
@@ -28,24 +29,38 @@ class Sorted(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, experts: int) -> Sorted:
-        """Return the pairs of tokens with the experts `ids` `[tokens, top_k]`."""
+    def of(cls, ids: Tensor, experts: int, *, drops: bool = False) -> Sorted:
+        """Return the pairs of tokens with the experts `ids` `[tokens, top_k]`.
+
+        With `drops`, pairs with the id `experts` are dropped; this waits for the device.
+        """
         flat = ids.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+        counts = torch.zeros(experts + drops, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        return cls(order // ids.shape[-1], order.argsort(), counts)
+        back = order.argsort()
+        if drops:
+            counts = counts[:experts]
+            order = order[: sum(on_host(counts, len(flat)))]
+        return cls(order // ids.shape[-1], back, counts)
 
     def sorted(self, shares: Tensor) -> Tensor:
         """Return the share of each pair, `[pairs]`, of those of each token `[tokens, top_k]`."""
         flat = shares.flatten()
         found = torch.empty_like(flat)
         found[self.back] = flat
-        return found
+        return found[: len(self.tokens)]
+
+    def of_tokens(self, pairs: Tensor) -> Tensor:
+        """Return what belongs to pairs in the order of tokens; 0 for pairs that were dropped."""
+        if len(self.tokens) == len(self.back):
+            return pairs[self.back]
+        padded = torch.cat([pairs, pairs.new_zeros(1, *pairs.shape[1:])])
+        return padded[self.back.clamp(max=len(pairs))]
 
     def summed(self, pairs: Tensor, top_k: int) -> Tensor:
         """Return the sums `[tokens, dim]` over each token's pairs `[pairs, dim]`."""
-        return pairs[self.back].view(-1, top_k, pairs.shape[-1]).sum(1)
+        return self.of_tokens(pairs).view(-1, top_k, pairs.shape[-1]).sum(1)
 
 
 def products(

@@ -64,10 +64,14 @@ class Matrices(nn.Module):
 
 
 class Routing(NamedTuple):
-    """The experts of each token: `ids` int64 and `shares` fp32, both `[tokens, top_k]`."""
+    """The experts of each token: `ids` int64 and `shares` fp32, both `[tokens, top_k]`.
+
+    If it `drops`, the id of an expert that was full is the number of experts.
+    """
 
     ids: Tensor
     shares: Tensor
+    drops: bool = False
 
 
 class Router(Matrices):
@@ -84,7 +88,13 @@ class Router(Matrices):
     def forward(self, x: Tensor, rows: int) -> Routing:
         """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
         shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
-        return Routing(ids, shares)
+        return self._routing(ids, shares, rows)
+
+    def _routing(self, ids: Tensor, shares: Tensor, rows: int) -> Routing:
+        """Return the routing of tokens of so many rows, without those that find an expert full."""
+        if self.balance.capacity is None:
+            return Routing(ids, shares)
+        return Routing(self.balance.bounded(ids, rows, len(self.weight)), shares, drops=True)
 
 
 class SigmoidRouter(Router):
@@ -106,7 +116,7 @@ class SigmoidRouter(Router):
         """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
         weight = self.local(self.weight)
         shares, ids = _RouteBySigmoid.apply(x, weight, self, rows)  # type: ignore[no-untyped-call]
-        return Routing(ids, shares)
+        return self._routing(ids, shares, rows)
 
     def pick(self, scores: Tensor) -> Tensor:
         """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
@@ -183,7 +193,7 @@ class _Route(torch.autograd.Function):
             total = picked.sum(-1, keepdim=True)
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
         to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
-        balance.count(ids, every.shape[-1])
+        balance.count(ids, rows, every.shape[-1])
         if balance.aux:
             by_row = to_scores.view(rows, -1, every.shape[-1])
             by_row += balance.to_shares(every, ids, rows)[:, None]
@@ -227,7 +237,7 @@ class _RouteBySigmoid(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, every, ids = ctx.saved_tensors
         router: SigmoidRouter = ctx.router
-        router.balance.count(ids, every.shape[-1])
+        router.balance.count(ids, ctx.rows, every.shape[-1])
         grad = grad * router.scale
         picked = every.gather(-1, ids)
         if router.divides:

@@ -101,10 +101,14 @@ class Setting:
 
 
 def imbalance_of(train: TrainSpec, calibration: Calibration, kind: str) -> float:
-    """Return the imbalance of a training's price: the configured one, or a default."""
+    """Return the imbalance of a training's price: the configured one, or a default.
+
+    No expert has more than its capacity, if there is one.
+    """
     if train.routing == "balanced":
         return 1.0
-    return train.imbalance or calibration.find("experts.imbalance", kind)
+    found = train.imbalance or calibration.find("experts.imbalance", kind)
+    return min(found, train.expert_capacity or found)
 
 
 def as_measured(cluster: Cluster, calibration: Calibration) -> Cluster:

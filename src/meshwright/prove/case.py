@@ -72,6 +72,7 @@ class Case:
             "aux": self.train.router_aux_loss > 0,
             "z": self.train.router_z_loss > 0,
             "bias": self.train.router_bias_rate > 0,
+            "capacity": self.train.expert_capacity is not None,
         }
         yield from (name for name, is_set in flags.items() if is_set)
         yield f"{model.n_layers}L"

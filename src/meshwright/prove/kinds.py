@@ -76,6 +76,8 @@ _EVEN: Final = {"router_aux_loss": 1.0}
 _SMALL: Final = {"router_z_loss": 0.3}
 # A step moves a correction by about as much as scores differ.
 _MOVED: Final = {"router_bias_rate": 0.05}
+# Experts that take little more than an even share: the first of a sequence's tokens.
+_FULL: Final = {"expert_capacity": 1.1}
 # From one expert of a token to all of them. Most numbers of experts divide among ranks.
 _MIXTURE: Final = {"experts": 6, "top_k": 3, "expert_ffn_dim": 48}
 _SHARED: Final = {**_MIXTURE, "shared_ffn_dim": 48, "norm_top_k": True}
@@ -102,7 +104,7 @@ _LENGTHENED: Final = {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.4}
 _BOUNDED: Final = {"layer_pattern": [{"window": 7}, {}], "swiglu_limit": 5.0}
 _GPT_OSS: Final = {"experts": 6, "top_k": 1, "dropout": 0.1}
 EXPERT_KINDS: Final = (
-    Kind("mixtral", flags={"experts": 4, "top_k": 3}),
+    Kind("mixtral", flags={"experts": 4, "top_k": 3}, asked=_FULL),
     Kind("qwen3_moe", packed=True, flags={**_MIXTURE, **_ODD}, asked=_EVEN),
     Kind(
         "qwen2_moe",
@@ -120,7 +122,12 @@ EXPERT_KINDS: Final = (
     ),
     Kind("qwen3_moe", flags={"experts": 7, "top_k": 1, "expert_ffn_dim": 64}),
     Kind("qwen2_moe", flags={**_SHARED, "experts": 8, "dropout": 0.1}, asked=_EVEN),
-    Kind("olmoe", packed=True, flags={"experts": 8, "top_k": 2, **_ODD}, asked=_EVEN),
+    Kind(
+        "olmoe",
+        packed=True,
+        flags={"experts": 8, "top_k": 2, **_ODD},
+        asked={**_EVEN, **_FULL},
+    ),
     Kind("qwen3_moe", packed=True, flags={**_MIXTURE, "experts": 4, "tie_embeddings": True}),
     Kind("deepseek_v3", flags=_LATENT, asked={**_EVEN, **_MOVED}),
     Kind(
@@ -132,7 +139,7 @@ EXPERT_KINDS: Final = (
     Kind(
         "deepseek_v3",
         flags={**_LATENT, "v_head_dim": 12, "rope_scaling": _LENGTHENED},
-        asked=_EVEN,
+        asked={**_EVEN, **_FULL},
     ),
     Kind("gpt_oss", flags={**_BOUNDED, "experts": 4, "top_k": 2}),
     Kind("gpt_oss", packed=True, flags={**_BOUNDED, **_ODD, "experts": 8, "top_k": 3}),

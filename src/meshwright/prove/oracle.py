@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from meshwright.data.sampler import IGNORE
 from meshwright.execute.batch import Batch
 from meshwright.models.dropout import dropout, layer_keys
 from meshwright.prove.fake_float8 import float8_linear
+from meshwright.prove.oracle_routers import Routed
 from meshwright.prove.rotation import rotation
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.training import TrainSpec
 
 # The dropout of an adapter has a mask of its own for each linear layer of a block.
 _ADAPTER_SITES = (
@@ -31,17 +31,6 @@ _ADAPTER_SITES = (
     *("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
 )
 Weights = Mapping[str, Tensor]
-
-
-class Routed(NamedTuple):
-    """A router's result: its scores, and each token's experts, `[batch, seq, experts]`.
-
-    `name` is that of its mixture.
-    """
-
-    name: str
-    scores: Tensor
-    picked: Tensor
 
 
 # x [..., in], weight [out, in], bias [out] or None -> [..., out]
@@ -55,18 +44,20 @@ def streams(
     *,
     drops: bool = True,
     fp8: bool = False,
+    capacity: float | None = None,
     gaps: list[float] | None = None,
     routers: list[Routed] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the residual stream `[batch, seq, dim]` after the embedding and after each layer.
 
     Their names are `embed`, `layers.0`, ... With `drops`, the rows' keys drop values, if there are
-    any: those of the embedding after it is yielded, because it is a module's own output. `gaps`
+    any: those of the embedding after it is yielded, because it is a module's own output. Experts
+    have the `capacity` of `train.expert_capacity`. `gaps`
     receives, for each layer of experts, the smallest distance of a selected router score from one
     that was not; `routers` receives the routers' results.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
-    model.gaps, model.routers = gaps, routers
+    model.gaps, model.routers, model.capacity = gaps, routers, capacity
     x = F.embedding(batch.inputs, weights["embed.weight"])
     yield "embed", x
     x = _times(x, spec.embedding_scale)
@@ -83,34 +74,19 @@ def loss_sum(
     *,
     drops: bool = True,
     fp8: bool = False,
+    capacity: float | None = None,
     gaps: list[float] | None = None,
     routers: list[Routed] | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of a batch's targets, in nats; the lists as in `streams`."""
-    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, gaps=gaps, routers=routers)
+    """Return the summed cross-entropy of a batch's targets, in nats; the rest as in `streams`."""
+    more: dict[str, Any] = {"capacity": capacity, "gaps": gaps, "routers": routers}
+    *_, (_, x) = streams(spec, weights, batch, drops=drops, fp8=fp8, **more)
     x = _times(_norm(spec, weights, "norm", x), 1 / spec.logits_divisor)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
     logits = _capped(_wide(F.linear(x, head)), spec.logits_softcap)
     return F.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
-
-
-def router_losses(spec: ModelSpec, train: TrainSpec, scores: Tensor) -> Tensor:
-    """Return the weighted losses of a layer's router, summed over sequences.
-
-    scores fp32 or fp64 `[batch, seq, experts]`. arXiv:2412.19437, equations 17 to 20, also with
-    softmax; arXiv:2202.08906, equation 5.
-    """
-    seq = scores.shape[1]
-    every = scores.softmax(-1)
-    if spec.router_scores == "sigmoid":
-        every = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
-    met = torch.zeros_like(every).scatter_(-1, every.topk(spec.top_k).indices, 1.0)
-    often = met.sum(1) * (spec.experts / (spec.top_k * seq))
-    even = (often.detach() * every.mean(1)).sum()
-    small = scores.logsumexp(-1).square().mean(1).sum()
-    return train.router_aux_loss * even + train.router_z_loss * small
 
 
 class _Model:
@@ -122,6 +98,7 @@ class _Model:
         self.spec, self.weights, self.keys = spec, weights, keys
         self.gaps: list[float] | None = None
         self.routers: list[Routed] | None = None
+        self.capacity: float | None = None
         self.linear: Linear = float8_linear if fp8 else F.linear
         seq = batch.inputs.shape[1]
         places = torch.arange(seq)
@@ -259,6 +236,9 @@ class _Model:
         if spec.norm_top_k:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares * spec.routed_scale
+        if self.capacity is not None:  # the first of a sequence's tokens, until an expert is full
+            most = math.ceil(self.capacity * x.shape[1] * spec.top_k / spec.experts)
+            shares = shares * (picked.cumsum(1) <= most)
         total = torch.zeros_like(x)
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:

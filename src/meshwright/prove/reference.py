@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from meshwright.prove.batches import evaluated, make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.four_bits import kept_in_four_bits
 from meshwright.prove.optimizer import Updates
-from meshwright.prove.oracle import Routed, loss_sum, router_losses, streams
+from meshwright.prove.oracle import loss_sum, streams
+from meshwright.prove.oracle_routers import Routed, router_losses
 from meshwright.prove.weights import whole_buffers, whole_weights
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec
@@ -228,7 +229,8 @@ def run_streams(case: Case, batch: Batch) -> tuple[Tensors, Tensors]:
     found = []
     for exact in (False, True):
         one = _OneDevice(case, exact=exact)
-        whole = streams(case.model, one.used() | one.beside, batch, fp8=one.fp8)
+        capacity = case.train.expert_capacity
+        whole = streams(case.model, one.used() | one.beside, batch, fp8=one.fp8, capacity=capacity)
         found.append({name: x.double() for name, x in whole})
     return found[0], found[1]
 
@@ -290,6 +292,8 @@ class _OneDevice:
         self.gaps: list[float] = []
         self._least_gap = least_gap
         self._met: dict[str, Tensor] = {}
+        capacity = case.train.expert_capacity
+        self._more: dict[str, Any] = {"fp8": self.fp8, "gaps": self.gaps, "capacity": capacity}
 
     def used(self) -> dict[str, Tensor]:
         """Return the weights in the form that products use."""
@@ -310,9 +314,7 @@ class _OneDevice:
         for part in self._parts(batch):
             routers: list[Routed] = []
             weights = used | self.beside
-            loss = loss_sum(
-                self._model, weights, part, fp8=self.fp8, gaps=self.gaps, routers=routers
-            )
+            loss = loss_sum(self._model, weights, part, **self._more, routers=routers)
             self._check_gaps()
             beside = [router_losses(self._model, case.train, one.scores) for one in routers]
             for one in routers:
@@ -352,7 +354,7 @@ class _OneDevice:
         """Return the mean loss over the targets of some batches, without dropout."""
         used, model = self.used() | self.beside, self._model
         total = sum(
-            loss_sum(model, used, part, drops=False, fp8=self.fp8, gaps=self.gaps).item()
+            loss_sum(model, used, part, drops=False, **self._more).item()
             for batch in batches
             for part in self._parts(batch)
         )

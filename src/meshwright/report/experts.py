@@ -37,6 +37,12 @@ def experts_section(page: Page, run: RunRecord) -> None:
     page.section("experts", "Experts", prose(*words(last, run)), *maps, grid(*charts))
 
 
+def dropped_share(event: Mapping[str, Any]) -> float:
+    """Return which share of the pairs of a token and an expert was dropped."""
+    total = sum(map(sum, event["tokens"]))
+    return sum(event.get("dropped", ())) / total if total else 0.0
+
+
 def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
     """Return an `experts` event in sentences."""
     if event.get("routing") == "balanced":
@@ -57,6 +63,11 @@ def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:
         found.append(
             f"The busiest of {ep} ranks that share out the experts computed {excess:.0%} more than "
             f"the mean, for which the others waited{_cost(run.measured)}."
+        )
+    if share := dropped_share(event):
+        found.append(
+            f"{share:.1%} of the pairs of a token and its expert were dropped, since the expert "
+            "was full: train.expert_capacity is what it takes of a sequence, in even shares."
         )
     dead = event["dead"]
     total = sum(len(row) for row in event["tokens"])

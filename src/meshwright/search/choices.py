@@ -90,6 +90,8 @@ def _routing(setting: Setting, layout: Layout) -> Chosen | None:
         return None
     text = f"the busiest of {layout.ep} ranks gets {most:g} x the mean of tokens, "
     text += "as given" if train.imbalance else "by runs of others"
+    if train.expert_capacity == most:
+        text = f"the busiest of {layout.ep} ranks gets at most its capacity, {most:g} x the mean"
     return Chosen("experts", f"{text} (train.imbalance)", None, "train.imbalance")
 
 

@@ -179,9 +179,11 @@ class TrainSpec(Spec):
     sequence parallelism. Of models with experts, `router_aux_loss` weighs the loss that has each
     sequence's tokens meet all experts equally often, `router_z_loss` that of large scores;
     `router_bias_rate` is what a step adds to the corrections of sigmoid routers, or takes off;
-    `routing` = "balanced" has tokens meet experts in turn, whatever their scores: for measurements
-    alone. `imbalance` is for predictions alone: how many times the mean of pairs of token and
-    expert the busiest of `ep` ranks gets; left out, it is the calibration's.
+    `expert_capacity` = f has an expert take at most f times its even share of each sequence's
+    tokens, rounded up: the first ones, while later ones are dropped, i.e. pass it by; left out, no
+    token is dropped. `routing` = "balanced" has tokens meet experts in turn, whatever their scores:
+    for measurements alone. `imbalance` is for predictions alone: how many times the mean of pairs
+    of token and expert the busiest of `ep` ranks gets; left out, it is the calibration's.
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)
@@ -206,6 +208,7 @@ class TrainSpec(Spec):
     router_aux_loss: float = Field(default=0.0, ge=0)
     router_z_loss: float = Field(default=0.0, ge=0)
     router_bias_rate: float = Field(default=0.0, ge=0)
+    expert_capacity: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     routing: Literal["learned", "balanced"] = "learned"
     imbalance: float | None = Field(default=None, ge=1, le=MOST_RANKS)
 

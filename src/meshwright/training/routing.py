@@ -39,12 +39,15 @@ class RoutingReport:
         mine = take_counts(self._parallel.routers, self._places, experts)
         *met, even, small = self._world.sum_on_host(mine)
         self._told = step
+        dropped = [met.pop() for _ in self._places][::-1]
         rows = [met[at : at + experts] for at in range(0, len(met), experts)]
         sequences = steps * self._job.config.train.batch
         losses = (even / sequences, small / sequences)
         layers, ep = tuple(self._places), self._job.layout.ep
         routing = self._job.config.train.routing
-        self._emit(routing_event(step, steps, layers, rows, ep, losses, routing))
+        event = routing_event(step, steps, layers, rows, ep, losses, routing)
+        more = {"dropped": [int(count) for count in dropped]}
+        self._emit(event if self._job.config.train.expert_capacity is None else {**event, **more})
 
 
 def routing_event(
@@ -57,6 +60,9 @@ def routing_event(
     routing: str = "learned",
 ) -> Event:
     """Return the event of some steps; `met` are tokens by expert for each of some layers.
+
+    With capacities, the caller adds `dropped`: how many of each layer's tokens found an expert
+    full.
 
     `excess` is how much more than the mean the busiest of `ep` ranks computes, summed over the
     layers, whose ranks wait for each other; `expert_excess` is the same for single experts. `dead`

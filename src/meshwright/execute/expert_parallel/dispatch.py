@@ -1,6 +1,6 @@
 """Expert parallelism: data-parallel ranks divide the experts, and tokens are sent to their experts.
 
-GShard, arXiv:2006.16668, section 3.2, without capacities: no token is dropped. An all-to-all tells
+GShard, arXiv:2006.16668, section 3.2; without a capacity, no token is dropped. An all-to-all tells
 the others how many tokens come for each of their experts; others take the tokens and their shares
 there, and what the experts make of them back. What arrives is a batch of tokens with one expert
 each. The shared expert computes while tokens, or their gradients, are on their way.
@@ -86,7 +86,7 @@ def send_to_experts(
     without values, `received` says how many pairs arrive if so many leave. `recorder` is the flight
     recorder, which shows the messages as open until they have arrived.
     """
-    pairs = Sorted.of(routing.ids, count)
+    pairs = Sorted.of(routing.ids, count, drops=routing.drops)
     counts = pairs.counts.view(link.size, -1)  # of each rank, of its experts
     ones = [1] * link.size
     theirs = _traded(counts, ones, ones, link)
@@ -127,7 +127,7 @@ class _There(torch.autograd.Function):
         pairs: Sorted = ctx.pairs
         to_rows, to_shares = ctx.trade.wait()
         to_x = pairs.summed(to_rows, ctx.shape[-1])
-        return to_x, to_shares[pairs.back].view(ctx.shape), None, None
+        return to_x, pairs.of_tokens(to_shares).view(ctx.shape), None, None
 
 
 class _Arrived(torch.autograd.Function):

@@ -34,6 +34,7 @@ def balance_routers(model: Transformer, program: Program, groups: Groups) -> Non
         one = router.balance
         one.aux, one.z = train.router_aux_loss, train.router_z_loss
         one.rate = train.router_bias_rate
+        one.capacity = train.expert_capacity
         one.is_forced = train.routing == "balanced"
         if groups.cp.size > 1:
             one.ranks, one.summed = groups.cp.size, partial(_summed, groups.cp)
@@ -55,6 +56,8 @@ def prepare_routers(
         if counts and one.met is None:
             one.met = torch.zeros(experts, dtype=torch.int64, device=device)
             one.losses = torch.zeros(2, dtype=torch.float32, device=device)
+            if one.capacity is not None:
+                one.dropped = torch.zeros((), dtype=torch.int64, device=device)
 
 
 def sum_counts(found: Routers, data: Link) -> None:
@@ -77,9 +80,10 @@ def take_counts(found: Routers, layers: Mapping[int, int], experts: int) -> list
     """Return this rank's token counts and losses since the last call; waits for the device.
 
     `layers` are the indices of the model's layers with experts. The last two numbers are the
-    losses, the others are counts `[layers, experts]` in order. All are sums over ranks' shares.
+    losses; before them are counts `[layers, experts]` and dropped pairs `[layers]`, in order. All
+    are sums over ranks' shares.
     """
-    numbers = [0.0] * (len(layers) * experts + 2)
+    numbers = [0.0] * (len(layers) * (experts + 1) + 2)
     for layer, router in found.items():
         one = router.balance
         if one.met is None or one.losses is None:
@@ -90,6 +94,9 @@ def take_counts(found: Routers, layers: Mapping[int, int], experts: int) -> list
             numbers[-2 + which] += loss
         one.met.zero_()
         one.losses.zero_()
+        if one.dropped is not None:
+            numbers[len(layers) * experts + layers[layer]] = float(one.dropped.item())
+            one.dropped.zero_()
     return numbers
 
 

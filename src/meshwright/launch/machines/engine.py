@@ -35,6 +35,7 @@ def check_engine(config: Config, layout: Layout, *, resumes: bool) -> None:
         "train.router_aux_loss": (train.router_aux_loss, 0),
         "train.router_z_loss": (train.router_z_loss, 0),
         "train.router_bias_rate": (train.router_bias_rate, 0),
+        "train.expert_capacity": (train.expert_capacity, None),
         "train.routing": (train.routing, "learned"),
         "train.precision": (
             train.precision,

@@ -220,10 +220,12 @@ def experts_line(event: Mapping[str, Any]) -> str:
     total = sum(len(row) for row in event["tokens"])
     dead = len(event["dead"])
     none = f"{dead} of {counted(total, 'expert')} met no token" if dead else "all met tokens"
-    return (
+    pairs, dropped = sum(map(sum, event["tokens"])), sum(event.get("dropped", ()))
+    text = (
         f"step {event['step']}: experts: {none}, the busiest of a layer met "
         f"{1 + event['expert_excess']:.2f} times the mean"
     )
+    return f"{text}, {dropped / pairs:.1%} of pairs dropped" if dropped else text
 
 
 def start_line(event: Mapping[str, Any]) -> str:

@@ -1,0 +1,52 @@
+"""The rule of what a config asks of routers."""
+
+from __future__ import annotations
+
+from meshwright.layout.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainSpec
+
+# What is asked of routers, and the scores that it is for.
+ROUTERS = {
+    "router_aux_loss": ("softmax", "sigmoid"),
+    "router_z_loss": ("softmax",),
+    "router_bias_rate": ("sigmoid",),
+    "expert_capacity": ("softmax", "sigmoid"),
+    "routing": ("softmax", "sigmoid"),
+    "imbalance": ("softmax", "sigmoid"),
+}
+
+
+def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    """What is asked of routers asks for a model with routers; the broken rule, or None."""
+    losses = train.router_aux_loss or train.router_z_loss or train.router_bias_rate
+    asked = losses or train.expert_capacity is not None
+    if not asked and train.routing == "learned" and train.imbalance in (None, 1):
+        return None  # soon: the planner asks for thousands of layouts
+    for key, scores in ROUTERS.items():
+        value = getattr(train, key)
+        if value in (None, 0, "learned") or (key == "imbalance" and value == 1):
+            continue
+        if not model.experts:
+            return f"train.{key} = {value} is of models with experts, but model.experts = 0"
+        if model.router_scores not in scores:
+            return (
+                f"train.{key} = {value} is of routers with a {scores[0]}, but "
+                f"model.router_scores = {model.router_scores}"
+            )
+    if train.routing == "balanced" and (train.imbalance or 1) > 1:
+        return (
+            f'train.routing = "{train.routing}" gives every rank as many tokens, but '
+            f"train.imbalance = {train.imbalance}"
+        )
+    if train.expert_capacity is not None and layout.cp > 1:
+        return (
+            f"train.expert_capacity = {train.expert_capacity} counts the tokens of whole "
+            f"sequences, but layout.cp = {layout.cp}"
+        )
+    if train.router_bias_rate and model.lora is not None:
+        return (
+            f"train.router_bias_rate = {train.router_bias_rate} changes a buffer, which adapters "
+            f"do not store, but lora.rank = {model.lora.rank}"
+        )
+    return None
