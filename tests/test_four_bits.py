@@ -120,6 +120,7 @@ def test_layouts_train_adapters_on_the_same_four_bits(case):
         assert "frozen weights, bit for bit" in [verdict.claim for verdict in verdicts]
 
 
+@pytest.mark.slow  # test_lora has it for bf16 weights
 @pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["shard2 zero1", "shard2 zero2 recompute-full"])
 def test_fsdp2_leaves_four_bits_alone(label):

@@ -93,6 +93,7 @@ def test_adapters_keep_what_the_program_says(case):
                 assert saved == expected
 
 
+@pytest.mark.slow  # test_lora has it for dense models
 @pytest.mark.often(1)
 @pytest.mark.parametrize(
     "label", ["shard2 zero1", "shard2 zero2 ep2 recompute-full", "shard2 zero3"]
@@ -169,6 +170,7 @@ def test_parameters_are_those_of_the_table():
     assert trained_parameter_count(model(targets=JOINT, **MIXTURE)) == one - 2 * 4 * 4 * 32
 
 
+@pytest.mark.slow  # test_lora has it for dense models
 @pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["tp2 mb2", "shard2 zero1 ep2 mb2"])
 def test_memory_is_predicted(label):

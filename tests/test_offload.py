@@ -193,6 +193,7 @@ def rehearsed(label, rank=0):
     return rehearse(program, rank, OptimizerSpec()).worst.total, timeline(program, rank).peak.total
 
 
+@pytest.mark.slow  # the peaks that the profiler sees are tested
 @pytest.mark.often(1)
 @pytest.mark.parametrize("label", ["mb2", "mb2 recompute-full", "pp2 gpipe mb1", "pp4 gpipe mb1"])
 def test_a_rehearsal_has_less_on_the_device(label):

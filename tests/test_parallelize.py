@@ -44,13 +44,14 @@ def alone(processes_are_forked):
         return run(1)
 
 
+@pytest.mark.slow  # test_own_cp and test_own_checkpoints have the same without the example
 @pytest.mark.parametrize(
     ("processes", "words"),
     [
         (2, ["--tp", "2"]),
-        pytest.param(2, ["--zero", "3"], marks=pytest.mark.slow),
-        pytest.param(2, ["--cp", "2"], marks=pytest.mark.slow),
-        pytest.param(4, ["--tp", "2", "--cp", "2", "--zero", "2"], marks=pytest.mark.slow),
+        (2, ["--zero", "3"]),
+        (2, ["--cp", "2"]),
+        (4, ["--tp", "2", "--cp", "2", "--zero", "2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

@@ -74,7 +74,7 @@ CASES = [
     (make("tp2 mb4 recompute-full", "dropout"), 1),
     (make("tp2 sp mb2", "sequential neox", "fp16", packed=True), 0),
     (make("cp2-ring mb4", packed=True), 1),
-    (make("cp2-ring mb2 recompute-selective", "gemma2", packed=True), 1),
+    (make("cp2-ring mb4 recompute-selective", "gemma2", packed=True), 1),
     (make("cp2-ulysses mb4 zero2", "neox", packed=True), 0),
     (make("cp2-ring mb2 recompute-full", "gemma3", "bf16"), 0),
     (make("tp2 sp mb2 recompute-selective", "olmo2"), 1),

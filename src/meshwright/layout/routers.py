@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from meshwright.layout.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
@@ -15,13 +17,12 @@ ROUTERS = {
     "routing": ("softmax", "sigmoid"),
     "imbalance": ("softmax", "sigmoid"),
 }
+_ASKED = attrgetter("router_aux_loss", "router_z_loss", "router_bias_rate", "expert_capacity")
 
 
 def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     """What is asked of routers asks for a model with routers; the broken rule, or None."""
-    losses = train.router_aux_loss or train.router_z_loss or train.router_bias_rate
-    asked = losses or train.expert_capacity is not None
-    if not asked and train.routing == "learned" and train.imbalance in (None, 1):
+    if not any(_ASKED(train)) and train.routing == "learned" and train.imbalance in (None, 1):
         return None  # soon: the planner asks for thousands of layouts
     for key, scores in ROUTERS.items():
         value = getattr(train, key)

@@ -183,10 +183,6 @@ def _async_tp(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return "train.async_tp = true is for sequence parallelism: layout.sp = true, layout.tp above 1"
 
 
-def _router(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    return router_rule(model, train, layout)
-
-
 def _four_bits(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
     return four_bit_rule(model, layout)
 
@@ -213,7 +209,7 @@ RULES = (
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
     Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_async_tp, ("layout.sp", "train.async_tp")),
-    Rule(_router, (*(f"train.{key}" for key in ROUTERS), "layout.cp")),
+    Rule(router_rule, (*(f"train.{key}" for key in ROUTERS), "layout.cp")),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,
