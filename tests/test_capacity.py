@@ -10,7 +10,7 @@ from meshwright.execute.build import build, seeded
 from meshwright.execute.expert_parallel.routing import take_counts
 from meshwright.execute.transport.groups import open_groups
 from meshwright.launch.supervise.view import experts_line
-from meshwright.layout import Layout, broken, nearest_legal
+from meshwright.layout import Layout
 from meshwright.models.balance import Balance, full_at
 from meshwright.models.experts import ExpertMLP
 from meshwright.predict.calibration import shipped_calibration
@@ -45,16 +45,20 @@ def proven(world, case):
     return [*prove_parity(case, groups, world), *prove_conformance(case, groups, world)]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     "case",
     [
         case_of("shard2 zero3 ep2 mb2 recompute-full"),
+        case_of("cp2-ulysses mb4", "shared"),
         case_of("tp2 sp mb4"),
         case_of("dp2 ep2 mb2", "shared", precision="bf16"),
         case_of("pp2 zbv v2 mb2"),
         case_of("shard2 zero1 ep2 mb4 recompute-selective", "shared"),
         case_of("dp2 tp2 ep2 mb2"),
+        case_of("zero1 cp2-ring ep2 mb2 recompute-selective"),
+        case_of("cp4-ring mb2 recompute-full"),
+        case_of("tp2 sp cp2-ring mb2", precision="bf16"),
     ],
     ids=lambda one: one.label,
 )
@@ -113,7 +117,7 @@ def told(world, label):
     return take_counts(parallel.routers, {0: 0, 1: 1}, case.model.experts)
 
 
-@pytest.mark.parametrize("label", ["dp2 ep2 mb1 recompute-full", "tp2 mb4"])
+@pytest.mark.parametrize("label", ["dp2 ep2 mb1 recompute-full", "tp2 mb4", "cp2-ring mb4"])
 def test_what_is_dropped_is_counted_once(label):
     one, other = (
         torch.tensor(on_ranks(Layout.parse(each).world, told, label=each)).double().sum(0)
@@ -155,12 +159,32 @@ def last_first(parallel):
         router.balance.bounded = turned
 
 
-FAULTS = {"by_microbatch": by_microbatch, "on_one_rank": on_one_rank, "last_first": last_first}
+def of_own_pieces(parallel):
+    """Count the tokens before a piece on this rank alone."""
+    for router in parallel.routers.values():
+        router.balance.summed = lambda counts: counts
+
+
+def pieces_in_a_row(parallel):
+    """Take a rank's pieces for neighbours."""
+    for router in parallel.routers.values():
+        first = 2 * parallel.groups.cp.rank
+        router.balance.pieces = (first, first + 1)
+
+
+FAULTS = {
+    "by_microbatch": (by_microbatch, "dp2 mb4"),
+    "on_one_rank": (on_one_rank, "dp2 mb4"),
+    "last_first": (last_first, "dp2 mb4"),
+    "of_own_pieces": (of_own_pieces, "cp2-ring mb4"),
+    "pieces_in_a_row": (pieces_in_a_row, "cp2-ring mb4"),
+}
 
 
 def faulty(world, name):
-    case = case_of("dp2 mb4")
-    return check(case, open_groups(case.layout, world), world, fault=FAULTS[name])
+    fault, label = FAULTS[name]
+    case = case_of(label)
+    return check(case, open_groups(case.layout, world), world, fault=fault)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -173,12 +197,6 @@ def test_a_fault_is_caught(name):
 
 
 def test_what_does_not_go_with_it_is_refused(capsys):
-    case = case_of("cp2-ring mb2")
-    rule = "train.expert_capacity = 1.0 counts the tokens of whole sequences, but layout.cp = 2"
-    assert broken(case.model, case.train, case.layout) == rule
-    legal = nearest_legal(case.model, case.train, case.layout)
-    assert "train.expert_capacity = None" in legal
-    assert "layout.cp = 1" in legal
     dense = ["train.expert_capacity=1.25", "cluster.device=cpu"]
     assert main(["train", *dense]) == 2
     assert "is of models with experts, but model.experts = 0" in capsys.readouterr().err

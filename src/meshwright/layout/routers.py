@@ -40,11 +40,6 @@ def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | Non
             f'train.routing = "{train.routing}" gives every rank as many tokens, but '
             f"train.imbalance = {train.imbalance}"
         )
-    if train.expert_capacity is not None and layout.cp > 1:
-        return (
-            f"train.expert_capacity = {train.expert_capacity} counts the tokens of whole "
-            f"sequences, but layout.cp = {layout.cp}"
-        )
     if train.router_bias_rate and model.lora is not None:
         return (
             f"train.router_bias_rate = {train.router_bias_rate} changes a buffer, which adapters "

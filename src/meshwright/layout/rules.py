@@ -209,7 +209,7 @@ RULES = (
     Rule(_fp8, ("layout.tp", "layout.schedule", "layout.microbatch", "train.fp8")),
     Rule(_four_bits, ("layout.tp", "layout.zero", "layout.offload", "lora.base")),
     Rule(_async_tp, ("layout.sp", "train.async_tp")),
-    Rule(router_rule, (*(f"train.{key}" for key in ROUTERS), "layout.cp")),
+    Rule(router_rule, tuple(f"train.{key}" for key in ROUTERS)),
     Rule(_ulysses, ("layout.cp_kind", "layout.cp", "layout.tp")),
     Rule(
         _schedule,

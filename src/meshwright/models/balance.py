@@ -30,12 +30,13 @@ class Balance:
 
     `aux` weighs the load-balancing loss, `z` the z-loss. `scale` multiplies both: one over the
     sequences of the global batch times the loss scale, 0 on ranks that compute what another does.
-    `summed` returns the sum of counts over the `ranks` that share sequences. `met` are the tokens
-    of each expert, int64 `[experts]`, on ranks that count; `losses` the two losses, fp32 `[2]`,
-    without `scale`. With a `capacity` c, an expert takes at most c times its even share of a row's
-    tokens; `dropped` counts the pairs that it does not take, int64 `[]`. With `is_forced` tokens
-    meet experts in turn, whatever their scores. `lately` are the tokens of each expert in the step
-    under way, int64 `[experts]`, where `rate` moves the router's correction after it.
+    `summed` returns the sum of counts over the `ranks` that share sequences. Of a sequence, this
+    rank has such `pieces`, and each of the others as many. `met` are the tokens of each expert,
+    int64 `[experts]`, on ranks that count; `losses` the two losses, fp32 `[2]`, without `scale`.
+    With a `capacity` c, an expert takes at most c times its even share of a row's tokens; `dropped`
+    counts the pairs that it does not take, int64 `[]`. With `is_forced` tokens meet experts in
+    turn, whatever their scores. `lately` are the tokens of each expert in the step under way, int64
+    `[experts]`, where `rate` moves the router's correction after it.
     """
 
     aux: float = 0.0
@@ -43,6 +44,7 @@ class Balance:
     rate: float = 0.0
     scale: float = 0.0
     ranks: int = 1
+    pieces: tuple[int, ...] = (0,)
     summed: Callable[[Tensor], Tensor] = lambda counts: counts
     capacity: float | None = None
     is_forced: bool = False
@@ -71,17 +73,27 @@ class Balance:
         """
         assert self.capacity is not None
         by_row = ids.view(rows, -1, ids.shape[-1])
-        most = full_at(self.capacity, by_row.shape[1], ids.shape[-1], experts)
-        shape = (rows, by_row.shape[1], experts)
-        picks = torch.zeros(shape, dtype=torch.int32, device=ids.device)
-        picks.scatter_(2, by_row, 1)
-        places = picks.cumsum(1, dtype=torch.int32).gather(2, by_row)
+        seq = by_row.shape[1]
+        most = full_at(self.capacity, seq * self.ranks, ids.shape[-1], experts)
+        picks = torch.zeros(rows, seq, experts, dtype=torch.int32, device=ids.device)
+        picks = picks.scatter_(2, by_row, 1).view(rows, len(self.pieces), -1, experts)
+        places = picks.cumsum(2, dtype=torch.int32)
+        if self.ranks > 1:  # what comes before each piece is on the other ranks
+            mine, total = list(self.pieces), self.ranks * len(self.pieces)
+            every = picks.new_zeros(rows, total, experts)
+            every[:, mine] = places[:, :, -1]
+            every = self.summed(every)
+            places += (every.cumsum(1, dtype=torch.int32) - every)[:, mine, None]
+        places = places.view(rows, seq, experts).gather(2, by_row)
         return by_row.where(places <= most, experts).view_as(ids)
 
-    def count(self, ids: Tensor, rows: int, experts: int) -> None:
-        """Record how many tokens of so many rows met each expert; ids int64 `[tokens, top_k]`."""
-        if self.capacity is not None and self.dropped is not None:
-            self.dropped += (self.bounded(ids, rows, experts) == experts).sum()
+    def count(self, ids: Tensor, experts: int, dropped: Tensor | None) -> None:
+        """Record how many tokens met each expert, and the pairs that were `dropped`, int64 `[]`.
+
+        ids int64 `[tokens, top_k]`.
+        """
+        if self.dropped is not None and dropped is not None:
+            self.dropped += dropped
         pairs = ids.flatten()
         counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, pairs, torch.ones_like(pairs))

@@ -88,13 +88,16 @@ class Router(Matrices):
     def forward(self, x: Tensor, rows: int) -> Routing:
         """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
         shares, ids = _Route.apply(x, *self.used, self, rows)  # type: ignore[no-untyped-call]
-        return self._routing(ids, shares, rows)
+        return Routing(ids, shares, drops=self.balance.capacity is not None)
 
-    def _routing(self, ids: Tensor, shares: Tensor, rows: int) -> Routing:
-        """Return the routing of tokens of so many rows, without those that find an expert full."""
+    def bounded(self, ctx: Any, ids: Tensor, rows: int) -> Tensor:
+        """Return the ids, marked where an expert is full; `ctx` gets how many of them are."""
+        ctx.dropped = None
         if self.balance.capacity is None:
-            return Routing(ids, shares)
-        return Routing(self.balance.bounded(ids, rows, len(self.weight)), shares, drops=True)
+            return ids
+        found = self.balance.bounded(ids, rows, len(self.weight))
+        ctx.dropped = (found == len(self.weight)).sum()
+        return found
 
 
 class SigmoidRouter(Router):
@@ -116,7 +119,7 @@ class SigmoidRouter(Router):
         """Return the routing of the tokens of so many rows, x `[tokens, dim]`."""
         weight = self.local(self.weight)
         shares, ids = _RouteBySigmoid.apply(x, weight, self, rows)  # type: ignore[no-untyped-call]
-        return self._routing(ids, shares, rows)
+        return Routing(ids, shares, drops=self.balance.capacity is not None)
 
     def pick(self, scores: Tensor) -> Tensor:
         """Return the selected experts int64 `[tokens, top_k]` for scores `[tokens, experts]`."""
@@ -179,6 +182,7 @@ class _Route(torch.autograd.Function):
         sizes = (scores.logsumexp(-1),) if router.balance.z else ()
         ctx.save_for_backward(x, weight, every, ids, *sizes)
         ctx.router, ctx.rows, ctx.has_bias = router, rows, bias is not None
+        ids = router.bounded(ctx, ids, rows)
         ctx.mark_non_differentiable(ids)
         return shares / shares.sum(-1, keepdim=True) if router.divides else shares, ids
 
@@ -193,7 +197,7 @@ class _Route(torch.autograd.Function):
             total = picked.sum(-1, keepdim=True)
             grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
         to_scores = torch.zeros_like(every).scatter_(-1, ids, grad)
-        balance.count(ids, rows, every.shape[-1])
+        balance.count(ids, every.shape[-1], ctx.dropped)
         if balance.aux:
             by_row = to_scores.view(rows, -1, every.shape[-1])
             by_row += balance.to_shares(every, ids, rows)[:, None]
@@ -227,6 +231,7 @@ class _RouteBySigmoid(torch.autograd.Function):
         shares = every.gather(-1, ids)
         ctx.save_for_backward(x, weight, every, ids)
         ctx.router, ctx.rows = router, rows
+        ids = router.bounded(ctx, ids, rows)
         ctx.mark_non_differentiable(ids)
         if router.divides:
             shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
@@ -237,7 +242,7 @@ class _RouteBySigmoid(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, every, ids = ctx.saved_tensors
         router: SigmoidRouter = ctx.router
-        router.balance.count(ids, ctx.rows, every.shape[-1])
+        router.balance.count(ids, every.shape[-1], ctx.dropped)
         grad = grad * router.scale
         picked = every.gather(-1, ids)
         if router.divides:

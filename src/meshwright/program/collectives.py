@@ -237,8 +237,10 @@ def _context(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
 def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
     """Yield what a sequence's load-balancing loss needs of the ranks that share the sequence.
 
-    Also what routers' corrections need of all ranks that see other tokens.
+    Also what its experts' capacities need of these, and what routers' corrections need of all ranks
+    that see other tokens.
     """
+    yield from _places(program, sizes, stages)
     if program.layout.cp > 1 and program.train.router_aux_loss:
         size = sizes.rows * program.model.experts * _FP32
         count, reason = _passes(program, stages), "backward: each sequence's tokens by expert"
@@ -250,6 +252,22 @@ def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
             "routers: the batch's tokens by expert",
         )
         yield Collective("all_reduce", "data", size, 1, "step", "experts", reason)
+
+
+def _places(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+    """Yield how ranks that share a sequence learn how many of its tokens come before theirs."""
+    layout, train = program.layout, program.train
+    if layout.cp == 1 or train.expert_capacity is None:
+        return
+    pieces = layout.cp * (2 if layout.cp_kind == "ring" else 1)
+    size, passes = sizes.rows * pieces * program.model.experts * _FP32, _passes(program, stages)
+    phases: tuple[tuple[Phase, int], ...] = (
+        ("forward", passes),
+        ("recompute", 0 if layout.recompute == "none" else passes),
+    )
+    for phase, count in phases:
+        reason = f"{phase}: tokens by expert of each piece of a sequence"
+        yield Collective("all_reduce", "cp", size, count, phase, "experts", reason)
 
 
 def _passes(program: Program, stages: Iterable[Stage]) -> int:

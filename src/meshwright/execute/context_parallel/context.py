@@ -34,27 +34,32 @@ from meshwright.models.sinks import sink_gradient
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
 
 
+def pieces(kind: Literal["ring", "ulysses"], cp: int, rank: int) -> tuple[int, ...]:
+    """Return which of a sequence's pieces a rank of a group of `cp` holds, ascending.
+
+    Ring: of 2 cp pieces, r and 2 cp - 1 - r, so that all ranks have equal work under the causal
+    mask. Llama 3 (arXiv:2407.21783), section 3.3.2. Ulysses: the r-th of cp.
+    """
+    return (rank, 2 * cp - 1 - rank) if kind == "ring" else (rank,)
+
+
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
     """Return the positions that a rank of a group of `cp` holds, int64 `[seq_len / cp]`, ascending.
 
-    Ring: the sequence is divided into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r, so
-    that all ranks have equal work under the causal mask. Llama 3 (arXiv:2407.21783), section 3.3.2.
-    Ulysses: the r-th of cp chunks. Raises `ConfigError` if the sequence doesn't divide evenly.
+    They are those of its `pieces`. Raises `ConfigError` if the sequence doesn't divide evenly.
     """
-    pieces = 2 * cp if kind == "ring" else cp
-    if seq_len % pieces:
-        below = seq_len // pieces * pieces
+    mine = pieces(kind, cp, rank)
+    total = cp * len(mine)
+    if seq_len % total:
+        below = seq_len // total * total
         raise ConfigError(
             refusal(
-                f"{kind} context parallelism cuts the sequence into {pieces} equal chunks "
+                f"{kind} context parallelism cuts the sequence into {total} equal chunks "
                 f"(cp = {cp}), and {seq_len} is not a multiple",
-                legal=[n for n in (below, below + pieces) if n],
+                legal=[n for n in (below, below + total) if n],
             )
         )
-    chunks = torch.arange(seq_len).view(pieces, -1)
-    if kind == "ring":
-        return torch.cat((chunks[rank], chunks[pieces - 1 - rank]))
-    return chunks[rank]
+    return torch.arange(seq_len).view(total, -1)[list(mine)].flatten()
 
 
 class Ring:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.execute.context_parallel.context import pieces
 from meshwright.execute.transport.groups import Groups, Link
 from meshwright.models import Transformer
 from meshwright.models.experts import ExpertMLP
@@ -38,6 +39,7 @@ def balance_routers(model: Transformer, program: Program, groups: Groups) -> Non
         one.is_forced = train.routing == "balanced"
         if groups.cp.size > 1:
             one.ranks, one.summed = groups.cp.size, partial(_summed, groups.cp)
+            one.pieces = pieces(program.layout.cp_kind, groups.cp.size, groups.cp.rank)
 
 
 def prepare_routers(
