@@ -140,8 +140,8 @@ def weighed_as_picked(parallel):
         forward = router.forward
 
         def biased(x, rows, router=router, forward=forward):
-            ids, shares = forward(x, rows)
-            return Routing(ids, shares + router.correction[ids])
+            found = forward(x, rows)
+            return Routing(found.ids, found.shares + router.correction[found.ids])
 
         router.forward = biased
 
