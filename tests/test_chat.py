@@ -227,7 +227,7 @@ def test_rows_that_cannot_be_trained_on_are_refused_by_number_or_skipped(tmp_pat
     said = []
     data = open_data(spec_of(file, on_error="skip"), tmp_path / "cache", progress=said.append)
     assert data.documents("train") + data.documents("validation") == 2
-    assert "skipped 2" in said[0]
+    assert any("skipped 2" in line for line in said)  # there may be one of progress before
     listed = (data.folders[0] / "skipped.txt").read_text().splitlines()
     assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in listed] == ["2", "4"]
 
