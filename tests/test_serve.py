@@ -17,6 +17,7 @@ from meshwright.search.plan import plan
 from meshwright.serve.answer import answer, devices_answer, model_words
 from meshwright.serve.app import HAS_UI, HOST, LARGEST_BODY, MISSING, application, serve
 from meshwright.serve.conditions import Conditions
+from meshwright.serve.detail import detail
 from meshwright.serve.page import page
 from meshwright.serve.worker import reply
 from meshwright.spec.loading import load_config
@@ -74,6 +75,23 @@ def test_a_frozen_page_has_the_plan_of_many_devices(tmp_path, capsys):
     assert found["calibration"] == made["calibration"]
     assert "Nothing has run on a GPU yet" in found["has_run"]
     assert found["points"] == []
+
+
+def test_the_middle_of_a_long_step_is_folded():
+    """The first and the last actions of each pipeline rank are drawn."""
+    words = ["model.preset=llama-3-70b", "cluster.preset=h100-sxm", "cluster.nodes=8"]
+    made = plan(load_config(None, [*words, "train.batch=1024", "train.precision=bf16"]))
+    found = detail(made, "tp8 shard2 zero1 pp4 1f1b mb1")["timeline"]
+    first, last = found["fold"]
+    assert 0 < first < last < found["actions_end"]
+    count = made.config.train.batch // 2
+    for rank in found["ranks"]:
+        assert {microbatch for *_, microbatch in rank} >= {0, 1, count - 2, count - 1}
+        assert not [s for s in rank if first * (1 + 1e-5) < s[2] <= last * (1 - 1e-5)]
+        assert len(rank) < 450
+    assert found["left_out"] == 4 * 2 * count - sum(map(len, found["ranks"]))
+    short = detail(made, "tp8 shard2 zero1 pp4 1f1b mb32")["timeline"]
+    assert (short["fold"], short["left_out"]) == (None, 0)
 
 
 def test_a_frozen_page_of_a_file_says_what_it_states(tmp_path, capsys):

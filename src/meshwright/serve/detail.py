@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from meshwright.errors import MeshwrightError
@@ -10,6 +11,7 @@ from meshwright.predict.price import OUTSIDE, Prediction, memories, price
 from meshwright.predict.setting import Setting
 from meshwright.predict.spans import pipeline_spans
 from meshwright.predict.step import pace_of
+from meshwright.program.profile import Span
 from meshwright.report.peaks import PROCESS, TENSORS
 from meshwright.search.advice import lost_by, warnings
 from meshwright.search.pins import given
@@ -69,7 +71,10 @@ def _why_not(made: Plan, found: Prediction) -> str:
 
 
 def _timeline(setting: Setting, found: Prediction) -> dict[str, Any]:
-    """Return the actions of each pipeline rank: kind, start, end, stage, microbatch."""
+    """Return the actions of each pipeline rank: kind, start, end, stage, microbatch.
+
+    Of a long step, those in the middle are left out: `fold` has its start and end in seconds.
+    """
     layout, time = found.layout, found.time
     slowest = time.ranks[time.slowest]
     after = slowest["data"] + slowest["optimizer"] + slowest["host"]
@@ -78,15 +83,28 @@ def _timeline(setting: Setting, found: Prediction) -> dict[str, Any]:
     drawn = pipeline_spans(setting, kernels, layout, pace, time.total - after)
     most = _MOST_SPANS // layout.pp
     ranks = [[s for s in one.spans if s.track == "compute"] for one in drawn]
+    fold = _fold(ranks, most)
+    shown = [[s for s in own if fold is None or not fold[0] < s.end <= fold[1]] for own in ranks]
     return {
         "total": time.total,
         "actions_end": time.total - after,
-        "left_out": sum(max(len(own) - most, 0) for own in ranks),
+        "fold": fold,
+        "left_out": sum(map(len, ranks)) - sum(map(len, shown)),
         "ranks": [
-            [[s.name, _digits(s.start), _digits(s.end), s.stage, s.microbatch] for s in own[:most]]
-            for own in ranks
+            [[s.name, _digits(s.start), _digits(s.end), s.stage, s.microbatch] for s in own]
+            for own in shown
         ],
     }
+
+
+def _fold(ranks: Sequence[Sequence[Span]], most: int) -> tuple[float, float] | None:
+    """Return the middle of a step in which ranks have more actions than are drawn of each."""
+    kept = most // 2
+    long = [own for own in ranks if len(own) > 2 * kept]
+    if not long:
+        return None
+    start, stop = max(own[kept - 1].end for own in long), min(own[-kept].start for own in long)
+    return (start, stop) if start < stop else None
 
 
 def _digits(seconds: float) -> float:

@@ -110,21 +110,25 @@
     return Object.fromEntries(Object.entries(sums).filter(([, size]) => size > 0));
   };
   const timeline = (one) => {
-    const row = 18, wide = across(), { ranks, total, actions_end: end } = one.timeline;
+    const row = 18, wide = across(), { ranks, total, actions_end: end, fold } = one.timeline;
+    // The middle of a long step is folded: it takes a small share of the picture.
+    const [first, last] = fold ?? [total, total], gap = 0.04 * (total - last + first) * (fold ? 1 : 0);
+    const x = (time) => 20 + ((time < last ? Math.min(time, first) : time - last + first + gap) / (total - last + first + gap)) * (wide - 25);
     const picture = make("svg", { viewBox: `0 0 ${wide} ${ranks.length * row + 16}`, role: "img", "aria-label": "The actions of each pipeline rank over the step" });
     const paint = fills(picture);
     ranks.forEach((spans, at) => {
       picture.append(make("text", { x: 0, y: at * row + 13 }, String(at)));
       for (const [kind, from, to, stage, microbatch] of spans) {
         const colours = given.actions[kind[0]] ?? given.actions.F;
-        picture.append(make("rect", { x: 20 + (from / total) * (wide - 25), y: at * row + 2, width: Math.max(((to - from) / total) * (wide - 25), 0.3),
+        picture.append(make("rect", { x: x(from), y: at * row + 2, width: Math.max(x(to) - x(from), 0.3),
           height: row - 4, fill: paint(colours[Math.floor(stage / ranks.length) % 2]) },
           make("title", {}, `${kind} of stage ${stage}, microbatch ${microbatch}: ${seconds(to - from)}`)));
       }
-      picture.append(make("rect", { x: 20 + (end / total) * (wide - 25), y: at * row + 2, width: ((total - end) / total) * (wide - 25), height: row - 4, fill: paint(given.causes.optimizer) },
+      picture.append(make("rect", { x: x(end), y: at * row + 2, width: x(total) - x(end), height: row - 4, fill: paint(given.causes.optimizer) },
         make("title", {}, `sums of gradients and update: ${seconds(total - end)}`)));
     });
     picture.append(make("text", { x: 20, y: ranks.length * row + 13 }, `0 to ${seconds(total)}`));
+    if (fold) picture.append(make("text", { x: (x(first) + x(last)) / 2, y: ranks.length * row + 13, "text-anchor": "middle" }, "…"));
     return picture;
   };
   const kinds = (one) => {
@@ -194,7 +198,7 @@
         table(["cause", "time"], used.map((name) => [given.names[name], seconds(one.seconds[name])])),
         table(["rank", ...Object.keys(given.memory)], one.ranks.map((rank) => [String(rank.rank), ...Object.keys(given.memory).map((name) => bytes(part(rank.bytes)[name] ?? 0))]))),
     );
-    if (one.timeline.left_out) box.append(make("p", { class: "hint" }, `${one.timeline.left_out} later actions are not drawn.`));
+    if (one.timeline.left_out) box.append(make("p", { class: "hint" }, `The middle of the step, from ${seconds(one.timeline.fold[0])} to ${seconds(one.timeline.fold[1])}, is folded: ${one.timeline.left_out} actions.`));
     return box;
   };
   const copier = (text, what) => make("button", { type: "button", "data-copy": what, click: async (event) => {
