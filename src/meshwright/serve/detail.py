@@ -84,7 +84,7 @@ def _timeline(setting: Setting, found: Prediction) -> dict[str, Any]:
     most = _MOST_SPANS // layout.pp
     ranks = [[s for s in one.spans if s.track == "compute"] for one in drawn]
     fold = _fold(ranks, most)
-    shown = [[s for s in own if fold is None or not fold[0] < s.end <= fold[1]] for own in ranks]
+    shown = [[s for s in own if fold is None or not fold[0] <= s.start < fold[1]] for own in ranks]
     return {
         "total": time.total,
         "actions_end": time.total - after,
