@@ -15,13 +15,13 @@ from meshwright.models.balance import Balance, full_at
 from meshwright.models.experts import ExpertMLP
 from meshwright.predict.calibration import shipped_calibration
 from meshwright.predict.setting import imbalance_of
+from meshwright.program.events import dropped_share
 from meshwright.program.lower import lower
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine
 from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.parity import check, prove_parity
-from meshwright.report.experts import dropped_share
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import TrainSpec
 from ranks import on_ranks

@@ -1,4 +1,4 @@
-"""The rule of what a config asks of routers."""
+"""The rule on what a config may ask of routers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.layout.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 
-# What is asked of routers, and the scores that it is for.
+# What a config may ask of routers, and the kinds of scores that it works with.
 ROUTERS = {
     "router_aux_loss": ("softmax", "sigmoid"),
     "router_z_loss": ("softmax",),
@@ -21,7 +21,7 @@ _ASKED = attrgetter("router_aux_loss", "router_z_loss", "router_bias_rate", "exp
 
 
 def router_rule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    """What is asked of routers asks for a model with routers; the broken rule, or None."""
+    """Return what a config asks of routers that this model's cannot do, or None."""
     if not any(_ASKED(train)) and train.routing == "learned" and train.imbalance in (None, 1):
         return None  # soon: the planner asks for thousands of layouts
     for key, scores in ROUTERS.items():

@@ -52,9 +52,9 @@ def streams(
 
     Their names are `embed`, `layers.0`, ... With `drops`, the rows' keys drop values, if there are
     any: those of the embedding after it is yielded, because it is a module's own output. Experts
-    have the `capacity` of `train.expert_capacity`. `gaps`
-    receives, for each layer of experts, the smallest distance of a selected router score from one
-    that was not; `routers` receives the routers' results.
+    have the `capacity` of `train.expert_capacity`. `gaps` receives, for each layer of experts, the
+    smallest distance of a selected router score from one that was not; `routers` receives the
+    routers' results.
     """
     model = _Model(spec, weights, batch, batch.keys if drops else None, fp8)
     model.gaps, model.routers, model.capacity = gaps, routers, capacity

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from meshwright.program.events import dropped_share
 from meshwright.program.profile import StepProfile
 from meshwright.report.causes import mean_causes
 from meshwright.report.colours import INK, TOKENS
@@ -35,12 +36,6 @@ def experts_section(page: Page, run: RunRecord) -> None:
     ]
     maps = _map(page, last), _map_over_time(page, events)
     page.section("experts", "Experts", prose(*words(last, run)), *maps, grid(*charts))
-
-
-def dropped_share(event: Mapping[str, Any]) -> float:
-    """Return which share of the pairs of a token and an expert was dropped."""
-    total = sum(map(sum, event["tokens"]))
-    return sum(event.get("dropped", ())) / total if total else 0.0
 
 
 def words(event: Mapping[str, Any], run: RunRecord) -> list[str]:

@@ -180,10 +180,10 @@ class TrainSpec(Spec):
     sequence's tokens meet all experts equally often, `router_z_loss` that of large scores;
     `router_bias_rate` is what a step adds to the corrections of sigmoid routers, or takes off;
     `expert_capacity` = f has an expert take at most f times its even share of each sequence's
-    tokens, rounded up: the first ones, while later ones are dropped, i.e. pass it by; left out, no
-    token is dropped. `routing` = "balanced" has tokens meet experts in turn, whatever their scores:
-    for measurements alone. `imbalance` is for predictions alone: how many times the mean of pairs
-    of token and expert the busiest of `ep` ranks gets; left out, it is the calibration's.
+    tokens, rounded up: the first ones, while later ones skip this expert, i.e. are dropped; left
+    out, no token is dropped. `routing` = "balanced" has tokens meet experts in turn, whatever their
+    scores: for measurements alone. `imbalance` is for predictions alone: how many times the mean of
+    pairs of token and expert the busiest of `ep` ranks gets; left out, it is the calibration's.
     """
 
     steps: int = Field(default=200, gt=0, le=LARGEST)

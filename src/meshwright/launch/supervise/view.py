@@ -21,6 +21,7 @@ from meshwright.launch.supervise.trend import Trend
 from meshwright.layout import Layout
 from meshwright.lines import folded
 from meshwright.parsing import parse_json
+from meshwright.program.events import dropped_share
 from meshwright.report.peaks import name_in_events
 from meshwright.units import counted, format_bytes, format_count, format_seconds
 
@@ -220,12 +221,12 @@ def experts_line(event: Mapping[str, Any]) -> str:
     total = sum(len(row) for row in event["tokens"])
     dead = len(event["dead"])
     none = f"{dead} of {counted(total, 'expert')} met no token" if dead else "all met tokens"
-    pairs, dropped = sum(map(sum, event["tokens"])), sum(event.get("dropped", ()))
+    dropped = dropped_share(event)
     text = (
         f"step {event['step']}: experts: {none}, the busiest of a layer met "
         f"{1 + event['expert_excess']:.2f} times the mean"
     )
-    return f"{text}, {dropped / pairs:.1%} of pairs dropped" if dropped else text
+    return f"{text}, {dropped:.1%} of pairs dropped" if dropped else text
 
 
 def start_line(event: Mapping[str, Any]) -> str:
