@@ -130,12 +130,29 @@ def _prefetch(model: Any, embed: Any, head: Any, turns: Sequence[Sequence[Any]])
         forward.insert(1, embed)
         embed.set_unshard_in_backward(False)
         embed.set_modules_to_backward_prefetch([embed])
+    inner = {id(experts) for _, *others in turns for experts in others}
     for unit, after in pairwise(forward):
         unit.set_modules_to_forward_prefetch([after])
+        if id(unit) in inner:
+            _prefetch_once(unit, after)
     for unit, after in zip_longest(backward, backward[1:], fillvalue=backward[-1]):
         unit.set_modules_to_backward_prefetch([after])
     if head is not None:  # nothing tells it of a backward of its own
         model.set_modules_to_backward_prefetch(list(dict.fromkeys([head, *backward[1:2]])))
+
+
+def _prefetch_once(unit: Any, after: nn.Module) -> None:
+    """Have a unit within a block prefetch in a first forward alone.
+
+    FSDP2 tells a second forward from the first by the backward of the same unit, which begins
+    later than that of its block. It would gather the next block again, whose backward is over.
+    """
+
+    def choose(*_: Any) -> None:
+        is_again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint does
+        unit.set_modules_to_forward_prefetch([] if is_again else [after])
+
+    unit.register_forward_pre_hook(choose, prepend=True)
 
 
 class HeadUnit:
