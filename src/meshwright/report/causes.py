@@ -164,8 +164,10 @@ def link_of(axis_name: str, layout: Layout | None, cluster: Cluster | None) -> s
     """Return the link that the messages of an axis cross: within a node, or between nodes."""
     if layout is None or cluster is None or axis_name not in _JOINED:
         return "?"
-    group = layout.mesh.group(0, _JOINED[axis_name])
-    crosses = max(group) >= cluster.per_node
+    furthest = max(layout.mesh.group(0, _JOINED[axis_name]))
+    if axis_name == "ep":  # neighbours among these, and maybe ranks of tp
+        furthest = (layout.ep - 1) * layout.expert_tp
+    crosses = furthest >= cluster.per_node
     return cluster.outer.name if crosses else cluster.inner.name
 
 
