@@ -254,6 +254,18 @@ FAULTS = [
     (another_expert, "dp2 ep2 mb2", "output", "layers.0"),
     (no_sum_of_routers, "tp2 dp2 ep2 mb2", GRADIENT, ROUTER),
     (no_sum_of_routers, "tp2 mb2", GRADIENT, ROUTER),
+    # Ranks of tp among those of `ep`
+    (doubled_gradients, "dp2 tp2 sp ep2 etp1 mb2", GRADIENT, DOWN),
+    (summed_over_other_experts, "dp2 tp2 sp ep4 etp1 mb2", GRADIENT, DOWN),
+    (no_sum_of_copies, "dp2 tp2 sp ep2 etp1 mb2", GRADIENT, DOWN),
+    (no_sum_of_routers, "tp2 sp ep2 etp1 mb2", GRADIENT, ROUTER),
+    (
+        experts_not_in_the_norm,
+        "tp2 sp ep2 etp1 mb2",
+        "gradient norm",
+        "layers.0.mlp.experts.gate.weight",
+    ),
+    (another_expert, "tp2 sp ep2 etp1 mb2", "output", "layers.0"),
 ]
 
 
@@ -299,6 +311,7 @@ def test_tokens_that_differ_in_number_are_no_disagreement():
 LAYOUTS = (
     *("mb1", "shard2 zero2 ep2 mb2", "dp4 ep4 mb1", "tp2 mb2", "shard4 zero3 ep2 mb2"),
     *("dp2 ep2 tp2 mb2", "pp2 dp2 ep2 1f1b mb1", "shard2 zero1 mb2", "dp2 shard2 zero2 ep2 mb2"),
+    *("tp2 sp ep2 etp1 mb2", "shard2 zero3 tp2 sp ep4 etp1 mb2", "dp2 tp2 sp ep2 etp1 mb2"),
 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout, Machine, broken, nearest_legal, resolve_layout
+from meshwright.layout import AXES, Layout, Machine, broken, nearest_legal, resolve_layout
 from meshwright.layout.candidates import divisors
 from meshwright.layout.rules import RULES
 from meshwright.layout.schedules import SCHEDULES, microbatch_rule
@@ -241,8 +241,8 @@ def test_divisors():
 DEGREE = st.one_of(st.integers(1, 9), st.sampled_from([16, 48, 64, 4096, 10**9 + 7, 10**18]))
 LAYOUTS = st.builds(
     Layout,
-    **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), DEGREE),
-    **dict.fromkeys(("virtual_stages", "microbatch"), DEGREE),
+    **dict.fromkeys((*AXES, "ep", "virtual_stages", "microbatch"), DEGREE),
+    etp=st.sampled_from([None, 1, 2]),
     zero=st.sampled_from([0, 1, 2, 3]),
     sp=st.booleans(),
     cp_kind=st.sampled_from(["ring", "ulysses"]),

@@ -175,11 +175,13 @@ def is_turn(number: int, layout: Layout, at: Mapping[str, int], sharding: Shardi
     if sharding.tp_dim is not None:
         cut.add("tp")
     place, copies = 0, 1
-    if sharding.ep > 1:  # its copies are every `ep`th of the ranks that have the same otherwise
+    if sharding.ep > 1:  # its copies are every few of the ranks that have the same otherwise
         cut |= {"dp_shard" if layout.zero else "dp_replicate", "cp"}
+        if sharding.folds > 1:
+            cut.add("tp")
         if not layout.zero:
             copies = layout.expert_replica_ranks
-            place = data_rank(layout, at) // sharding.ep
+            place = data_rank(layout, at) // sharding.expert_data
     elif sharding.shard_ranks > 1:
         cut |= {"dp_shard", "cp"}
     for axis in ("dp_replicate", "dp_shard", "cp", "tp"):

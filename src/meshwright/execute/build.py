@@ -199,7 +199,7 @@ def cut_over_tp(model: Transformer, program: Program, groups: Groups, deferral: 
     tp_region = TPRegion(groups.tp, layout.sp, gathers_again=gathers_again(program))
     if program.model.lora is not None:
         for block in model.blocks:
-            cut_adapted(block, tp_region)
+            cut_adapted(block, tp_region, folds=layout.folds > 1)
     else:
         _take_over_linear(model, program, tp_region, deferral)
     if layout.tp == 1:
@@ -218,7 +218,7 @@ def _take_over_linear(
     """Have linear layers, and those of experts, compute by our own function."""
     for block in model.blocks:  # first: linear layers of experts are not those of MLPs
         if isinstance(block.mlp, ExpertMLP):
-            cut_experts(block.mlp, tp_region, deferral)
+            cut_experts(block.mlp, tp_region, deferral, folds=program.layout.folds > 1)
         else:
             block.mlp.project = together(tp_region, deferral)
         block.attn.project = together(tp_region, deferral)

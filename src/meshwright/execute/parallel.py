@@ -139,14 +139,14 @@ class Parallel:
         """
         count = self.count_targets(batch)
         sequences = len(batch.inputs) * self.program.layout.dp
-        experts = self.program.model.experts
-        prepare_routers(self.routers, self.groups, loss_scale / sequences, self.device, experts)
+        scale = loss_scale / sequences
+        prepare_routers(self.routers, self.program, self.groups, scale, self.device)
         parts = batch.at(self.positions).split(self.program.layout.microbatch)
         table = self.program.tables[self.groups.at["pp"]]
         loss = Pipeline(self, table, parts, Scale(1.0 / count, loss_scale)).run(self.observe)
         for module in self.modules.values():
             finish_replicas(module)
-        sum_counts(self.routers, self.groups.data)
+        sum_counts(self.routers, self.program, self.groups)
         return loss / count if self.counts_loss else torch.zeros_like(loss)
 
     def count_targets(self, batch: Batch) -> Tensor:

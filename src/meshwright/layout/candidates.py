@@ -60,8 +60,9 @@ NUMBERS: Mapping[str, Callable[[ModelSpec, TrainSpec, Layout], Iterable[int]]] =
     "layout.tp": lambda model, train, layout: divisors(_tensor_sizes(model)),
     "layout.cp": lambda model, train, layout: divisors(train.seq_len),
     "layout.ep": lambda model, train, layout: divisors(
-        math.gcd(model.experts or 1, layout.alike_ranks)
+        math.gcd(model.experts or 1, layout.alike_ranks * layout.folds)
     ),
+    "layout.etp": lambda model, train, layout: (1, layout.tp),
     "layout.pp": lambda model, train, layout: _up_to(
         model.n_layers // layout.virtual_stages, layout.pp
     ),

@@ -24,7 +24,8 @@ class Layout(Spec):
     """One complete layout: the product of its degrees is the number of ranks.
 
     `microbatch` is in sequences per data-parallel rank. `ep` is no axis of the mesh: it divides the
-    ranks that would hold the same experts, see `alike_ranks`.
+    ranks that would hold the same experts, see `alike_ranks`. `etp` is how many ranks of tp cut an
+    expert's width: all, or 1, then `ep` divides ranks of tp as well (arXiv:2504.14960, section 3).
     """
 
     pp: int = Field(default=1, gt=0)
@@ -33,6 +34,7 @@ class Layout(Spec):
     cp: int = Field(default=1, gt=0)
     tp: int = Field(default=1, gt=0)
     ep: int = Field(default=1, gt=0)
+    etp: int | None = Field(default=None, gt=0)
     zero: Zero = 0
     sp: bool = False
     cp_kind: ContextKind = "ring"
@@ -98,14 +100,29 @@ class Layout(Spec):
         return self.shard_ranks if self.zero else self.replica_ranks
 
     @property
+    def expert_tp(self) -> int:
+        """Ranks of tp that cut an expert's width."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def folds(self) -> int:
+        """Ranks of tp among those of `ep`; each then routes its own part of a sequence."""
+        return max(self.tp // self.expert_tp, 1)
+
+    @property
+    def expert_data(self) -> int:
+        """Data ranks among those of `ep`."""
+        return self.ep // self.folds
+
+    @property
     def expert_shard_ranks(self) -> int:
         """Ranks over which ZeRO shards the states of an expert."""
-        return self.shard_ranks // self.ep if self.zero else 1
+        return self.shard_ranks // self.expert_data if self.zero else 1
 
     @property
     def expert_replica_ranks(self) -> int:
         """Ranks that hold the same states of an expert and sum their gradients."""
-        return self.replica_ranks if self.zero else self.replica_ranks // self.ep
+        return self.replica_ranks if self.zero else self.replica_ranks // self.expert_data
 
     @property
     def is_pipelined(self) -> bool:
@@ -125,6 +142,7 @@ class Layout(Spec):
             (f"tp{self.tp}", self.tp > 1),
             ("sp", self.sp),
             (f"ep{self.ep}", self.ep > 1),
+            (f"etp{self.expert_tp}", self.expert_tp != self.tp),
             (f"cp{self.cp}-{self.cp_kind}", self.cp > 1 or self.cp_kind != "ring"),
             (f"pp{self.pp}", self.pp > 1),
             (self.schedule, self.pp > 1 or self.schedule != "1f1b"),
@@ -160,6 +178,7 @@ _DEGREES = {
     "shard": "dp_shard",
     "tp": "tp",
     "ep": "ep",
+    "etp": "etp",
     "cp": "cp",
     "pp": "pp",
     "v": "virtual_stages",

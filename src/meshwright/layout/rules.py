@@ -91,17 +91,41 @@ def _microbatch(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | Non
 
 
 def _experts(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-    if layout.ep == 1:
+    if layout.ep == 1 and layout.etp is None:
         return None
-    if not model.experts:
+    if layout.ep > 1 and not model.experts:
         return f"layout.ep = {layout.ep} shares out experts, but model.experts = 0"
-    if model.experts % layout.ep:
+    if layout.expert_tp != layout.tp:
+        rule = _whole_experts(layout)
+        if rule is not None:
+            return rule
+    if layout.ep > 1 and model.experts % layout.ep:
         return _divides("layout.ep", layout.ep, "model.experts", model.experts)
-    if layout.alike_ranks % layout.ep == 0:
+    if layout.alike_ranks % layout.expert_data == 0:
         return None
     axes = "dp_shard x cp" if layout.zero else "dp_replicate x cp"
+    if layout.folds > 1:
+        of = f"the {axes} x tp ranks of a stage"
+        return _divides("layout.ep", layout.ep, of, layout.alike_ranks * layout.tp)
     of = f"the {axes} ranks with the same weights"
     return _divides("layout.ep", layout.ep, of, layout.alike_ranks)
+
+
+def _whole_experts(layout: Layout) -> str | None:
+    """All ranks of tp cut experts, or none: then each has tokens of its own for `ep` to send."""
+    if layout.expert_tp > 1:
+        return f"layout.etp = {layout.etp} must be 1 or layout.tp = {layout.tp}"
+    if not layout.sp:
+        return "layout.etp = 1 sends each tp rank's own tokens, but layout.sp = false"
+    if layout.ep % layout.tp == 0:
+        return None
+    return f"layout.ep = {layout.ep} must be a multiple of layout.tp = {layout.tp} (layout.etp = 1)"
+
+
+def _expert_width(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    if (model.expert_ffn_dim or 0) % layout.tp == 0 or layout.etp == 1:
+        return None
+    return _divides("layout.tp", layout.tp, "model.expert_ffn_dim", model.expert_ffn_dim or 0)
 
 
 def _shards(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
@@ -196,9 +220,10 @@ def _schedule(model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
 
 RULES = (
     *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("n_heads", "n_kv_heads", "ffn_dim")),
-    *(Rule(_cut_over_tp(size), ("layout.tp",)) for size in ("expert_ffn_dim", "shared_ffn_dim")),
+    Rule(_expert_width, ("layout.tp", "layout.etp")),
+    Rule(_cut_over_tp("shared_ffn_dim"), ("layout.tp",)),
     Rule(_cut_over_tp("vocab_size"), ("model.vocab_size", "layout.tp")),
-    Rule(_experts, ("layout.ep",)),
+    Rule(_experts, ("layout.ep", "layout.sp", "layout.etp")),
     Rule(_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_virtual_stages, ("layout.virtual_stages", "layout.pp")),
     Rule(_batch, ("train.batch", "layout.dp_replicate", "layout.dp_shard")),
@@ -352,6 +377,8 @@ def _options(case: _Case, key: str, width: int) -> list[_Change]:
         at = choices.index(old) if old in choices else len(choices)  # a number that none is near
         others = sorted((abs(i - at), i) for i in range(len(choices)) if i != at)
         return [_Change(key, choices[i], choices[i], d / len(choices)) for d, i in others]
+    if old is None:  # what is not set is as another key says
+        return []
     numbers = sorted(set(NUMBERS[key](*case)) - {old}, key=lambda number: abs(number - old))
     below = [number for number in numbers if 0 < number < old]
     above = [number for number in numbers if old < number <= LARGEST]

@@ -76,7 +76,8 @@ class ExpertMLP(nn.Module):
     """Experts, and maybe a shared one, instead of an MLP.
 
     `enter` and `leave` are what comes before and after the part that tensor parallelism cuts, as
-    the experts' widths; the router is in it, on all tokens. Expert parallelism replaces `begin`.
+    the experts' widths; the router is in it, on all tokens. If it `folds`, that part is the shared
+    expert alone. Expert parallelism replaces `begin`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -88,22 +89,29 @@ class ExpertMLP(nn.Module):
         self.shared_gate = nn.Linear(spec.dim, 1, bias=False) if spec.shared_gate else None
         self.enter: Edge = same
         self.leave: Edge = same
+        self.folds = False
 
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         """Return the mixture for x `[..., dim]`, of the same shape."""
-        inside = self.enter(x)
-        tokens = inside.flatten(0, -2)
-        rows = len(inside) if inside.dim() > 2 else 1
+        routed = x if self.folds else self.enter(x)
+        tokens = routed.flatten(0, -2)
+        rows = len(routed) if routed.dim() > 2 else 1
         results = self.begin(tokens, self.router(tokens, rows))
-        beside = None
-        if self.shared is not None:
-            beside = self.shared(inside, context).flatten(0, -2)
-            if self.shared_gate is not None:
-                beside = torch.sigmoid(self.shared_gate(tokens)) * beside
-        out = results()
-        if beside is not None:
-            out = out + beside
-        return self.leave(out.view_as(inside))
+        beside = self._beside(routed, context)
+        out = results().view_as(routed)
+        if self.folds:
+            return out if beside is None else out + self.leave(beside)
+        return self.leave(out if beside is None else out + beside)
+
+    def _beside(self, x: Tensor, context: Context) -> Tensor | None:
+        """Return the result of the shared expert for the tokens x, if there is one."""
+        if self.shared is None:
+            return None
+        inside = self.enter(x) if self.folds else x
+        beside: Tensor = self.shared(inside, context)
+        if self.shared_gate is not None:
+            beside = torch.sigmoid(self.shared_gate(inside)) * beside
+        return beside
 
     def begin(self, tokens: Tensor, routing: Routing) -> Make:
         """Begin to compute the experts of tokens `[tokens, dim]`; returns a function that ends it.

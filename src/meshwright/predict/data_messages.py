@@ -72,7 +72,7 @@ def _peers(layout: Layout, plain: float, experts: float) -> Iterator[_Peers]:
     yield _Peers(plain, "shard", ranks, tp, "replicate", replicas, tp * ranks)
     if experts:
         ranks, replicas = layout.expert_shard_ranks, layout.expert_replica_ranks
-        apart = tp * layout.ep
+        apart = layout.expert_tp * layout.ep
         names = "expert_shard", "expert_replicate"
         yield _Peers(experts, names[0], ranks, apart, names[1], replicas, apart * ranks)
 
@@ -110,12 +110,12 @@ def unit_messages(setting: Setting, kernels: Kernels, layout: Layout) -> UnitSec
     if ranks == 1 or zero < 2:
         return UnitSeconds(0.0, 0.0, 0.0)
     model, network, gather, reduce = setting.model, kernels.network, 0.0, 0.0
-    found = weights(model, layout.tp, ranks, layout.ep)
+    found = weights(model, layout.tp, ranks, layout.ep, layout.etp)
     experts, kind = max(found.experts), gathering(setting, layout)
     for one in _peers(layout, found.layer - experts, experts) if zero == 3 else ():
         among = one.shards, one.shard_stride, one.shard
         gather += network.seconds(kind, one.elements * setting.element, *among)
-    found = weights(model, layout.tp, ranks, layout.ep, of="trained")
+    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of="trained")
     for one in _peers(layout, found.layer - max(found.experts), max(found.experts)):
         among = one.shards, one.shard_stride, one.shard
         size = one.elements * setting.reduced_bytes
@@ -146,8 +146,8 @@ def _ends(setting: Setting, kernels: Kernels, layout: Layout) -> tuple[EndSecond
         kind, each = reduction(setting, layout), setting.reduced_bytes
         return sum(network.seconds(kind, one * each, *among) for one in units)
 
-    cut = weights(model, layout.tp, layout.shard_ranks, layout.ep)
-    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, of="trained")
+    cut = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp)
+    own = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
     if in_place or model.tie_embeddings or not setting.system.parts_ends:
         # The last end's own, and what is tied to it where FSDP2 has both in one unit.
         joined = model.tie_embeddings and not in_place

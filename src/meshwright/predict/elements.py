@@ -35,15 +35,21 @@ class Weights(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def weights(
-    model: ModelSpec, tp: int, shard_ranks: int, ep: int = 1, *, of: Which = "all"
+    model: ModelSpec,
+    tp: int,
+    shard_ranks: int,
+    ep: int = 1,
+    etp: int | None = None,
+    *,
+    of: Which = "all",
 ) -> Weights:
     """Return the elements of a tp rank; with `shard_ranks`, rows padded to a multiple of them.
 
     Of experts those of one of `ep` ranks. `of` what is trained, or kept in four bits, alone.
     """
-    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep)
+    layout = Layout(tp=tp, dp_shard=shard_ranks, zero=3, ep=ep, etp=etp)
     if shard_ranks == 1:
-        layout = Layout(tp=tp, dp_replicate=ep, ep=ep)
+        layout = Layout(tp=tp, dp_replicate=layout.expert_data, ep=ep, etp=etp)
     layers, experts = [], []
     for kind in model.layer_kinds:
         found = parts(model.alike(kind, n_layers=1))
@@ -92,7 +98,7 @@ def elements_of(
     A tied head is a copy of the embedding.
     """
     ranks = layout.shard_ranks if is_padded else 1
-    found = weights(model, layout.tp, ranks, layout.ep, of=of)
+    found = weights(model, layout.tp, ranks, layout.ep, layout.etp, of=of)
     experts = int(held.total(found.experts))
     plain = int(held.total(found.layers)) - experts
     if held.has_embedding or (held.has_head and model.tie_embeddings):

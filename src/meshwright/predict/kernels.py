@@ -149,12 +149,13 @@ class Kernels:
         cp_kind: str,
         recompute: str,
         ep: int = 1,
+        etp: int | None = None,
         *,
         defers: bool = False,
     ) -> Seconds:
         """Return the seconds of a layer with such work.
 
-        `defers`: weight gradients are computed later.
+        `etp` as in `Layout`. `defers`: weight gradients are computed later.
         """
         element = found.sizes.element
         each = {at: self.product(p, self.peak, element) for at, p in enumerate(work.products)}
@@ -187,7 +188,7 @@ class Kernels:
             tp_backward,
             self._tp_recompute(recompute, tp_forward, tp_again),
             *self._context(work, cp, tp, cp_kind, attention),
-            *self._dispatch(work, ep, tp, whole),
+            *self._dispatch(work, ep, tp if etp is None else etp, whole),
         )
 
     def _with_host(self, device: float, launches: float, passes: int) -> float:
@@ -317,18 +318,20 @@ class Kernels:
         return "forward" if is_early else message.phase
 
     def _dispatch(
-        self, work: Work, ep: int, tp: int, products: Sequence[float]
+        self, work: Work, ep: int, apart: int, products: Sequence[float]
     ) -> tuple[float, float, float]:
         """Return the seconds of tokens on their way to experts and back, as for `_context`.
 
         Ours travel while the shared expert computes; of other systems the share that was fitted is
-        seen. `products` are the seconds of the layer's.
+        seen. Ranks of `ep` are so far `apart`. `products` are the seconds of the layer's.
         """
         sums: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
         beside = sums.copy()
         for message in work.messages:
             if message.axis == "ep":
-                each = self.network.seconds(message.kind, message.bytes, ep, tp, "ep", self.routed)
+                each = self.network.seconds(
+                    message.kind, message.bytes, ep, apart, "ep", self.routed
+                )
                 seconds = message.times * each * self.ep_exposed
                 sums[message.phase] += seconds
                 beside[message.phase] += seconds * (message.overlaps == "shared")

@@ -71,7 +71,7 @@ def model_states(setting: Setting, layout: Layout, held: HeldLayers) -> list[Ter
     every = elements_of(model, layout, held, is_padded=False)
     whole = elements_of(model, layout, held, is_padded=False, of="trained").total
     part = elements_of(model, layout, held, of="trained").share(layout)
-    unit = weights(model, layout.tp, ranks, layout.ep)
+    unit = weights(model, layout.tp, ranks, layout.ep, layout.etp)
     last = unit.norm + unit.head
     largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
     terms = []
@@ -118,7 +118,7 @@ def _gradients(
 ) -> list[Term]:
     """Return the gradients of a rank that trains `part` of `whole` elements."""
     model, system, reduced = setting.model, setting.system, setting.reduced_bytes
-    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, of="trained")
+    unit = weights(model, layout.tp, layout.shard_ranks, layout.ep, layout.etp, of="trained")
     last = unit.norm + unit.head
     largest = max(unit.layer, unit.embedding * held.has_embedding, last * held.has_head)
     terms = []

@@ -52,6 +52,6 @@ def parts_of(setting: Setting, kernels: Kernels, layout: Layout) -> MicrobatchTi
     found = work_of(setting, layout)
     defers = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
     first, last = kernels.ends(found, layout.tp, defers=defers)
-    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute, layout.ep)
+    shape = (layout.cp, layout.tp, layout.cp_kind, layout.recompute, layout.ep, layout.etp)
     layers = tuple(kernels.layer(found, work, *shape, defers=defers) for work in found.layers)
     return MicrobatchTimes(layers, first, last)

@@ -23,7 +23,8 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     model, el = program.model, sizes.element
     whole, pairs = sizes.whole_bytes, sizes.received * sizes.dim * el
     hidden = sizes.received * sizes.expert_ffn * el
-    is_cut = program.layout.sp and program.layout.tp > 1
+    folds = program.layout.folds > 1
+    is_cut = program.layout.sp and program.layout.tp > 1 and (model.shared_ffn_dim or not folds)
     came = of_result(program, sizes) + (whole if is_cut else 0)
     router_came = came
     if program.layout.ep > 1:  # the gradient of what was sent back, as it came
@@ -46,14 +47,16 @@ def expert_needs(program: Program, sizes: Sizes) -> Iterator[Need]:
     # Gradients of what had come travel back, to as many pairs as a rank's tokens make.
     back = sizes.pairs * sizes.dim * el if program.layout.ep > 1 else 0
     waits = back and model.shared_ffn_dim  # their sum by token
-    yield Need("mlp.experts.order", came + 2 * pairs + back + (0 if waits else whole))
+    yield Need("mlp.experts.order", came + 2 * pairs + back + (0 if waits else sizes.routed_bytes))
     came = router_came
     if model.shared_ffn_dim:  # meanwhile those gradients travel: what leaves, and what comes
         yield from _shared_needs(program, sizes, came + whole if not back else came + pairs + back)
-    scores = sizes.tokens * model.experts * _WIDE
-    widened = 0 if el == _WIDE else sizes.tokens * sizes.dim * _WIDE
-    router = came + 2 * whole + 2 * scores + widened
-    arrived = came + back + 2 * whole if back else 0  # they have come, and are summed by token
+    scores = sizes.routed * model.experts * _WIDE
+    widened = 0 if el == _WIDE else sizes.routed * sizes.dim * _WIDE
+    router = came + 2 * sizes.routed_bytes + 2 * scores + widened
+    arrived = (
+        came + back + 2 * sizes.routed_bytes if back else 0
+    )  # they have come, and are summed by token
     names = trained(program, "mlp.router", model.expert_bias)
     yield Need("mlp.router", max(router, arrived), names, scores)
 

@@ -182,11 +182,11 @@ def _traffic(
     groups = {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
-        "ep": (layout.ep, layout.tp),
-        "expert_shard": (layout.expert_shard_ranks, layout.tp * layout.ep),
+        "ep": (layout.ep, layout.expert_tp),
+        "expert_shard": (layout.expert_shard_ranks, layout.expert_tp * layout.ep),
         "expert_replicate": (
             layout.expert_replica_ranks,
-            layout.tp * layout.ep * layout.expert_shard_ranks,
+            layout.expert_tp * layout.ep * layout.expert_shard_ranks,
         ),
         "shard": (layout.shard_ranks, layout.tp),
         "replicate": (layout.replica_ranks, layout.tp * layout.shard_ranks),

@@ -243,20 +243,21 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
     if microbatch is None:
         microbatch = 1
         assumed.append("microbatch 1")
+    ep, tp = int(row.get("ep") or 1) if row.get("experts") else 1, degrees["tp"]
+    alike = (shards if zero else dp) * degrees["cp"]
+    etp = _expert_tp(row, ep, tp, alike, assumed)
     sp = row.get("sp")
-    if (
+    if etp < tp:
+        sp = True
+    elif (
         sp is None
         and degrees["tp"] > 1
         and system.name not in ("megatron", "aleph-alpha", "aleph-alpha-rms")
     ):
         sp = True
         assumed.append("sp")
-    ep = int(row.get("ep") or 1) if row.get("experts") else 1
-    alike = (shards if zero else dp) * degrees["cp"]
-    if alike % ep or int(row["experts"] if ep > 1 else 1) % ep:
-        raise RowError(f"ep {ep} does not divide the {alike} ranks with the same weights")
-    if ep > 1 and degrees["tp"] > 1 and row.get("etp", 1) != degrees["tp"]:
-        assumed.append(f"experts cut over tp {degrees['tp']}")
+    if alike % (ep // (tp // etp)) or int(row["experts"] if ep > 1 else 1) % ep:
+        raise RowError(f"ep {ep} does not divide the {alike * tp // etp} ranks that share experts")
     schedule: Schedule = "interleaved_1f1b" if virtual > 1 and degrees["pp"] > 1 else "1f1b"
     if system.name == OURS and degrees["pp"] > 1:
         schedule = row.get("pp_schedule") or schedule
@@ -269,6 +270,7 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
         cp_kind=row.get("cp_kind") or "ring",
         tp=degrees["tp"],
         ep=ep,
+        etp=None if etp == tp else etp,
         zero=zero,
         sp=bool(sp) and degrees["tp"] > 1,
         schedule=schedule,
@@ -277,6 +279,20 @@ def _layout(row: Row, degrees: Mapping[str, int], system: System, assumed: list[
         recompute=recompute_of(row, assumed),
         offload="params" if "param" in offload else "optimizer" if "optim" in offload else "none",
     )
+
+
+def _expert_tp(row: Row, ep: int, tp: int, alike: int, assumed: list[str]) -> int:
+    """Return how many ranks of tp cut an expert's width: what the row says, if there is that.
+
+    If it says nothing, and `ep` does not divide the data ranks that are `alike`, it is 1.
+    """
+    if ep == 1 or tp == 1 or row.get("etp") == tp:
+        return tp
+    can_be_whole = ep % tp == 0 and alike % (ep // tp) == 0
+    if can_be_whole and (row.get("etp") == 1 or (not row.get("etp") and alike % ep)):
+        return 1
+    assumed.append(f"experts cut over tp {tp}")
+    return tp
 
 
 def _nearly_fits(held: RankMemory) -> bool:

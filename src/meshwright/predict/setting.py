@@ -178,5 +178,6 @@ def work_of(setting: Setting, layout: Layout, recompute: str | None = None) -> L
         layout.microbatch,
         recompute or layout.recompute,
         layout.ep,
+        layout.etp,
         setting.imbalance if layout.ep > 1 else 1.0,
     )

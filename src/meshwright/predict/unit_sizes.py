@@ -30,7 +30,7 @@ class Counted(NamedTuple):
             whole += rows * each
             padded += one.padded_elements
             shard += part * each
-            start = min(at // one.ep % one.shard_ranks * part, rows)
+            start = min(at // one.expert_data % one.shard_ranks * part, rows)
             own += (min(start + part, rows) - start) * each
         return cls(whole, padded, shard, own)
 
@@ -39,7 +39,7 @@ class UnitSizes:
     """A unit's parameters: elements of the trained ones (`Counted`), and of `frozen` ones.
 
     The trained parameters of a block have their names within it. ZeRO shards them over `ranks`, and
-    `ep` is the number of ranks that divide the experts among themselves.
+    `expert_data` data ranks divide the experts among themselves.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class UnitSizes:
     ) -> None:
         self.is_block, self.is_there = is_block, bool(shardings)
         self.ranks = max((one.shard_ranks for one in shardings.values()), default=1)
-        self.ep = max((one.ep for one in shardings.values()), default=1)
+        self.expert_data = max((one.expert_data for one in shardings.values()), default=1)
         trained = {name: one for name, one in shardings.items() if one.part.trained}
         self.numels = {name: math.prod(one.tp_shape) for name, one in trained.items()}
         self.whole, self.padded, self.shard, self.own = Counted.of(trained.values(), at)

@@ -90,7 +90,7 @@ class Units:
 
     def _sums(self, unit: UnitSizes) -> bool:
         """Whether ranks that have all of a unit sum its gradients in place."""
-        copies = self.layout.dp * self.layout.cp // unit.ep
+        copies = self.layout.dp * self.layout.cp // unit.expert_data
         return self.in_place and unit.ranks == 1 and copies > 1
 
     def hold(self) -> None:

@@ -145,13 +145,14 @@ def layout_work(
     microbatch: int,
     recompute: str,
     ep: int = 1,
+    etp: int | None = None,
     imbalance: float = 1.0,
 ) -> LayoutWork:
     """Return the work of a microbatch; cached.
 
     Sequences are alike, so a microbatch is one of them, times their number.
     """
-    of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep, imbalance)
+    of_one = (seq_len, precision, tp, sp, cp, cp_kind, 1, recompute, ep, etp, imbalance)
     if microbatch > 1:
         return _times(layout_work(model, *of_one), microbatch)
     if len(model.layer_kinds) > 1:
@@ -161,9 +162,11 @@ def layout_work(
             for alike in [model.alike(kind)]
         ]
         return each[0]._replace(layers=tuple(one.layers[0] for one in each))
-    train = TrainSpec.model_validate({"batch": ep, "seq_len": seq_len, "precision": precision})
-    degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "dp_replicate": ep}
+    degrees = {"tp": tp, "sp": sp, "cp": cp, "cp_kind": cp_kind, "ep": ep, "etp": etp}
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
+    batch = layout.expert_data
+    layout = layout.model_copy(update={"dp_replicate": batch})
+    train = TrainSpec.model_validate({"batch": batch, "seq_len": seq_len, "precision": precision})
     target = Target(imbalance=imbalance)
     one_layer, two_layers = (_probe(model, train, layout, target, count) for count in (1, 2))
     sizes = Sizes.of(one_layer)
@@ -295,10 +298,11 @@ def _product(program: Program, sizes: Sizes, op: Operation) -> Product:
     if experts:
         return Product(sizes.received, inner, outer, False, experts[0], op.backward)
     # A latent vector's first product sends, and is whole on each rank.
+    rows = sizes.routed if name.endswith("mlp.router") else sizes.tokens
     shared = ".shared." in name
     is_column = sharding.tp_dim == 0 or name.endswith((".q_a", ".kv_a"))
     is_column = is_column and not (shared or name.endswith((".q_b", ".kv_b")))
-    return Product(sizes.tokens, inner, outer, is_column, 1, op.backward, shared)
+    return Product(rows, inner, outer, is_column, 1, op.backward, shared)
 
 
 def _moved(program: Program, sizes: Sizes, op: Operation) -> float:

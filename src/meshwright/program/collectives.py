@@ -10,14 +10,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from meshwright.program.actions import Kind, Table
 from meshwright.program.crossings import crossings
 from meshwright.program.gradient_sums import gradient_sums
 from meshwright.program.lower import Program
-from meshwright.program.messages import Collective, CollectiveKind, Overlaps, Phase, Purpose
+from meshwright.program.messages import Axis, Collective, CollectiveKind, Overlaps, Phase, Purpose
 from meshwright.program.operations import gathers_again
+from meshwright.program.pieces import pieces_of, shared_over
 from meshwright.program.shards import data_rank
 from meshwright.program.sharing import gathers, reductions
 from meshwright.program.sizes import Sizes, loss_rows
@@ -87,11 +88,7 @@ def _tp_regions(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iter
     whole = sizes.whole_bytes
     for stage in stages:
         passes = len(stage.layers) * count
-        kinds = map(program.model.layer, stage.layers)
-        mixed = count * sum(map(program.model.has_experts, kinds))
-        # Column-parallel products enter together with their region, experts by themselves.
-        entries = 2 * passes - mixed, mixed
-        yield from _layers_cross(program, whole, passes, entries)
+        yield from _layers_cross(program, whole, Regions.of(program, stage))
         if program.model.qk_norm == "all":
             yield from _norms_over_heads(program, sizes, passes)
         if stage.is_first:
@@ -116,15 +113,30 @@ def _cross(
         yield Collective(kind, "tp", size, count, phase, purpose, reason, overlaps)
 
 
-def _left_again(program: Program) -> int:
-    """Return how often a layer's second forward leaves a tensor-parallel region.
+class Regions(NamedTuple):
+    """How often a stage's microbatches pass tensor-parallel regions: of products, and of experts.
 
-    Once, as it ends with the last product; twice where dropout or a norm comes after it. The
-    selective policy keeps what came over.
+    Column-parallel products enter together with their region, experts by themselves. Experts that
+    are folded have none, but for the shared one's. `again` is how often a second forward leaves
+    one: attention's, as it ends with the last product; the other, too, where dropout or a norm
+    comes after it. The selective policy keeps what came over.
     """
-    if program.layout.recompute != "full":
-        return 0
-    return 2 if program.model.dropout or program.model.norms_after else 1
+
+    products: int
+    experts: int
+    again: int
+
+    @classmethod
+    def of(cls, program: Program, stage: Stage) -> Regions:
+        """Return those of a stage in one step."""
+        model, count = program.model, program.microbatches
+        passes = len(stage.layers) * count
+        mixed = count * sum(map(model.has_experts, map(model.layer, stage.layers)))
+        experts = mixed if program.layout.folds == 1 or model.shared_ffn_dim else 0
+        products, again = 2 * passes - mixed, 0
+        if program.layout.recompute == "full":
+            again = passes + (passes - mixed + experts) * bool(model.dropout or model.norms_after)
+        return cls(products, experts, again)
 
 
 def _beside(program: Program) -> Overlaps:
@@ -132,13 +144,11 @@ def _beside(program: Program) -> Overlaps:
     return "weights" if program.model.lora is None else ""
 
 
-def _layers_cross(
-    program: Program, whole: int, passes: int, entries: tuple[int, int]
-) -> Iterator[Collective]:
+def _layers_cross(program: Program, whole: int, regions: Regions) -> Iterator[Collective]:
     """Yield what layers send: attention and the feed-forward part are a region each."""
     (enter, entered), (leave, left) = crossings(program.layout)
-    into_products, into_experts = entries
-    both, again = 2 * passes, _left_again(program) * passes
+    into_products, into_experts, again = regions
+    both = into_products + into_experts
     stream, results = "stream of column-parallel products", "results of row-parallel products"
     yield from _cross(enter, whole, both, ("forward", "layer"), stream)
     yield from _cross(leave, whole, both, ("forward", "layer"), results)
@@ -240,34 +250,39 @@ def _routing(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterato
     Also what its experts' capacities need of these, and what routers' corrections need of all ranks
     that see other tokens.
     """
-    yield from _places(program, sizes, stages)
-    if program.layout.cp > 1 and program.train.router_aux_loss:
+    layout, train, passes = program.layout, program.train, _passes(program, stages)
+    yield from _places(program, sizes, passes)
+    if train.router_aux_loss:
         size = sizes.rows * program.model.experts * _FP32
-        count, reason = _passes(program, stages), "backward: each sequence's tokens by expert"
-        yield Collective("all_reduce", "cp", size, count, "backward", "experts", reason)
-    layers = _passes(program, stages) // program.microbatches
-    if program.layout.dp * program.layout.cp > 1 and program.train.router_bias_rate and layers:
-        size, reason = (
-            layers * program.model.experts * _WIDE,
-            "routers: the batch's tokens by expert",
-        )
-        yield Collective("all_reduce", "data", size, 1, "step", "experts", reason)
+        for axis in shared_over(layout):
+            reason = "backward: each sequence's tokens by expert"
+            yield Collective("all_reduce", axis, size, passes, "backward", "experts", reason)
+    layers = passes // program.microbatches
+    if not train.router_bias_rate or not layers:
+        return
+    size = layers * program.model.experts * _WIDE
+    axes: tuple[tuple[Axis, int], ...] = (("tp", layout.folds), ("data", layout.dp * layout.cp))
+    for axis, ranks in axes:
+        if ranks > 1:
+            reason = "routers: the batch's tokens by expert"
+            yield Collective("all_reduce", axis, size, 1, "step", "experts", reason)
 
 
-def _places(program: Program, sizes: Sizes, stages: Iterable[Stage]) -> Iterator[Collective]:
+def _places(program: Program, sizes: Sizes, passes: int) -> Iterator[Collective]:
     """Yield how ranks that share a sequence learn how many of its tokens come before theirs."""
     layout, train = program.layout, program.train
-    if layout.cp == 1 or train.expert_capacity is None:
+    if train.expert_capacity is None:
         return
-    pieces = layout.cp * (2 if layout.cp_kind == "ring" else 1)
-    size, passes = sizes.rows * pieces * program.model.experts * _FP32, _passes(program, stages)
+    pieces = len(pieces_of(layout, 0, 0)) * layout.cp * layout.folds
+    size = sizes.rows * pieces * program.model.experts * _FP32
     phases: tuple[tuple[Phase, int], ...] = (
         ("forward", passes),
         ("recompute", 0 if layout.recompute == "none" else passes),
     )
     for phase, count in phases:
         reason = f"{phase}: tokens by expert of each piece of a sequence"
-        yield Collective("all_reduce", "cp", size, count, phase, "experts", reason)
+        for axis in shared_over(layout):
+            yield Collective("all_reduce", axis, size, count, phase, "experts", reason)
 
 
 def _passes(program: Program, stages: Iterable[Stage]) -> int:

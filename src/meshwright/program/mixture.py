@@ -19,27 +19,30 @@ _INT64: Final = 8
 def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
     """Yield the operations of a router, of the experts and of the shared one.
 
-    All are inside the tensor-parallel region, and process the tokens of all its ranks.
+    All are inside the tensor-parallel region, and process the tokens of all its ranks. If the
+    layout folds, only the shared expert is: a rank routes its own tokens.
     """
     model, el = program.model, sizes.element
-    scores = sizes.tokens * model.experts * _WIDE
+    scores = sizes.routed * model.experts * _WIDE
     beside = sizes.tokens * sizes.shared_ffn * el
-    tokens = sizes.whole_bytes
+    is_folded = program.layout.folds > 1
     is_frozen = model.lora is not None
     product = partial(
         Op, kind="product", backward=FROZEN_BACKWARD if is_frozen else PRODUCT_BACKWARD
     )
     # The tokens, their softmax and the experts that were picked; how large a token's scores are.
-    saved = tokens, scores, sizes.tokens * _WIDE if program.train.router_z_loss else 0
-    flops, picked = sizes.product(sizes.dim, model.experts), sizes.pairs * _INT64
+    sums = sizes.routed * _WIDE if program.train.router_z_loss else 0
+    saved = sizes.routed_bytes, scores, sums
+    flops, picked = 2.0 * sizes.routed * sizes.dim * model.experts, sizes.pairs * _INT64
     yield product("mlp.router", flops=flops, saved=saved, kept=scores, indices=picked)
-    if model.shared_ffn_dim:  # the router keeps the input; dropout would make another of it
-        inputs = Inputs(program, sizes, 0, tokens)
+    if model.shared_ffn_dim:  # the router may keep the input; dropout would make another of it
+        whole = sizes.whole_bytes
+        inputs = Inputs(program, sizes, whole if is_folded else 0, whole)
         yield from inputs.product("mlp.shared.gate", sizes.dim, sizes.shared_ffn, beside)
         yield from inputs.product("mlp.shared.up", sizes.dim, sizes.shared_ffn, beside)
         yield Op("mlp.shared.act", "activation", saved=(beside, beside))
         inputs = Inputs(program, sizes, beside)
-        yield from inputs.product("mlp.shared.down", sizes.shared_ffn, sizes.dim, tokens)
+        yield from inputs.product("mlp.shared.down", sizes.shared_ffn, sizes.dim, whole)
     if model.shared_gate:
         one = sizes.tokens * el  # a number of each token
         # Its sigmoid, and what that multiplies.
@@ -59,7 +62,8 @@ def expert_operations(program: Program, sizes: Sizes) -> Iterator[Op]:
         yield from _adapter(program, sizes, name, sizes.dim, sizes.expert_ffn)
     yield Op("mlp.experts.act", "activation", saved=(hidden, hidden))
     # Under tp the sum over the ranks is kept too.
-    summed = sizes.stream_bytes if program.layout.tp > 1 else 0
+    is_summed = program.layout.tp > 1 and (model.shared_ffn_dim or not is_folded)
+    summed = sizes.stream_bytes if is_summed else 0
     yield product(DOWN, flops=sizes.expert_product, kept=(results, summed))
     yield from _adapter(program, sizes, DOWN, sizes.expert_ffn, sizes.dim)
 

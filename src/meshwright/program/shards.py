@@ -46,7 +46,8 @@ class Sharding:
     """One parameter on the mesh.
 
     `tp_dim` is the dim sharded over tp, if any. `shard_ranks` ranks share dim 0 of the rest. Before
-    any other sharding, each of `ep` ranks has its own experts. `is_partial`: the gradient of each
+    any other sharding, each of `ep` ranks has its own experts; `folds` of them are the ranks of tp,
+    the others are data ranks. `is_partial`: the gradient of each
     tp rank is a partial sum. The parameter is whole on all of them, but each rank sees different
     tokens (norms under sequence parallelism), different heads (head norms, projections to latent
     vectors) or a different part of experts (routers), or only the first rank adds it.
@@ -58,6 +59,7 @@ class Sharding:
     shard_ranks: int
     is_partial: bool
     ep: int = 1
+    folds: int = 1
 
     def slices(self, tp_rank: int, data_rank: int) -> tuple[Slice, ...]:
         """Return the cuts, one after the other, that lead from the whole to a rank's shard.
@@ -65,8 +67,9 @@ class Sharding:
         `data_rank` is the result of the function `data_rank`.
         """
         cuts, rows = [], self.part.shape[0]
-        shard_rank, ep_rank = divmod(data_rank, self.ep)
+        shard_rank, ep_rank = divmod(data_rank, self.expert_data)
         if self.ep > 1:
+            ep_rank = ep_rank * self.folds + (tp_rank if self.folds > 1 else 0)
             rows //= self.ep
             cuts.append(Slice(0, ep_rank * rows, (ep_rank + 1) * rows))
         if self.tp_dim is not None:
@@ -90,6 +93,11 @@ class Sharding:
     def shape(self, tp_rank: int, data_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
         return tuple(stop - start for start, stop in self.region(tp_rank, data_rank))
+
+    @property
+    def expert_data(self) -> int:
+        """Data ranks that divide the experts."""
+        return self.ep // self.folds
 
     @property
     def rows_each(self) -> int:
@@ -134,16 +142,18 @@ class Sharding:
 def shard(part: Part, layout: Layout) -> Sharding:
     """Return how a parameter is sharded over the mesh of a layout."""
     tp_dim = None
-    if layout.tp > 1:
+    is_of_ep = layout.ep > 1 and part.is_of_experts
+    is_folded = is_of_ep and layout.folds > 1
+    if layout.tp > 1 and not is_folded:
         cut = [dim for dim, axis in enumerate(part.axes) if axis in TENSOR_AXES]
         tp_dim = cut[0] if cut else None
-    is_whole = layout.tp > 1 and tp_dim is None
+    is_whole = layout.tp > 1 and tp_dim is None and not is_folded
     is_partial = is_whole and (layout.sp or not _USED_IN_PART.isdisjoint(part.axes))
     is_partial = is_partial and part.trained
     is_cut = part.trained or cuts_frozen(layout)
-    if layout.ep > 1 and part.is_of_experts:
+    if is_of_ep:
         ranks = layout.expert_shard_ranks if is_cut else 1
-        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep)
+        return Sharding(part, layout.tp, tp_dim, ranks, is_partial, layout.ep, layout.folds)
     return Sharding(part, layout.tp, tp_dim, layout.shard_ranks if is_cut else 1, is_partial)
 
 

@@ -19,9 +19,9 @@ class Sizes(NamedTuple):
 
     `rows` are sequences, and `span` is the length of each that its keys cover over all cp ranks.
     `heads`, `kv_heads`, `ffn`, `expert_ffn`, `shared_ffn` and `vocab` are this tp rank's shares.
-    `head_dim` is that of attention's products, which may be padded (`ModelSpec.core_dim`). `pairs`
-    are (token, expert) pairs; `received` are those that this rank's experts receive, which differ
-    if experts are divided over ranks. `element` is in bytes.
+    `head_dim` is that of attention's products, which may be padded (`ModelSpec.core_dim`). This
+    rank sends `routed` tokens to experts, in `pairs` of a token and an expert; its experts receive
+    `received` pairs, which differ if experts are divided over ranks. `element` is in bytes.
     """
 
     rows: int
@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     vocab: int
     element: int
     pairs: int
+    routed: int
     received: int
     expert_ffn: int
     shared_ffn: int
@@ -44,7 +45,8 @@ class Sizes(NamedTuple):
     def of(cls, program: Program) -> Sizes:
         """Return the sizes of a program, the same on every rank."""
         model, layout = program.model, program.layout
-        pairs = layout.microbatch * program.sequence * model.top_k
+        routed = layout.microbatch * (program.stream if layout.folds > 1 else program.sequence)
+        pairs = routed * model.top_k
         return cls(
             rows=layout.microbatch,
             tokens=layout.microbatch * program.sequence,
@@ -58,8 +60,9 @@ class Sizes(NamedTuple):
             vocab=model.vocab_size // layout.tp,
             element=ELEMENT_BYTES[program.train.precision],
             pairs=pairs,
+            routed=routed,
             received=received(program, pairs),
-            expert_ffn=model.expert_width // layout.tp,
+            expert_ffn=model.expert_width // layout.expert_tp,
             shared_ffn=model.shared_ffn_dim // layout.tp,
         )
 
@@ -81,6 +84,11 @@ class Sizes(NamedTuple):
         Integers stay as well: the host and the kernels of routers ask for them.
         """
         return -(-self.stream_bytes // _LEAST_SHARE)
+
+    @property
+    def routed_bytes(self) -> int:
+        """Bytes of the tokens that this rank routes to experts."""
+        return self.routed * self.dim * self.element
 
     def product(self, inner: int, outer: int) -> float:
         """Return the FLOPs of a product of all tokens with a matrix `[outer, inner]`."""

@@ -22,6 +22,7 @@ from meshwright.prove.case import Case, Optimizer
 from meshwright.prove.kinds import ADAPTED_KINDS, EXPERT_KINDS, KINDS, Kind
 from meshwright.prove.refused import refused
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
 from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
 
@@ -134,6 +135,18 @@ def _of_fsdp2(world: int) -> Iterator[Case]:
         if case is not None and case.layout.offload != "params":  # which FSDP2 shards anyway
             found.setdefault(case.layout, replace(case, fsdp2=True))
     yield from found.values()
+
+
+def _folded(layout: Layout, model: ModelSpec, turn: int) -> Layout:
+    """Return two of three layouts with ranks of tp among those of `ep`, where these may be."""
+    if not layout.sp or turn % 3 == 2:
+        return layout
+    most = math.gcd(model.experts, layout.alike_ranks * layout.tp)
+    legal = [ep for ep in (2, 4, 8) if most % ep == 0 and ep % layout.tp == 0]
+    legal = [ep for ep in legal if layout.alike_ranks % (ep // layout.tp) == 0]
+    if not legal:
+        return layout
+    return layout.model_copy(update={"ep": _turned(legal, turn), "etp": 1})
 
 
 def _large(world: int) -> Iterator[Case]:
@@ -262,4 +275,5 @@ def _case(layout: Layout, train: TrainSpec, turn: int, kinds: Sequence[Kind]) ->
         most = math.gcd(model.experts, layout.alike_ranks)
         legal = [ep for ep in (2, 4, 8) if most % ep == 0]
         layout = layout.model_copy(update={"ep": _turned((*legal, *legal, 1), turn)})
+        layout = _folded(layout, model, turn)
     return Case(model, train, layout, packed=kind.packed, optimizer=optimizer)

@@ -36,6 +36,7 @@ def refused(world: int) -> Iterator[Case]:
     yield from _tensor(world)
     yield from _pipeline(world)
     yield from _data(world)
+    yield from _experts(world)
     yield from _context(world)
     yield _case(
         f"layout.tp = {world} cuts linear layers, which train.fp8 = true needs whole",
@@ -129,6 +130,32 @@ def _pipeline(world: int) -> Iterator[Case]:
         )
 
 
+def _experts(world: int) -> Iterator[Case]:
+    """Yield what breaks the rules of expert parallelism."""
+    mixture: dict[str, Any] = {"family": "qwen3_moe", "experts": 4 * world, "top_k": 2}
+    rule = f"layout.ep = {world} shares out experts, but model.experts = 0"
+    yield _case(rule, f"dp{world} ep{world} mb1")
+    odd = {**mixture, "experts": world + 1}
+    rule = f"layout.ep = {world} must divide model.experts = {world + 1}"
+    yield _case(rule, f"dp{world} ep{world} mb1", **odd)
+    yield _case(
+        f"layout.ep = {2 * world} must divide the dp_replicate x cp ranks with the same weights "
+        f"= {world}",
+        f"dp{world} ep{2 * world} mb1",
+        **mixture,
+    )
+    for rule, label in (
+        (f"etp = 3 must be 1 or layout.tp = {world}", f"sp ep{world} etp3"),
+        ("etp = 1 sends each tp rank's own tokens, but layout.sp = false", f"ep{world} etp1"),
+        (f"ep = 1 must be a multiple of layout.tp = {world} (layout.etp = 1)", "sp etp1"),
+        (
+            f"ep = {2 * world} must divide the dp_replicate x cp x tp ranks of a stage = {world}",
+            f"sp ep{2 * world} etp1",
+        ),
+    ):
+        yield _case(f"layout.{rule}", f"tp{world} {label} mb1", **mixture)
+
+
 def _data(world: int) -> Iterator[Case]:
     """Yield what breaks the rules of data parallelism, ZeRO and offload."""
     batch = 2 * world + 1
@@ -145,22 +172,6 @@ def _data(world: int) -> Iterator[Case]:
     )
     yield _case(
         f"layout.dp_shard = {world} shards, but layout.zero = 0 replicates", f"shard{world} mb1"
-    )
-    mixture: dict[str, Any] = {"family": "qwen3_moe", "experts": 4 * world, "top_k": 2}
-    yield _case(
-        f"layout.ep = {world} shares out experts, but model.experts = 0", f"dp{world} ep{world} mb1"
-    )
-    odd = {**mixture, "experts": world + 1}
-    yield _case(
-        f"layout.ep = {world} must divide model.experts = {world + 1}",
-        f"dp{world} ep{world} mb1",
-        **odd,
-    )
-    yield _case(
-        f"layout.ep = {2 * world} must divide the dp_replicate x cp ranks with the same weights "
-        f"= {world}",
-        f"dp{world} ep{2 * world} mb1",
-        **mixture,
     )
     yield _case(
         "train.router_aux_loss = 0.5 is of models with experts, but model.experts = 0",

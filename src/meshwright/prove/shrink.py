@@ -80,7 +80,11 @@ def _with_policies(layout: Layout, degrees: Mapping[str, int]) -> Layout:
     elif SCHEDULES[layout.schedule].max_virtual is None:
         update["virtual_stages"] = min(layout.virtual_stages, _MOST_VIRTUAL)
     small = layout.model_copy(update=update)
-    return small.model_copy(update={"ep": math.gcd(layout.ep, small.alike_ranks)})
+    if layout.folds > 1 and small.sp:
+        ep = small.tp * math.gcd(layout.expert_data, small.alike_ranks)
+        return small.model_copy(update={"ep": ep})
+    ep = math.gcd(layout.ep, small.alike_ranks)
+    return small.model_copy(update={"ep": ep, "etp": None})
 
 
 def _small_train(train: TrainSpec, layout: Layout, microbatches: int) -> TrainSpec:

@@ -80,7 +80,7 @@ def _complexity(case: Case) -> int:
     """Return a number that each simplification lowers: counts, and values that are not plain."""
     layout, model = case.layout, case.model
     counts = [*layout.mesh.shape, layout.ep, layout.microbatch, layout.virtual_stages, layout.zero]
-    counts += [_microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
+    counts += [layout.folds, _microbatches(case), model.n_layers, model.n_heads, model.n_kv_heads]
     if layout.is_pipelined:
         counts.append(list(SCHEDULES).index(layout.schedule))
     not_plain = (
@@ -96,7 +96,8 @@ def _complexity(case: Case) -> int:
 def _updates(case: Case) -> Iterator[_Update]:
     """Yield simplifications, those that remove most first."""
     layout, model = case.layout, case.model
-    yield from ({"layout": {"ep": n}} for n in range(1, layout.ep))
+    yield {"layout": {"etp": None}}
+    yield from ({"layout": {"ep": n, "etp": None}} for n in range(1, layout.ep))
     for axis in AXES:
         yield from ({"layout": {axis: n}} for n in range(1, getattr(layout, axis)))
     yield {"layout": {"microbatch": 1}}

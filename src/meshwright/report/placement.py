@@ -123,7 +123,10 @@ def _cell(program: Program, place: int, column: Mapping[str, int]) -> _Cell:
     layout = program.layout
     at = {"pp": place, **column}
     rank = layout.mesh.rank(at)
-    part = (at["tp"], data_rank(layout, at) if layout.zero else data_rank(layout, at) % layout.ep)
+    part = (
+        at["tp"],
+        data_rank(layout, at) if layout.zero else data_rank(layout, at) % layout.expert_data,
+    )
     where = ", ".join(f"{one} {at[one]}" for one in AXES if layout.mesh.degree(one) > 1)
     held = _held(program, place, part)
     lines = [f"<b>rank {rank}</b>", where, _stage_words(program, place)]

@@ -69,4 +69,14 @@ def shape_of(layout: Layout) -> tuple[object, ...]:
     """Return the choices that determine a microbatch's work."""
     one = layout
     moves = one.offload == "activations"
-    return one.tp, one.sp, one.cp, one.cp_kind, one.ep, one.microbatch, one.recompute, moves
+    return (
+        one.tp,
+        one.sp,
+        one.cp,
+        one.cp_kind,
+        one.ep,
+        one.etp,
+        one.microbatch,
+        one.recompute,
+        moves,
+    )

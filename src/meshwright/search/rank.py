@@ -201,7 +201,7 @@ class Search:
         return [
             Core(one.model_copy(update={"sp": bool(sp and one.sp)}))
             for one in kept
-            if one.sp or not sp or one.tp == 1
+            if (one.sp or not sp or one.tp == 1) and (sp or one.folds == 1)
         ]
 
     def _pass(

@@ -52,12 +52,12 @@ class Shardings:
         """Return the ZeRO stages of a division of the devices, each with its costs."""
         # Weights on the host are sent anew for each microbatch.
         often = one.microbatch if "params" in offloaded else 0
-        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, offloaded, often)
+        key = (one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.etp, offloaded, often)
         if key not in self._known:
             self._known[key] = _best_somewhere(
                 [
                     self._choice(one, layout, sharding, offload)
-                    for sharding in shardings(one.dp_replicate, one.cp, one.ep)
+                    for sharding in shardings(one.dp_replicate, one.cp, one.expert_data)
                     for offload in offloads(sharding.zero, offloaded)
                     for layout in [with_sharding(one, sharding, offload)]
                     if obeys(self.pins, layout, OF_SHARDING)

@@ -21,7 +21,7 @@ _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "params")
 
 
 # Keys of a layout that a core has; the others are the sharding's and the schedule's.
-OF_CORE = ("pp", "cp", "tp", "ep", "cp_kind", "microbatch", "recompute")
+OF_CORE = ("pp", "cp", "tp", "ep", "etp", "cp_kind", "microbatch", "recompute")
 OF_SHARDING = ("dp_replicate", "dp_shard", "zero", "offload")
 OF_SCHEDULE = ("schedule", "virtual_stages")
 Pins = Mapping[str, object]
@@ -38,10 +38,10 @@ class Core(NamedTuple):
     layout: Layout
 
     @property
-    def degrees(self) -> tuple[int, int, int, int, int]:
-        """The degrees of pp, dp, cp, tp and ep: how the devices are divided."""
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees of pp, dp, cp, tp, ep and etp: how the devices are divided."""
         one = self.layout
-        return one.pp, one.dp_replicate, one.cp, one.tp, one.ep
+        return one.pp, one.dp_replicate, one.cp, one.tp, one.ep, one.expert_tp
 
 
 class Schedule(NamedTuple):
@@ -79,13 +79,23 @@ def _of_degrees(
         )
         if broken(model, train, plain) is not None:
             continue
-        shared_out = divisors(math.gcd(model.experts, dp * cp)) if model.experts else (1,)
+        shared_out = tuple(_shared_out(model, plain))
         for microbatch in divisors(train.batch // dp):
             if not is_worth(microbatch, train, plain):
                 break
-            for recompute, ep in product(RECOMPUTES, shared_out):
-                changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute, "ep": ep}
-                yield Core(plain.model_copy(update=changes))
+            for recompute, (ep, etp) in product(RECOMPUTES, shared_out):
+                changes = {"pp": pp, "microbatch": microbatch, "recompute": recompute}
+                yield Core(plain.model_copy(update={**changes, "ep": ep, "etp": etp}))
+
+
+def _shared_out(model: ModelSpec, plain: Layout) -> Iterator[tuple[int, int | None]]:
+    """Yield how ranks may share out experts: `ep` and `etp`."""
+    alike = plain.dp * plain.cp
+    yield from ((ep, None) for ep in divisors(math.gcd(model.experts or 1, alike)))
+    if not model.experts or not plain.sp:
+        return
+    folded = divisors(math.gcd(model.experts, alike * plain.tp))
+    yield from ((ep, 1) for ep in folded if ep % plain.tp == 0 and alike % (ep // plain.tp) == 0)
 
 
 def is_worth(microbatch: int, train: TrainSpec, layout: Layout) -> bool:
@@ -108,14 +118,16 @@ def schedules(pp: int, layers: int, microbatches: int) -> tuple[Schedule, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shardings(dp: int, cp: int, ep: int = 1) -> tuple[ZeroSharding, ...]:
+def shardings(dp: int, cp: int, expert_data: int = 1) -> tuple[ZeroSharding, ...]:
     """Return the ZeRO stages with each legal number of sharding ranks.
 
-    `ep` must divide this number, because sharding ranks also divide the experts among themselves.
+    `expert_data` must divide this number: sharding ranks also divide the experts among themselves.
     """
     found = [ZeroSharding(0, 1)]
     stages: tuple[Zero, ...] = (1, 2, 3)
-    legal = [shards for shards in divisors(dp) if shards * cp > 1 and shards * cp % ep == 0]
+    legal = [
+        shards for shards in divisors(dp) if shards * cp > 1 and shards * cp % expert_data == 0
+    ]
     for zero in stages:
         found += (ZeroSharding(zero, shards) for shards in legal)
     return tuple(found)
@@ -132,8 +144,8 @@ def offloads(zero: int, among: tuple[Offload, ...] | None = None) -> tuple[Offlo
 
 
 @lru_cache(maxsize=4096)
-def _kept(dp: int, cp: int, ep: int, offloaded: tuple[Offload, ...] | None) -> int:
-    return sum(len(offloads(choice.zero, offloaded)) for choice in shardings(dp, cp, ep))
+def _kept(dp: int, cp: int, expert_data: int, offloaded: tuple[Offload, ...] | None) -> int:
+    return sum(len(offloads(choice.zero, offloaded)) for choice in shardings(dp, cp, expert_data))
 
 
 def size_of(
@@ -153,9 +165,9 @@ def size_of(
     if pins:
         kept, orders = _pinned(one, chains, offloaded, pins)
     else:
-        kept, orders = _kept(one.dp_replicate, one.cp, one.ep, offloaded), len(chains)
+        kept, orders = _kept(one.dp_replicate, one.cp, one.expert_data, offloaded), len(chains)
     # With sequence parallelism or without, where there is a choice.
-    return orders * kept * (2 if one.sp and "sp" not in (pins or {}) else 1)
+    return orders * kept * (2 if one.sp and one.folds == 1 and "sp" not in (pins or {}) else 1)
 
 
 def _pinned(
@@ -169,7 +181,7 @@ def _pinned(
         offloaded = ("activations",)
     kept = sum(
         obeys(pins, with_sharding(one, choice, offload), OF_SHARDING)
-        for choice in shardings(one.dp_replicate, one.cp, one.ep)
+        for choice in shardings(one.dp_replicate, one.cp, one.expert_data)
         for offload in offloads(choice.zero, offloaded)
     )
     return kept, len(as_fixed(pins, one, chains))

@@ -252,8 +252,9 @@ class LayoutSection(Spec):
     """The [layout] section as written; `layout.resolve_layout` makes a `Layout` from it.
 
     A missing degree is 1; if both data-parallel degrees are missing, one of them uses the remaining
-    devices. `microbatch` is in sequences; by default, it is chosen automatically. With `auto`, the
-    planner chooses missing keys and keeps the given ones.
+    devices. `etp` is how many ranks of `tp` cut an expert's width: by default all; with 1, `ep`
+    divides ranks of tp, too. `microbatch` is in sequences; by default, it is chosen automatically.
+    With `auto`, the planner chooses missing keys and keeps the given ones.
     """
 
     auto: bool = False
@@ -263,6 +264,7 @@ class LayoutSection(Spec):
     cp: int = Field(default=1, gt=0, le=MOST_RANKS)
     tp: int = Field(default=1, gt=0, le=MOST_RANKS)
     ep: int = Field(default=1, gt=0, le=MOST_RANKS)
+    etp: int | None = Field(default=None, gt=0, le=MOST_RANKS)
     zero: Zero = 0
     sp: bool = False
     cp_kind: ContextKind = "ring"

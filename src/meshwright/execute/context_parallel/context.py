@@ -32,23 +32,16 @@ from meshwright.models.attention import Core, attend
 from meshwright.models.context import causal_mask
 from meshwright.models.sinks import sink_gradient
 from meshwright.program.attention import UNBOUNDED, ScoreBounds
-
-
-def pieces(kind: Literal["ring", "ulysses"], cp: int, rank: int) -> tuple[int, ...]:
-    """Return which of a sequence's pieces a rank of a group of `cp` holds, ascending.
-
-    Ring: of 2 cp pieces, r and 2 cp - 1 - r, so that all ranks have equal work under the causal
-    mask. Llama 3 (arXiv:2407.21783), section 3.3.2. Ulysses: the r-th of cp.
-    """
-    return (rank, 2 * cp - 1 - rank) if kind == "ring" else (rank,)
+from meshwright.program.pieces import held
 
 
 def positions(kind: Literal["ring", "ulysses"], seq_len: int, cp: int, rank: int) -> Tensor:
     """Return the positions that a rank of a group of `cp` holds, int64 `[seq_len / cp]`, ascending.
 
-    They are those of its `pieces`. Raises `ConfigError` if the sequence doesn't divide evenly.
+    They are those of the pieces that it holds. Raises `ConfigError` if the sequence doesn't divide
+    evenly.
     """
-    mine = pieces(kind, cp, rank)
+    mine = held(kind, cp, rank)
     total = cp * len(mine)
     if seq_len % total:
         below = seq_len // total * total

@@ -331,8 +331,7 @@ def _peers(groups: Groups, rank: int) -> tuple[Peers, Peers]:
     experts = groups.experts
     if experts is None:
         return plain, plain
-    place = rank // experts.ep.size % experts.shard.size
-    return plain, Peers.of(experts.parameters, experts.shard, experts.replicate, place)
+    return plain, Peers.of(experts.parameters, experts.shard, experts.replicate, experts.shard.rank)
 
 
 def around_forward(

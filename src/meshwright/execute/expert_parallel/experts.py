@@ -3,6 +3,9 @@
 The router and the shared expert are inside the same region: one message brings the stream in and
 one takes the sum of all out, as with an MLP. A rank's router gradient is a partial sum over tp,
 because it has only a part of each expert's result. The first rank adds the output bias of experts.
+
+Of layouts that fold, only the shared expert is cut: each rank routes its own tokens to whole
+experts.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ from functools import partial
 from torch import Tensor, nn
 
 from meshwright.execute.tensor_parallel.deferred import ALONE, Deferral, defer, local
-from meshwright.execute.tensor_parallel.tensor import ColumnLinear, together
+from meshwright.execute.tensor_parallel.tensor import ColumnLinear, enter_experts, together
 from meshwright.execute.tensor_parallel.tp_regions import TPRegion
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.routers import Make, Matrices
 
 
-def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral) -> None:
+def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral, *, folds: bool) -> None:
     """Shard the parameters of experts over tp, and defer their gradients if requested."""
     for module in mlp.modules():
         if isinstance(module, Matrices):
@@ -27,9 +30,7 @@ def cut_experts(mlp: ExpertMLP, tp_region: TPRegion, deferral: Deferral) -> None
             ColumnLinear.take_over(module, ALONE, deferral)
     if mlp.shared is not None:
         mlp.shared.project = together(ALONE, deferral)
-    mlp.experts.adds = tp_region.link.rank == 0  # once, to the sum of what the ranks make
-    if tp_region.link.size > 1:
-        mlp.enter, mlp.leave = tp_region.enter, tp_region.leave
+    enter_experts(mlp, tp_region, folds=folds)
 
 
 def _made(deferral: Deferral, owner: Tensor, make: Make) -> Tensor | None:

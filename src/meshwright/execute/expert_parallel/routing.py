@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.execute.context_parallel.context import pieces
 from meshwright.execute.transport.groups import Groups, Link
 from meshwright.models import Transformer
 from meshwright.models.experts import ExpertMLP
 from meshwright.models.routers import Router, SigmoidRouter
 from meshwright.program.lower import Program
+from meshwright.program.pieces import pieces_of, shared_over
 
 Routers = dict[int, Router]
 
@@ -30,26 +30,28 @@ def routers(model: Transformer) -> Routers:
 
 def balance_routers(model: Transformer, program: Program, groups: Groups) -> None:
     """Configure a stage's routers as training requires."""
-    train = program.train
+    train, layout = program.train, program.layout
+    shared = [getattr(groups, axis) for axis in shared_over(layout)]
     for router in routers(model).values():
         one = router.balance
         one.aux, one.z = train.router_aux_loss, train.router_z_loss
         one.rate = train.router_bias_rate
         one.capacity = train.expert_capacity
         one.is_forced = train.routing == "balanced"
-        if groups.cp.size > 1:
-            one.ranks, one.summed = groups.cp.size, partial(_summed, groups.cp)
-            one.pieces = pieces(program.layout.cp_kind, groups.cp.size, groups.cp.rank)
+        one.ranks, one.summed = layout.cp * layout.folds, partial(_summed, shared)
+        one.pieces = pieces_of(layout, groups.cp.rank, groups.tp.rank)
 
 
 def prepare_routers(
-    found: Routers, groups: Groups, scale: float, device: torch.device, experts: int
+    found: Routers, program: Program, groups: Groups, scale: float, device: torch.device
 ) -> None:
     """Prepare a batch's backward: `scale` is 1 / its sequences, times the loss scale.
 
-    All tp ranks see the same tokens: only one of them adds these gradients and reports counts.
+    Unless the layout folds, all tp ranks see the same tokens: only one of them adds these gradients
+    and reports counts.
     """
-    counts = groups.tp.rank == 0
+    experts = program.model.experts
+    counts = groups.tp.rank == 0 or program.layout.folds > 1
     for router in found.values():
         one = router.balance
         if one.rate:
@@ -62,11 +64,13 @@ def prepare_routers(
                 one.dropped = torch.zeros((), dtype=torch.int64, device=device)
 
 
-def sum_counts(found: Routers, data: Link) -> None:
+def sum_counts(found: Routers, program: Program, groups: Groups) -> None:
     """Sum a step's token counts over the ranks with different tokens; a collective."""
     counts = [one.balance.lately for one in found.values() if one.balance.lately is not None]
-    if data.size > 1 and counts:
-        together = _summed(data, torch.stack(counts))
+    links = [groups.tp] if program.layout.folds > 1 else []
+    links += [groups.data] if groups.data.size > 1 else []
+    if links and counts:
+        together = _summed(links, torch.stack(counts))
         for one, total in zip(counts, together, strict=True):
             one.copy_(total)
 
@@ -102,7 +106,8 @@ def take_counts(found: Routers, layers: Mapping[int, int], experts: int) -> list
     return numbers
 
 
-def _summed(link: Link, counts: Tensor) -> Tensor:
-    """Return the sum of counts over the ranks of a link."""
-    dist.all_reduce(counts, group=link.required)
+def _summed(links: Sequence[Link], counts: Tensor) -> Tensor:
+    """Return the sum of counts over the ranks of some links, one after the other."""
+    for link in links:
+        dist.all_reduce(counts, group=link.required)
     return counts

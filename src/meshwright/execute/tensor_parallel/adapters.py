@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from meshwright.execute.tensor_parallel.deferred import local
+from meshwright.execute.tensor_parallel.tensor import enter_experts
 from meshwright.execute.tensor_parallel.tp_regions import TPRegion
 from meshwright.models.attention import Project
 from meshwright.models.blocks import Block
@@ -30,14 +31,17 @@ from meshwright.models.nf4 import product
 from meshwright.models.routers import Matrices
 
 
-def cut_adapted(block: Block, tp_region: TPRegion) -> None:
-    """Give every rank of tp its share of a block's linear layers and of their adapters."""
+def cut_adapted(block: Block, tp_region: TPRegion, *, folds: bool) -> None:
+    """Give every rank of tp its share of a block's linear layers and of their adapters.
+
+    `folds`: experts stay whole, see `expert_parallel.experts`.
+    """
     block.attn.project = entering(tp_region)
     rows, inside = [block.attn.o], list[nn.Linear]()
     if isinstance(block.attn, LatentAttention):
         inside += [block.attn.kv_b, *([] if block.attn.q_a is None else [block.attn.q_b])]
     if isinstance(block.mlp, ExpertMLP):
-        inside += _cut_experts(block.mlp, tp_region)
+        inside += _cut_experts(block.mlp, tp_region, folds=folds)
     else:
         block.mlp.project = entering(tp_region)
         rows.append(block.mlp.down)
@@ -55,14 +59,12 @@ def cut_adapted(block: Block, tp_region: TPRegion) -> None:
         row.tp_region = tp_region
 
 
-def _cut_experts(mlp: ExpertMLP, tp_region: TPRegion) -> list[nn.Linear]:
+def _cut_experts(mlp: ExpertMLP, tp_region: TPRegion, *, folds: bool) -> list[nn.Linear]:
     """Have experts, their router and the shared one compute inside of the region.
 
     Returns the linear layers there.
     """
-    mlp.experts.adds = tp_region.link.rank == 0
-    if tp_region.link.size > 1:
-        mlp.enter, mlp.leave = tp_region.enter, tp_region.leave
+    enter_experts(mlp, tp_region, folds=folds)
     if mlp.shared is not None and isinstance(mlp.shared.down, LoraLinear):
         mlp.shared.down.part = tp_region.link.rank
     return [module for module in mlp.modules() if isinstance(module, nn.Linear)]

@@ -20,6 +20,7 @@ from meshwright.execute.tensor_parallel.tp_regions import TPRegion, all_reduce
 from meshwright.execute.transport.groups import Link
 from meshwright.models.attention import NormPair, Project
 from meshwright.models.context import Context
+from meshwright.models.experts import ExpertMLP
 from meshwright.models.latent import LatentAttention
 from meshwright.models.norms import RMSNorm
 from meshwright.models.ops import factor, widened
@@ -176,3 +177,11 @@ def together(tp_region: TPRegion, deferral: Deferral) -> Project:
         return linears(x, weights, biases, deferral, tp_region)
 
     return project
+
+
+def enter_experts(mlp: ExpertMLP, tp_region: TPRegion, *, folds: bool) -> None:
+    """Have experts, or if they fold the shared one alone, compute inside of a region."""
+    mlp.folds = folds
+    mlp.experts.adds = folds or tp_region.link.rank == 0  # once, to the sum of what the ranks make
+    if tp_region.link.size > 1:
+        mlp.enter, mlp.leave = tp_region.enter, tp_region.leave

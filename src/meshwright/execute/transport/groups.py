@@ -65,7 +65,8 @@ class ExpertGroups:
 
     `parameters` is torch's mesh with the axes `pp, replicate, shard, ep, tp`, on which they are
     placed. `ep` are ranks that have all experts between them; `shard` and `replicate` are like
-    those of `Groups`, for the ranks that have the same experts.
+    those of `Groups`, for the ranks that have the same experts. The mesh's `tp` are the ranks that
+    cut an expert's width: in layouts that fold, this rank alone.
     """
 
     parameters: DeviceMesh
@@ -153,9 +154,11 @@ def _of_experts(layout: Layout, world: World, opener: _Opener, plain: DeviceMesh
     """Return what experts communicate through, of a layout that shares them out."""
     names = ("pp", "replicate", "shard", "ep", "tp")
     sizes = (layout.expert_replica_ranks, layout.expert_shard_ranks, layout.ep)
-    known = {axis: plain.get_group(axis) for axis in ("pp", "tp")}
-    parameters = opener.mesh((layout.pp, *sizes, layout.tp), names, known)
-    ranks = torch.arange(layout.world).view(layout.pp, *sizes, layout.tp)
+    shared = ("pp", "tp") if layout.folds == 1 else ("pp",)
+    known = {axis: plain.get_group(axis) for axis in shared}
+    shape = (layout.pp, *sizes, layout.expert_tp)
+    parameters = opener.mesh(shape, names, known)
+    ranks = torch.arange(layout.world).view(shape)
     links = {}
     for dim, axis in enumerate(names):
         rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()

@@ -1,0 +1,39 @@
+"""Which parts of a sequence a rank routes to experts, of the ranks that share the sequence."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from meshwright.layout import Layout
+from meshwright.program.messages import Axis
+
+
+def pieces_of(layout: Layout, cp_rank: int, tp_rank: int) -> tuple[int, ...]:
+    """Return which of a sequence's equal pieces a rank's router sees, in the order of its tokens.
+
+    Context ranks hold those of `held`. Where the layout folds, the ranks of tp cut what a context
+    rank holds once more, into pieces so small that none of them crosses a border.
+    """
+    own = held(layout.cp_kind if layout.cp > 1 else "ulysses", layout.cp, cp_rank)
+    if layout.folds == 1:
+        return own
+    cuts = math.lcm(len(own), layout.folds) // len(own)
+    smaller = [piece * cuts + part for piece in own for part in range(cuts)]
+    each = len(smaller) // layout.folds
+    return tuple(smaller[tp_rank * each : (tp_rank + 1) * each])
+
+
+def held(kind: Literal["ring", "ulysses"], cp: int, rank: int) -> tuple[int, ...]:
+    """Return which of a sequence's pieces a rank of a group of `cp` holds, ascending.
+
+    Ring: of 2 cp pieces, r and 2 cp - 1 - r, so that all ranks have equal work under the causal
+    mask. Llama 3 (arXiv:2407.21783), section 3.3.2. Ulysses: the r-th of cp.
+    """
+    return (rank, 2 * cp - 1 - rank) if kind == "ring" else (rank,)
+
+
+def shared_over(layout: Layout) -> tuple[Axis, ...]:
+    """Return the axes of the ranks whose routers see different tokens of the same sequences."""
+    axes: tuple[tuple[Axis, int], ...] = (("tp", layout.folds), ("cp", layout.cp))
+    return tuple(axis for axis, ranks in axes if ranks > 1)
