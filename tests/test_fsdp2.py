@@ -22,6 +22,7 @@ from meshwright.program.target import Target
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
 from meshwright.prove.compare import mine, program_of
+from meshwright.prove.conformance import prove_conformance
 from meshwright.prove.suite import Suite
 from meshwright.spec.parts import parts
 from meshwright.spec.resolve import model_spec
@@ -151,3 +152,15 @@ def test_the_peak_is_that_of_its_units(label):
     case = Case(WIDE, TrainSpec(batch=4, seq_len=32), Layout.parse(label), fsdp2=True)
     for measured, predicted in on_ranks(2, peak, case=case):
         assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def conforming(world, case):
+    return prove_conformance(case, open_groups(case.layout, world), world)
+
+
+def test_a_second_forward_gathers_no_block_again():
+    """Dropout follows the experts, so that it ends after them; docs/log.md."""
+    case = make("shard2 zero2 ep2 mb2 recompute-full", "qwen2_moe")
+    case = replace(case, model=case.model.model_copy(update={"dropout": 0.1}), fsdp2=True)
+    failed = [one.observed for one in on_ranks(2, conforming, case=case)[0] if not one.passed]
+    assert failed == []
