@@ -118,6 +118,8 @@ KINDS = (
     Kind("shard2 zero3 ep2 mb2 recompute-full", model="experts"),
     Kind("shard2 zero3 ep2 mb2 offload-activations", model="experts"),
     Kind("shard2 zero3 ep2 pp2 1f1b mb1", model="experts"),
+    Kind("tp2 sp ep2 etp1 mb2", model="experts"),
+    Kind("shard2 zero3 tp2 sp ep4 etp1 mb2 recompute-full", model="experts"),
 )
 
 

@@ -100,6 +100,7 @@ def test_linear_layers_whose_gradients_wait_are_outside_of_graphs(layout):
 def test_experts_that_the_host_counts_are_outside_of_graphs(one_kernel):
     for layout, target, precision in (
         ("shard2 zero3 ep2 mb1", GPU, "bf16"),
+        ("tp2 sp ep2 etp1 mb1", GPU, "bf16"),
         ("mb2", GPU, "fp32"),
         ("mb2", Target("cpu"), "bf16"),
     ):

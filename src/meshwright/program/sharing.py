@@ -42,6 +42,10 @@ class _MessageUnit(NamedTuple):
     prompt: int
     axes: _Axes
 
+    def of(self, has_deferred: bool, has_prompt: bool) -> int:
+        """Return the elements of a round of reductions."""
+        return has_deferred * self.deferred + has_prompt * self.prompt
+
 
 class _Axes(NamedTuple):
     """The ranks that ZeRO cuts some weights over, and those that have the same shards."""
@@ -202,10 +206,10 @@ def reductions(
         units = _units(program, stage, padded, _is_trained)
         rounds = list(_rounds(program, at["pp"], stage, each))
         met = _summed_in(sum(meets for *_, meets in rounds) > 1)
-        for has_deferred, has_prompt, meets in rounds:
+        for *comes, meets in rounds:
             for unit in units:
                 axes = unit.axes
-                size = element * (has_deferred * unit.deferred + has_prompt * unit.prompt)
+                size = element * unit.of(*comes)
                 if not size or (in_place and axes.shards > 1):
                     continue
                 if axes.shards > 1:
@@ -245,17 +249,18 @@ def _exchanges(
     def own(sharding: Sharding) -> int:
         return math.prod(sharding.shape(tp_rank, place))
 
-    def others(sharding: Sharding) -> int:
-        return math.prod(sharding.tp_shape) - own(sharding)
+    def whole(sharding: Sharding) -> int:
+        return math.prod(sharding.tp_shape)
 
     for stage in stages:
-        sent = _units(program, stage, others, _is_trained)
-        for has_deferred, has_prompt, _ in _rounds(program, at["pp"], stage, each):
-            for unit in sent:
-                count = has_deferred * unit.deferred + has_prompt * unit.prompt
+        held, kept = (_units(program, stage, size, _is_trained) for size in (whole, own))
+        for *comes, _ in _rounds(program, at["pp"], stage, each):
+            for unit, mine in zip(held, kept, strict=True):
+                count, axis = unit.of(*comes), unit.axes.shard
+                # A rank that has all rows of few experts sends none, and takes part.
                 if count and unit.axes.shards > 1:
                     reason = "ZeRO: rows of gradients to the ranks that sum them"
-                    size, axis = count * reduced_bytes(program.train), unit.axes.shard
+                    size = (count - mine.of(*comes)) * reduced_bytes(program.train)
                     yield Collective("all_to_all", axis, size, 1, phase, "gradients", reason)
         for unit in _units(program, stage, own, _is_trained):
             size, axes = (unit.deferred + unit.prompt) * _FP32, unit.axes
